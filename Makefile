@@ -1,0 +1,27 @@
+# Every target makes what it needs: `make demo` and `make test` work on a fresh clone with Python and make.
+PYTHON ?= python3
+SEEDS ?= 1
+CONTROL ?=
+BIN := .venv/bin
+
+.PHONY: install demo test bench lint clean
+
+install: .venv/.dev
+demo: .venv/.dev
+	$(BIN)/python examples/demo.py --seeds $(SEEDS) $(if $(CONTROL),--control $(CONTROL))
+test: .venv/.dev
+	$(BIN)/python -m pytest
+bench: .venv/.benchmarks
+	$(BIN)/python benchmarks/sampling.py
+lint: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+clean:
+	rm -rf .venv outputs
+
+# One stamp per extra: the environment is made once, and again where what it is made from has changed.
+.venv/.%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[$*]'
+	touch $@

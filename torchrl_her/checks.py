@@ -1,0 +1,146 @@
+"""What is checked at the door, so that bad input is named before anything is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.envs import Compose, DTypeCastTransform, MultiStepTransform, Transform
+
+
+def check_her_ratio(her_ratio: float) -> float:
+    """Check that the ratio is a probability."""
+    if not 0.0 <= her_ratio <= 1.0:
+        raise ValueError(
+            f"her_ratio is the probability that a sampled transition is relabelled and must be in [0, 1], "
+            f"got {her_ratio}. For k relabelled transitions to each original one it is k / (k + 1)."
+        )
+    return her_ratio
+
+
+def check_at_least_one(name: str, value: int | None) -> None:
+    """Check that a number of things, where it is given, is a whole number and at least one."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
+    """Get an entry that is written, or say what there is instead."""
+    value = tensordict.get(key, None)
+    if value is not None:
+        return value
+    found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
+    advice = f"Name the right one with {argument}=..."
+    if isinstance(key, tuple) and key[0] == "next" and tensordict.get(key[1:], None) is not None:
+        advice = "It stands at the root alone: a collector with compact_obs=True leaves it out, so use False"
+    raise KeyError(
+        f"HERTransform found no entry {key!r} in what is written. {advice}; there are {', '.join(found)}."
+    )
+
+
+def check_same_shape(name: str, at_root: Tensor, under_next: Tensor) -> None:
+    """Check that a goal has one shape at the root and under ``"next"``."""
+    if at_root.shape != under_next.shape:
+        raise ValueError(
+            f"The {name} has the shape {tuple(at_root.shape)} at the root and {tuple(under_next.shape)} under "
+            "'next': both must be the same."
+        )
+
+
+def check_goal_shape(achieved: Sequence[int], desired: Sequence[int], table: Sequence[int] | None) -> None:
+    """Check that achieved goals can stand in for desired ones and fit the goal table."""
+    if tuple(achieved) != tuple(desired):
+        raise ValueError(
+            f"One achieved goal has the shape {tuple(achieved)} and one desired goal {tuple(desired)}: an achieved "
+            "goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
+        )
+    if table is not None and tuple(achieved) != tuple(table):
+        raise ValueError(
+            f"One goal has the shape {tuple(achieved)}, the goal table was made for {tuple(table)} (from goal_spec "
+            "or the first write). goal_spec is that of one goal, without the batch of environments."
+        )
+
+
+def check_finite(goals: Tensor) -> None:
+    """Check that no achieved goal is NaN: relabelled with it, a transition would spoil the training."""
+    if goals.is_floating_point() and bool(goals.isnan().any()):
+        row = int(goals.reshape(len(goals), -1).isnan().any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"The achieved goal of transition {row} of this write is NaN. Nothing was stored: look at what the "
+            "environment (or goal_fn) returned."
+        )
+
+
+def check_one_per_transition(key: NestedKey, value: Tensor, count: int) -> None:
+    """Check that a flag or an id has one value for each transition."""
+    if value.numel() != count:
+        raise ValueError(
+            f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: one value each is needed."
+        )
+
+
+def check_reward(computed: TensorDictBase, stored: TensorDictBase, reward_key: NestedKey) -> None:
+    """Check that the reward module gives rewards of the shape that is stored."""
+    reward, expected = computed.get(reward_key, None), get_entry(stored, reward_key, "reward_key")
+    if reward is None or reward.shape != expected.shape:
+        got = "nothing" if reward is None else f"the shape {tuple(reward.shape)}"
+        raise ValueError(
+            f"The reward module wrote {got} under {reward_key!r} where rewards of the shape {tuple(expected.shape)} "
+            "are stored: it must write one of the same shape."
+        )
+
+
+def check_order(before: Sequence[Transform], keys: set[NestedKey]) -> None:
+    """Check the transforms that are listed before HERTransform, which it would overwrite when sampling."""
+    for transform in before:
+        if isinstance(transform, Compose):
+            check_order(list(transform), keys)
+        if isinstance(transform, MultiStepTransform):
+            raise ValueError(
+                "MultiStepTransform sums rewards of the original goal, and HERTransform does not compute n-step "
+                "returns under the new goal yet: leave MultiStepTransform out."
+            )
+        overwritten = keys.intersection(transform.out_keys)
+        if overwritten and not isinstance(transform, DTypeCastTransform):
+            raise ValueError(
+                f"{type(transform).__name__} is listed before HERTransform and writes {sorted(map(str, overwritten))}, "
+                "which relabelling then replaces by raw values: list it after HERTransform."
+            )
+
+
+def check_single_steps(tensordict: TensorDictBase) -> None:
+    """Check that transitions are single steps, whose reward depends on one outcome."""
+    if tensordict.get("steps_to_next_obs", None) is not None:
+        raise ValueError(
+            "These are n-step transitions ('steps_to_next_obs' is among their entries), whose rewards were summed "
+            "under the original goal: leave MultiStepTransform (or MultiStep) out where HERTransform relabels."
+        )
+
+
+def check_stamped(tensordict: TensorDictBase) -> None:
+    """Check that sampled transitions were written through HERTransform."""
+    if tensordict.get(("hindsight", "episode"), None) is None:
+        raise KeyError(
+            "The sampled transitions carry no ('hindsight', 'episode'): they were written before HERTransform was "
+            "part of the buffer. Make the buffer with transform=HERTransform(...), then extend it."
+        )
+
+
+def check_rows(rows: Tensor, steps: Tensor, strategy: object) -> None:
+    """Check that a strategy chose one row per transition."""
+    if rows.shape != steps.shape or rows.dtype != torch.int64:
+        raise ValueError(
+            f"{strategy!r} must select one row of the goal table per transition, int64 {tuple(steps.shape)}, and "
+            f"returned {rows.dtype} {tuple(rows.shape)}."
+        )
+
+
+def check_sequences(count: int, length: int) -> None:
+    """Check that a sampled batch is made of whole sequences."""
+    if count % length:
+        raise ValueError(
+            f"sequence_length={length} and the sampled batch has {count} transitions: it must be a multiple. "
+            "Set it to the slice length of the sampler."
+        )

@@ -1,0 +1,36 @@
+"""Goal environments for Gymnasium, registered when this module is imported.
+
+They follow Gymnasium-Robotics' goal API: observations are dictionaries with the keys ``"observation"``,
+``"achieved_goal"`` and ``"desired_goal"``, and ``compute_reward(achieved_goal, desired_goal, info)`` takes a
+batch of goals.
+
+| id | class | steps |
+|---|---|---|
+| ``"torchrl_her/PointReach-v0"`` | `PointReach` | truncated after 50 |
+| ``"torchrl_her/BitFlipping-v0"`` | `BitFlipping` | terminates on success, truncated after ``n_bits`` |
+
+A process that has not imported this module, a spawned worker for example, does so when the id names it:
+``"torchrl_her.envs:torchrl_her/PointReach-v0"``.
+
+``info["is_success"]`` is 1 where the achieved goal is the desired one and 0 elsewhere, a ``np.float32`` like
+Gymnasium-Robotics'. An info reader takes it to the tensordict: the root entry at a reset, the entry under
+``"next"`` at a step.
+
+Examples:
+    >>> import torchrl_her.envs
+    >>> from torchrl.envs import GymEnv, default_info_dict_reader
+    >>> env = GymEnv("torchrl_her/PointReach-v0")
+    >>> env = env.set_info_dict_reader(default_info_dict_reader(["is_success"]))
+    >>> env.rollout(100)["next", "is_success"].shape
+    torch.Size([50])
+"""
+
+from gymnasium import register
+
+from torchrl_her.envs.bit_flipping import BitFlipping
+from torchrl_her.envs.point_reach import PointReach
+
+__all__ = ["BitFlipping", "PointReach"]
+
+register("torchrl_her/PointReach-v0", "torchrl_her.envs.point_reach:PointReach", max_episode_steps=50)
+register("torchrl_her/BitFlipping-v0", "torchrl_her.envs.bit_flipping:BitFlipping")

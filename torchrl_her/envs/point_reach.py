@@ -1,0 +1,135 @@
+"""PointReach: drive a point mass to a goal in the plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict
+
+
+class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """A point mass in the square [-1, 1]² that has to reach a goal.
+
+    An action ``float32 [2]`` in [-1, 1], times 10, is the acceleration ``a`` (actions outside are clipped).
+    With ``dt = 0.05`` a step is ``v = clip(v + a * dt, -1, 1)``, then ``x = clip(x + v * dt, -1, 1)``. Start
+    and goal are uniform in the square, and the mass starts at rest.
+
+    An observation is a dictionary of ``float32`` arrays: ``"observation"`` ``[4]`` (position and velocity),
+    ``"achieved_goal"`` ``[2]`` (the position) and ``"desired_goal"`` ``[2]``. The reward is 0 within 0.05 of
+    the goal (Euclidean distance) and -1 elsewhere. Episodes never terminate: made by its id,
+    ``"torchrl_her/PointReach-v0"``, the environment is truncated after 50 steps.
+
+    Keyword Args:
+        render_mode (str, optional): ``"rgb_array"``, with which `render` draws the square from above.
+
+    Raises:
+        ValueError: for another render mode, and by `step` for an action that is not two finite numbers.
+
+    Examples:
+        >>> import gymnasium, torchrl_her.envs
+        >>> env = gymnasium.make("torchrl_her/PointReach-v0")
+        >>> observation, info = env.reset(seed=0)
+        >>> observation["achieved_goal"]
+        array([ 0.27392337, -0.46042657], dtype=float32)
+        >>> observation, reward, terminated, truncated, info = env.step(np.ones(2, dtype=np.float32))
+        >>> observation["observation"]  # v = 10 * 0.05 = 0.5 and x moves by 0.5 * 0.05
+        array([ 0.29892337, -0.43542656,  0.5       ,  0.5       ], dtype=float32)
+        >>> reward, terminated, truncated, info
+        (-1.0, False, False, {'is_success': np.float32(0.0)})
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
+    dt = 0.05
+    max_acceleration = 10.0
+    threshold = 0.05
+
+    def __init__(self, *, render_mode: str | None = None):
+        if render_mode not in (None, "rgb_array"):
+            raise ValueError(f'render_mode must be None or "rgb_array", got {render_mode!r}.')
+        self.render_mode = render_mode
+        self.action_space = Box(-1.0, 1.0, (2,), np.float32)
+        self.observation_space = Dict(
+            {
+                "observation": Box(-1.0, 1.0, (4,), np.float32),
+                "achieved_goal": Box(-1.0, 1.0, (2,), np.float32),
+                "desired_goal": Box(-1.0, 1.0, (2,), np.float32),
+            }
+        )
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Draw a start and a goal; ``options`` are ignored."""
+        super().reset(seed=seed)
+        self.position, self.goal = self.np_random.uniform(-1.0, 1.0, (2, 2)).astype(np.float32)
+        self.velocity = np.zeros(2, dtype=np.float32)
+        return self._observation(), self._info()
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        """Accelerate for one time step."""
+        action = np.asarray(action, dtype=np.float32)
+        if action.shape != (2,) or not np.isfinite(action).all():
+            raise ValueError(f"An action must be two finite numbers in [-1, 1], got {action!r}.")
+        acceleration = self.max_acceleration * action.clip(-1.0, 1.0)
+        self.velocity = (self.velocity + acceleration * self.dt).clip(-1.0, 1.0)
+        self.position = (self.position + self.velocity * self.dt).clip(-1.0, 1.0)
+        info = self._info()
+        reward = float(self.compute_reward(self.position, self.goal, info))
+        return self._observation(), reward, False, False, info
+
+    def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
+        """Return the rewards of achieved goals.
+
+        Args:
+            achieved_goal (np.ndarray): positions ``[*batch, 2]``, or one ``[2]``.
+            desired_goal (np.ndarray): goals of the same shape, or one that broadcasts with it.
+            info: not used.
+
+        Returns:
+            np.ndarray: ``float32 [*batch]``, 0 within 0.05 of the goal and -1 elsewhere; a NumPy scalar for
+            one goal.
+
+        Examples:
+            >>> goals = np.array([[0.0, 0.0], [0.04, 0.0], [0.04, 0.04]])
+            >>> PointReach().compute_reward(goals, np.zeros(2), {})
+            array([ 0.,  0., -1.], dtype=float32)
+        """
+        return self._reached(achieved_goal, desired_goal).astype(np.float32) - np.float32(1)
+
+    def compute_terminated(
+        self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
+    ) -> np.ndarray:
+        """Return False for each goal: ``bool [*batch]``, a NumPy scalar for one goal."""
+        return np.zeros_like(self._reached(achieved_goal, desired_goal))[()]
+
+    def compute_truncated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
+        """Return False for each goal, as `compute_terminated`: the time limit does not depend on goals."""
+        return self.compute_terminated(achieved_goal, desired_goal, info)
+
+    def render(self) -> np.ndarray | None:  # type: ignore[override]
+        """Return a picture ``uint8 [256, 256, 3]``: the goal's circle in green, the mass a blue dot."""
+        if self.render_mode is None:
+            return None
+        axis = (np.arange(256) + 0.5) / 128 - 1  # centres of the pixels
+        pixels = np.stack(np.meshgrid(axis, -axis), axis=-1)  # [row, column, (x, y)], y upwards
+        picture = np.full((256, 256, 3), 255, dtype=np.uint8)
+        picture[self._reached(pixels, self.goal)] = (120, 200, 120)
+        picture[np.linalg.norm(pixels - self.position, axis=-1) <= 0.025] = (40, 80, 200)
+        return picture
+
+    def _reached(self, achieved_goal: np.ndarray, desired_goal: np.ndarray) -> np.ndarray:
+        distance = np.linalg.norm(np.asarray(achieved_goal) - np.asarray(desired_goal), axis=-1)  # [*batch]
+        return distance <= self.threshold
+
+    def _observation(self) -> dict[str, np.ndarray]:
+        # Copies: whoever gets an observation may write into it.
+        return {
+            "observation": np.concatenate([self.position, self.velocity]),
+            "achieved_goal": self.position.copy(),
+            "desired_goal": self.goal.copy(),
+        }
+
+    def _info(self) -> dict[str, Any]:
+        return {"is_success": self._reached(self.position, self.goal).astype(np.float32)}

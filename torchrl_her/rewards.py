@@ -1,0 +1,265 @@
+"""Reward modules: what a relabelled transition earns, and whether it ends the episode."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torchrl.envs import EnvBase, ParallelEnv, SerialEnv
+
+GoalFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class GoalReward(TensorDictModuleBase):
+    """The reward as a function of the achieved and the desired goal.
+
+    It reads ``("next", achieved_goal)`` and ``desired_goal`` and writes ``("next", "reward")``, and with
+    ``terminated_fn`` also ``("next", "terminated")``. `HERTransform` makes one of any callable that it is
+    given, and sets the keys to its own.
+
+    Args:
+        reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals ``[batch, *goal]`` to
+            rewards ``[batch]`` or ``[batch, 1]``. Several batch dimensions come flattened to one.
+
+    Keyword Args:
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same to bools: whether the
+            achieved goal ends the episode, for environments that terminate on success. By default
+            ``terminated`` stays as stored.
+
+    Raises:
+        TypeError: if a function cannot be called with two arguments.
+        ValueError: on the first call, if a function returns another shape.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> reward = GoalReward(lambda achieved, desired: -(achieved - desired).norm(dim=-1))
+        >>> goals = {"desired_goal": torch.ones(5, 2), "next": {"achieved_goal": torch.ones(5, 2)}}
+        >>> reward(TensorDict(goals, batch_size=5))["next", "reward"].shape
+        torch.Size([5, 1])
+    """
+
+    def __init__(self, reward_fn: GoalFunction, *, terminated_fn: GoalFunction | None = None):
+        super().__init__()
+        self.functions = [_with_two_arguments(reward_fn, "the reward function")]
+        if terminated_fn is not None:
+            self.functions.append(_with_two_arguments(terminated_fn, "terminated_fn"))
+        self.goal_fn: Callable[[Tensor], Tensor] | None = None
+        self.set_keys()
+
+    def set_keys(
+        self,
+        *,
+        achieved_goal: NestedKey = "achieved_goal",
+        desired_goal: NestedKey = "desired_goal",
+        reward: NestedKey = "reward",
+        terminated: NestedKey = "terminated",
+    ) -> None:
+        """Set the keys that are read and written; all but the desired goal's stand under ``"next"``."""
+        self.in_keys = [unravel_key(("next", achieved_goal)), unravel_key(desired_goal)]
+        out_keys = [unravel_key(("next", reward)), unravel_key(("next", terminated))]
+        self.out_keys = out_keys[: len(self.functions)]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the reward (and the flag) of the transitions into ``tensordict`` and return it."""
+        batch = tensordict.batch_size
+        achieved, desired = (tensordict.get(key) for key in self.in_keys)
+        achieved = achieved.reshape(-1, *achieved.shape[len(batch) :])  # [batch, *state]
+        desired = desired.reshape(-1, *desired.shape[len(batch) :])  # [batch, *goal]
+        if self.goal_fn is not None:
+            achieved = self.goal_fn(achieved)
+        for key, values in zip(self.out_keys, self.evaluate(achieved, desired, tensordict), strict=True):
+            if values.shape not in (desired.shape[:1], (*desired.shape[:1], 1)):
+                raise ValueError(
+                    f"The function for {key!r} returned the shape {tuple(values.shape)} for goals of the shape "
+                    f"{tuple(desired.shape)}: it must return one value per row, {(len(desired),)} or "
+                    f"{(len(desired), 1)}. A norm, for example, needs dim=-1."
+                )
+            tensordict.set(key, values.reshape(*batch, 1))
+        return tensordict
+
+    def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:
+        """Return the values of the functions, the reward's first."""
+        return [torch.as_tensor(function(achieved, desired)) for function in self.functions]
+
+
+class SparseReward(GoalReward):
+    """0 within a distance of the goal, -1 outside, computed where the tensors are.
+
+    The distance is Euclidean, over all dimensions of a goal.
+
+    Args:
+        threshold (float): the distance, in units of the goal, up to which a goal counts as reached. With 0
+            the goals have to be equal.
+
+    Keyword Args:
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): see `GoalReward`.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> achieved = torch.tensor([[0.0, 0.04], [1.0, 0.0]])
+        >>> goals = {"desired_goal": torch.zeros(2, 2), "next": {"achieved_goal": achieved}}
+        >>> SparseReward(0.05)(TensorDict(goals, batch_size=2))["next", "reward"].flatten()
+        tensor([ 0., -1.])
+    """
+
+    def __init__(self, threshold: float, *, terminated_fn: GoalFunction | None = None):
+        if not threshold >= 0:
+            raise ValueError(f"threshold is a distance and must be 0 or more, got {threshold}.")
+        super().__init__(partial(_sparse_reward, threshold=threshold), terminated_fn=terminated_fn)
+
+
+def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:
+    if not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
+        achieved, desired = achieved.float(), desired.float()
+    distance = (achieved - desired).reshape(len(achieved), -1).norm(dim=-1)  # [batch]
+    return torch.where(distance <= threshold, 0.0, -1.0)
+
+
+class EnvReward(GoalReward):
+    """The environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
+
+    Where the environment has ``compute_terminated``, ``("next", "terminated")`` is recomputed with it. Both
+    are called once per batch, with NumPy arrays. A function that is not batched (on the first call a reached
+    and a missed goal find that out) is called row by row, with a warning.
+
+    Args:
+        env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either.
+
+    Keyword Args:
+        info_keys (sequence of NestedKey): stored entries that are handed over as ``info``, a dictionary from
+            the last part of each key to an array ``[batch, ...]`` (to its row, where called row by row).
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): takes the place of the environment's
+            ``compute_terminated``; see `GoalReward`.
+
+    Raises:
+        TypeError: if the environment has no ``compute_reward``, or if it is a batch of environments.
+
+    Examples:
+        >>> import gymnasium, torchrl_her.envs
+        >>> reward = EnvReward(gymnasium.make("torchrl_her/PointReach-v0"))
+        >>> reward.in_keys
+        [('next', 'achieved_goal'), 'desired_goal']
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        info_keys: Sequence[NestedKey] = (),
+        terminated_fn: GoalFunction | None = None,
+    ):
+        base = _goal_environment(env)
+        if terminated_fn is None and hasattr(base, "compute_terminated"):
+            terminated_fn = _EnvFunction(base, "compute_terminated")
+        self.info_keys = tuple(unravel_key(key) for key in info_keys)
+        super().__init__(_EnvFunction(base, "compute_reward"), terminated_fn=terminated_fn)
+
+    def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:  # noqa: D102
+        info = {}
+        for key in self.info_keys:
+            value = tensordict.get(key)
+            name = key if isinstance(key, str) else key[-1]
+            info[name] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
+        return [
+            function(achieved, desired, info)
+            if isinstance(function, _EnvFunction)
+            else torch.as_tensor(function(achieved, desired))
+            for function in self.functions
+        ]
+
+
+class _EnvFunction:
+    """A function of a goal environment, from tensors to tensors, batched or row by row."""
+
+    def __init__(self, env: Any, name: str):
+        self.env = env
+        self.name = name
+        self.batched: bool | None = None  # not known before the first call
+
+    def __call__(
+        self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None
+    ) -> Tensor:
+        arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
+        if self.batched is None:
+            self.batched = self._is_batched(*arrays)
+        values = self._batch(*arrays) if self.batched else self._rows(*arrays)
+        return torch.as_tensor(values).to(achieved.device)
+
+    def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
+        return np.asarray(getattr(self.env, self.name)(achieved, desired, info))
+
+    def _rows(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
+        rows = range(len(achieved))
+        infos = [{name: values[row] for name, values in info.items()} for row in rows]
+        return np.array([self._batch(achieved[row], desired[row], infos[row]).item() for row in rows])
+
+    def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
+        """Compare a batch of one reached and one missed goal with the same two row by row."""
+        space = copy.deepcopy(
+            self.env.observation_space["desired_goal"]
+        )  # leaves the environment's draws alone
+        space.seed(0)
+        reached = achieved[0].astype(desired.dtype)
+        missed = np.asarray(space.sample(), dtype=desired.dtype).reshape(reached.shape)
+        two = (np.stack([reached, reached]), np.stack([reached, missed]))
+        two_infos = {name: values[[0, 0]] for name, values in info.items()}
+        expected = self._rows(*two, two_infos)
+        try:
+            values = self._batch(*two, two_infos)
+        except Exception:  # whatever it raises, it does not take a batch
+            values = np.empty(0)
+        if values.shape in ((2,), (2, 1)) and np.array_equal(values.reshape(2), expected):
+            return True
+        warnings.warn(
+            f"{self.name} of {type(self.env).__name__} does not take a batch of goals and is called row by row "
+            "at every sample, which is slow. Pass a batched function of your own: GoalReward(reward_fn) in "
+            "place of EnvReward, or terminated_fn=... for the end of episodes.",
+            stacklevel=2,
+        )
+        return False
+
+
+def _goal_environment(env: Any) -> Any:
+    """Return the innermost environment, which has ``compute_reward``."""
+    if not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env):
+        env = env()
+    if isinstance(env, (SerialEnv, ParallelEnv)):
+        raise TypeError(
+            f"EnvReward needs one environment, not a {type(env).__name__}: pass a function that makes one of "
+            "its environments."
+        )
+    base = getattr(env, "unwrapped", env)
+    if not hasattr(base, "compute_reward"):
+        raise TypeError(
+            f"EnvReward needs a goal environment, with compute_reward(achieved_goal, desired_goal, info); "
+            f"{type(base).__name__} has none. Pass the reward as a function: GoalReward(reward_fn)."
+        )
+    return base
+
+
+def _with_two_arguments(function: GoalFunction, name: str) -> GoalFunction:
+    """Check that a function can be called as ``function(achieved_goal, desired_goal)``."""
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of (achieved_goal, desired_goal), got {function!r}.")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return function
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called with two arguments, (achieved_goal, desired_goal), and takes {signature}: {error}. "
+            "A reward that needs more (the action, an info entry) is a TensorDictModule that reads it."
+        ) from None
+    return function

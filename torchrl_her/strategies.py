@@ -1,0 +1,123 @@
+"""Which achieved goal becomes the new desired goal."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Choice(NamedTuple):
+    """What a strategy chooses from: a batch of transitions, their episodes and the bounds of the goal table.
+
+    All tensors are ``int64``. Of transitions that cannot be relabelled (their episode has just begun, or has
+    left the table) the length means nothing; whatever is chosen for them is not used.
+    """
+
+    episode: Tensor  # [batch] ids of the episodes, each larger than 0
+    step: Tensor  # [batch] the transitions' steps in them
+    length: Tensor  # [batch] how many steps of them are published
+    row: Callable[[Tensor], Tensor]  # steps [batch] of these episodes -> rows [batch] of their outcomes
+    owners: Tensor  # [capacity] the episode that each row's goal was achieved in
+    size: Tensor  # [] how many rows of the table are filled, from row 0 on
+
+
+class GoalStrategy(ABC):
+    """Chooses for each transition the row of the goal table that holds its new desired goal.
+
+    Examples:
+        A strategy that looks at most ten steps ahead:
+
+        >>> class NearFuture(GoalStrategy):
+        ...     def select(self, choice):
+        ...         end = torch.minimum(choice.step + 10, choice.length)
+        ...         return choice.row(uniform(choice.step, end))
+
+    Attributes:
+        same_episode (bool): whether goals come from the transition's own episode. Then one that is found to
+            be another's leaves the transition as it is. Default: True.
+    """
+
+    same_episode = True
+
+    @abstractmethod
+    def select(self, choice: Choice) -> Tensor:
+        """Return rows ``int64 [batch]`` of the goal table.
+
+        Draw from torch's default random generator, and do not read tensors on the host: sampling on a
+        GPU would wait for it.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class Future(GoalStrategy):
+    """A step from the transition's own on: j uniform on {t, ..., T-1}."""
+
+    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+        return choice.row(uniform(choice.step, choice.length))
+
+
+class Final(GoalStrategy):
+    """The last step of the episode: j = T-1."""
+
+    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+        return choice.row(choice.length - 1)
+
+
+class Episode(GoalStrategy):
+    """Any step of the episode: j uniform on {0, ..., T-1}."""
+
+    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+        return choice.row(uniform(torch.zeros_like(choice.step), choice.length))
+
+
+class Random(GoalStrategy):
+    """Any step of any episode in the table, uniformly."""
+
+    same_episode = False
+
+    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+        return uniform(torch.zeros_like(choice.step), choice.size)
+
+
+STRATEGIES: dict[str, type[GoalStrategy]] = {
+    "future": Future,
+    "final": Final,
+    "episode": Episode,
+    "random": Random,
+}
+
+
+def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
+    """Return the strategy of that name, or the strategy itself.
+
+    Raises:
+        ValueError: if there is no strategy of that name.
+        TypeError: if it is neither a name nor a `GoalStrategy`.
+    """
+    if isinstance(strategy, GoalStrategy):
+        return strategy
+    if not isinstance(strategy, str):
+        raise TypeError(
+            f"strategy must be a name or a GoalStrategy, got {strategy!r}. "
+            "Pass an instance, for example strategy=Future()."
+        )
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"Unknown strategy {strategy!r}: use one of {', '.join(map(repr, STRATEGIES))}, or a GoalStrategy."
+        )
+    return STRATEGIES[strategy]()
+
+
+def uniform(low: Tensor, high: Tensor) -> Tensor:
+    """Draw integers uniformly from ``{low, ..., high - 1}``, each of the shape of ``low``.
+
+    In double precision, a span of a million steps is drawn without bias and without ever reaching ``high``.
+    """
+    span = high - low
+    return low + (torch.rand(low.shape, dtype=torch.float64, device=low.device) * span).to(torch.int64)
