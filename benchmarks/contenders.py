@@ -201,8 +201,7 @@ class StableBaselines3:
     def prepare(self, transitions: Transitions) -> list[tuple]:
         """The arguments of `add`, whose arrays have a leading dimension for the one environment."""
         rows = [
-            {key: value[i : i + 1] for key, value in transitions.items()}
-            for i in range(len(transitions["action"]))
+            {key: value[i : i + 1] for key, value in transitions.items()} for i in range(len(transitions["action"]))
         ]
         keys = ("observation", "achieved_goal", "desired_goal")
         return [

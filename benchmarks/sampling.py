@@ -107,16 +107,12 @@ class Measured:
         if self.wrong_rewards:
             failures.append(f"{self.wrong_rewards} of {self.sampled} rewards are not those of their goals")
         if self.name != PLAIN and self.relabelled_rewards != {0.0, -1.0}:
-            failures.append(
-                f"relabelled transitions have the rewards {self.relabelled_rewards}, not 0 and -1"
-            )
+            failures.append(f"relabelled transitions have the rewards {self.relabelled_rewards}, not 0 and -1")
         return [f"{self.name}, {self.size:,} stored: {failure}" for failure in failures]
 
 
 def measure(names: list[str], sizes: list[int], rounds: int) -> dict[tuple[str, int], Measured]:
-    measured = {
-        (name, size): Measured(name, size, CONTENDERS[name](size)) for size in sizes for name in names
-    }
+    measured = {(name, size): Measured(name, size, CONTENDERS[name](size)) for size in sizes for name in names}
     for each in (progress := tqdm(measured.values(), desc="filling", unit="buffer")):
         progress.set_postfix_str(f"{each.name}, {each.size:,}")
         each.contender.fill()

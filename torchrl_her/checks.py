@@ -35,9 +35,7 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
     advice = f"Name the right one with {argument}=..."
     if isinstance(key, tuple) and key[0] == "next" and tensordict.get(key[1:], None) is not None:
         advice = "It stands at the root alone: a collector with compact_obs=True leaves it out, so use False"
-    raise KeyError(
-        f"HERTransform found no entry {key!r} in what is written. {advice}; there are {', '.join(found)}."
-    )
+    raise KeyError(f"HERTransform found no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")
 
 
 def check_same_shape(name: str, at_root: Tensor, under_next: Tensor) -> None:
@@ -119,13 +117,15 @@ def check_single_steps(tensordict: TensorDictBase) -> None:
         )
 
 
-def check_stamped(tensordict: TensorDictBase) -> None:
-    """Check that sampled transitions were written through HERTransform."""
-    if tensordict.get(("hindsight", "episode"), None) is None:
+def get_stamp(tensordict: TensorDictBase, key: str) -> Tensor:
+    """Get the stamps of sampled transitions, which those written through HERTransform have."""
+    stamp = tensordict.get(key, None)
+    if not isinstance(stamp, Tensor):
         raise KeyError(
-            "The sampled transitions carry no ('hindsight', 'episode'): they were written before HERTransform was "
-            "part of the buffer. Make the buffer with transform=HERTransform(...), then extend it."
+            f"The sampled transitions carry no stamp under {key!r}: they were written before HERTransform was part "
+            "of the buffer. Make the buffer with transform=HERTransform(...), then extend it."
         )
+    return stamp
 
 
 def check_rows(rows: Tensor, steps: Tensor, strategy: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 # A running episode is published from so many steps on, each time that its length has doubled.
 FIRST_PUBLICATION = 64
@@ -16,11 +17,20 @@ FIRST_PUBLICATION = 64
 class Written(NamedTuple):
     """The transitions of one write, in the order of writing."""
 
-    start: np.ndarray  # uint8 [n, bytes], the goals at the root, achieved and desired
+    goals: Tensor  # [n, *goal], the achieved goals under "next"
+    start: np.ndarray  # uint8 [n, bytes], what stands under the goals' keys at the root, achieved and desired
     outcome: np.ndarray  # uint8 [n, bytes], the same under "next"
     done: np.ndarray  # bool [n], the transition ends its episode
     begins: np.ndarray  # bool [n], it does not continue the one before it; not used where there are ids
     trajectory: np.ndarray | None  # int64 [n], trajectory ids
+
+
+class Publication(NamedTuple):
+    """An episode that ended or grew, and hands over its achieved goals."""
+
+    episode: int
+    goals: Tensor  # [steps, *goal], what each step from the first on achieved
+    before: int  # how many of the steps were handed over before
 
 
 class Tracked(NamedTuple):
@@ -28,7 +38,7 @@ class Tracked(NamedTuple):
 
     episode: np.ndarray  # int64 [n], the id of each transition's episode
     step: np.ndarray  # int64 [n], its step in the episode
-    published: list[tuple[int, np.ndarray]]  # episodes that ended or grew: id, and the rows of all steps
+    publications: list[Publication]  # at most one of each episode
     opened: int  # how many episodes began
 
 
@@ -38,26 +48,34 @@ class Lane:
 
     episode: int
     trajectory: int | None  # the id that the collector gave it
-    outcome: bytes = b""  # the goals under "next" of its last transition
+    outcome: bytes = b""  # what stood under the goals' keys under "next" in its last transition
+    written: int = 0  # how many transitions had been written when it was last continued
+    goals: list[Tensor] = field(default_factory=list)  # what the episode's steps achieved, in pieces
     steps: int = 0
     published: int = 0
-    rows: list[np.ndarray] = field(default_factory=list)  # where the goal table holds its outcomes
 
     @property
     def key(self) -> int | bytes:
         """What the transitions that continue the lane are found by."""
         return self.outcome if self.trajectory is None else self.trajectory
 
-    def extend(self, rows: np.ndarray) -> None:
-        """Add the steps whose outcomes are in these rows."""
-        self.rows.append(rows.copy())  # a view would keep the rows of the other lanes alive
-        self.steps += len(rows)
+    def extend(self, goals: Tensor) -> None:
+        """Add the achieved goals of further steps."""
+        self.goals.append(goals)
+        self.steps += len(goals)
 
-    def publish(self) -> tuple[int, np.ndarray]:
-        """Return the episode's id and the rows of all its steps so far."""
-        self.rows = [np.concatenate(self.rows)]
+    def publish_into(self, publications: dict[int, Publication]) -> None:
+        """Hand over the achieved goals of all steps so far, once if twice in the same write."""
+        self.goals = [torch.cat(self.goals)]
+        earlier = publications.pop(self.episode, None)
+        before = self.published if earlier is None else earlier.before
+        publications[self.episode] = Publication(self.episode, self.goals[0], before)
         self.published = self.steps
-        return self.episode, self.rows[0]
+
+    @property
+    def has_doubled(self) -> bool:
+        """Whether a running episode is to be published."""
+        return self.steps >= max(FIRST_PUBLICATION, 2 * self.published)
 
 
 class EpisodeTracker:
@@ -77,21 +95,19 @@ class EpisodeTracker:
     def __init__(self, capacity: int, max_episode_steps: int | None = None):
         self.capacity = capacity
         self.max_steps = min(capacity, max_episode_steps or capacity)
+        self.written = 0  # how many transitions
         self._lanes: dict[int, Lane] = {}  # the open lanes by episode, the one that waited longest first
         self._waiting: dict[int | bytes, deque[Lane]] = {}  # the same lanes by their key
 
-    def track(self, written: Written, *, first_row: int, first_episode: int) -> Tracked:
-        """Assign transitions to episodes. The work in Python is per run of transitions, not per transition.
+    def track(self, written: Written, first_episode: int) -> Tracked:
+        """Assign transitions to episodes, of which new ones get the ids from ``first_episode`` on.
 
-        Args:
-            written (Written): the transitions.
-            first_row (int): the row of the goal table that holds the first transition's outcome.
-            first_episode (int): the first unused episode id.
+        The work in Python is per run of transitions that continue each other, not per transition.
         """
-        order, runs = _cut_into_runs(written)
-        rows = first_row + order
+        order, goals, runs = _cut_into_runs(written)
+        self.written += len(order)
         pieces: list[tuple[int, int, int]] = []  # episode, first step, number of steps
-        published: list[tuple[int, np.ndarray]] = []
+        publications: dict[int, Publication] = {}
         opened = 0
         for begin, end in runs:
             at = order[begin]
@@ -99,7 +115,7 @@ class EpisodeTracker:
             start = written.start[at].tobytes()
             lane = self._take(start if trajectory is None else trajectory)
             if lane is not None and lane.outcome != start:  # a seam: the episode ended without saying so
-                published.append(lane.publish())
+                lane.publish_into(publications)
                 lane = None
             while begin < end:
                 if lane is None:
@@ -107,25 +123,28 @@ class EpisodeTracker:
                     opened += 1
                 cut = min(end, begin + self.max_steps - lane.steps)
                 pieces.append((lane.episode, lane.steps, cut - begin))
-                lane.extend(rows[begin:cut])
+                piece = goals[begin:cut]
+                lane.extend(piece if len(runs) == 1 else piece.clone())  # a view keeps the whole write alive
                 begin = cut
                 if written.done[order[cut - 1]] or lane.steps == self.max_steps:
-                    published.append(lane.publish())
+                    lane.publish_into(publications)
                     lane = None
             if lane is not None:
                 lane.outcome = written.outcome[order[end - 1]].tobytes()
                 self._leave_open(lane)
-                if lane.steps >= max(FIRST_PUBLICATION, 2 * lane.published):
-                    published.append(lane.publish())
-        self._forget_lanes_before(first_row + len(order) - self.capacity)
-        return Tracked(*_stamps(order, pieces), published, opened)
+                if lane.has_doubled:
+                    lane.publish_into(publications)
+        self._forget_lanes()
+        return Tracked(*_stamps(order, pieces), list(publications.values()), opened)
 
-    def flush(self) -> list[tuple[int, np.ndarray]]:
-        """End the running episodes and return them, to be published."""
-        published = [lane.publish() for lane in self._lanes.values() if lane.steps > lane.published]
+    def flush(self) -> list[Publication]:
+        """End the running episodes and hand over their goals."""
+        publications: dict[int, Publication] = {}
+        for lane in self._lanes.values():
+            lane.publish_into(publications)
         self._lanes.clear()
         self._waiting.clear()
-        return published
+        return list(publications.values())
 
     def _take(self, key: int | bytes) -> Lane | None:
         lanes = self._waiting.get(key)
@@ -138,52 +157,61 @@ class EpisodeTracker:
         return lane
 
     def _leave_open(self, lane: Lane) -> None:
+        lane.written = self.written
         self._lanes[lane.episode] = lane
         self._waiting.setdefault(lane.key, deque()).append(lane)
 
-    def _forget_lanes_before(self, row: int) -> None:
+    def _forget_lanes(self) -> None:
         while self._lanes:
             lane = next(iter(self._lanes.values()))
-            if lane.rows[-1][-1] >= row:
+            if self.written - lane.written < self.capacity:
                 break
             self._take(lane.key)  # of the lanes with this key it waited longest, too
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the open lanes."""
-        return [
+        lanes = [
             {
                 "episode": lane.episode,
                 "trajectory": lane.trajectory,
                 "outcome": torch.from_numpy(np.frombuffer(lane.outcome, np.uint8).copy()),
+                "written": lane.written,
+                "goals": torch.cat(lane.goals),
                 "published": lane.published,
-                "rows": torch.from_numpy(np.concatenate(lane.rows)),
             }
             for lane in self._lanes.values()
         ]
+        return {"written": self.written, "lanes": lanes}
 
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the open lanes by those that `state_dict` returned."""
-        self.flush()
-        for saved in state:
+        self._lanes.clear()
+        self._waiting.clear()
+        for saved in state["lanes"]:
             lane = Lane(saved["episode"], saved["trajectory"], saved["outcome"].numpy().tobytes())
-            lane.extend(saved["rows"].numpy())
+            lane.extend(saved["goals"])
             lane.published = saved["published"]
+            self.written = saved["written"]
             self._leave_open(lane)
+        self.written = state["written"]
 
 
-def _cut_into_runs(written: Written) -> tuple[np.ndarray, list[tuple[int, int]]]:
+def _cut_into_runs(written: Written) -> tuple[np.ndarray, Tensor, list[tuple[int, int]]]:
     """Order transitions by lane and time, and cut that order where one does not continue the one before."""
-    start, outcome, done, begins, trajectory = written
+    goals, start, outcome, done, begins, trajectory = written
     order = np.arange(len(done))
     if trajectory is not None:
-        order = np.argsort(trajectory, kind="stable")
-        start, outcome, done, trajectory = start[order], outcome[order], done[order], trajectory[order]
-        begins = np.diff(trajectory, prepend=trajectory[:1]) != 0
-    begins = begins.copy()
+        begins = np.diff(trajectory, prepend=trajectory[:1])
+        if (begins < 0).any():  # not lane after lane already
+            order = np.argsort(trajectory, kind="stable")
+            start, outcome, done, trajectory = start[order], outcome[order], done[order], trajectory[order]
+            goals = goals[torch.from_numpy(order).to(goals.device)]
+            begins = np.diff(trajectory, prepend=trajectory[:1])
+        begins = begins != 0
     begins[:1] = True
     begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)
-    first = np.flatnonzero(begins).tolist()
-    return order, list(zip(first, [*first[1:], len(order)], strict=False))
+    first = begins.nonzero()[0].tolist()
+    return order, goals, list(zip(first, [*first[1:], len(order)], strict=False))
 
 
 def _stamps(order: np.ndarray, pieces: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,43 +1,28 @@
-"""The achieved goals of what was written, found by episode and step."""
+"""The achieved goals of the episodes that ended, found by episode and step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# What `GoalTable.counters` counts.
-GOALS, PLACES, EPISODES = range(3)
-
-
-class Record(NamedTuple):
-    """What the table says of the episodes of a batch of transitions, all ``int64 [batch]``."""
-
-    episode: Tensor  # the id that was found, which is the one asked for where the episode is known
-    start: Tensor  # the place of its first step
-    length: Tensor  # how many of its steps are published
-
 
 class GoalTable:
-    """A ring of achieved goals in the order they were written, and an index of it by episode and step.
+    """A ring of achieved goals, the steps of an episode next to each other.
 
-    Three rings make it up:
+    - ``goals[row]`` and ``owners[row]``: a goal, and the episode that it was achieved in (-1: none);
+    - ``starts[episode]`` and ``lengths[episode]``: where an episode starts, and how many steps it has here.
 
-    - ``goals[row]`` and ``owners[row]``: the achieved goals (outcomes) of the last ``capacity`` transitions,
-      and the episodes that they were achieved in;
-    - ``places[place]``: rows, the steps of an episode next to each other;
-    - ``records[episode]``: where in ``places`` an episode starts, and how many of its steps are published.
+    So the outcome of step j is ``goals[starts[episode] + j]``; rows and episode ids are taken modulo the
+    capacity.
 
-    So the outcome of step ``j`` is ``goals[places[start + j]]``. A goal is written once and stays where it
-    is: to publish an episode, and to publish it again when it has grown, moves integers only.
-
-    Readers take no lock. Before a row is overwritten its owner becomes 0, after that its new episode; so a
-    goal is whole, and of episode e, if its owner is e after the goal was read. Whatever a reader found on the
-    way there, in a record that was just being replaced, cannot lead it to a wrong goal. Writers exclude each
-    other (the caller holds a lock).
+    Readers take no lock. Before a row is overwritten its owner becomes -1, and after that its new episode. So
+    a goal is whole, and of episode e, if its owner is e *after* the goal was read; whatever a reader met on
+    the way there, in a record that was just being replaced, cannot lead it to a wrong goal. Writers exclude
+    each other (the caller holds a lock).
 
     Args:
         capacity (int): how many goals are kept.
@@ -47,11 +32,10 @@ class GoalTable:
 
     Examples:
         >>> table = GoalTable(10, (1,), torch.float32, torch.device("cpu"))
-        >>> episode, row = table.next_episode, table.next_row
-        >>> table.append(torch.tensor([[0.0], [0.1], [0.2]]), np.full(3, episode))
-        >>> table.publish([(episode, np.arange(row, row + 3))])
-        >>> record = table.find(torch.tensor([episode]))
-        >>> goal, owner = table.read(table.rows(record, torch.tensor([2])))
+        >>> episode = table.open_episodes(1)
+        >>> table.publish([(episode, torch.tensor([[0.0], [0.1], [0.2]]), 0)])
+        >>> start, length = table.find(torch.tensor([episode]))
+        >>> goal, owner = table.read(table.rows(start, length - 1))
         >>> goal, owner == episode
         (tensor([[0.2000]]), tensor([True]))
     """
@@ -59,12 +43,13 @@ class GoalTable:
     def __init__(self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device):
         self.capacity = capacity
         self.goals = torch.zeros(capacity, *goal_shape, dtype=dtype, device=device)
-        self.owners = torch.zeros(capacity, dtype=torch.int64, device=device)
-        # An episode that is published each time its length has doubled takes up to two places a step.
-        self.places = torch.zeros(2 * capacity, dtype=torch.int64, device=device)
-        self.records = torch.zeros(capacity, 3, dtype=torch.int64, device=device)
-        self.size = torch.zeros((), dtype=torch.int64, device=device)  # how many rows are filled, for readers
-        self.counters = torch.zeros(3, dtype=torch.int64)  # of all that was ever written, for writers
+        self.owners = torch.full((capacity,), -1, dtype=torch.int64, device=device)
+        self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.size = torch.zeros((), dtype=torch.int64, device=device)  # how many rows are filled, from row 0 on
+        self.counters = torch.zeros(2, dtype=torch.int64)  # rows and episode ids that were ever given away
+        # Which transitions of the last sample were to be relabelled, and which of them were.
+        self.last_draw = (torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
 
     @property
     def goal_shape(self) -> torch.Size:
@@ -80,43 +65,45 @@ class GoalTable:
 
     @property
     def next_episode(self) -> int:
-        """The first unused episode id; 0 is none."""
-        return int(self.counters[EPISODES]) + 1
+        """The first episode id that was not given away."""
+        return int(self.counters[1]) + 1
 
-    @property
-    def next_row(self) -> int:
-        """How many goals were ever written: the row of the next one, not yet taken modulo the capacity."""
-        return int(self.counters[GOALS])
+    def open_episodes(self, count: int) -> int:
+        """Give away episode ids, of which no two are the same, and return the first; 0 is none."""
+        return self._reserve(1, count) + 1
 
-    def append(self, goals: Tensor, owners: np.ndarray) -> None:
-        """Write goals ``[n, *goal]``, achieved in episodes ``[n]``, from ``next_row`` on."""
-        first = self._reserve(GOALS, len(goals))
-        owners_on_device = self._tensor(owners)
+    def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
+        """Write the goals of episodes behind the newest ones, and make the episodes known.
+
+        Args:
+            publications (sequence): triples of an episode id, the goals ``[steps, *goal]`` of its steps from
+                the first on, and how many of these steps the table has from when it was shorter.
+        """
+        if not publications:
+            return
+        ids = np.array([episode for episode, _, _ in publications])
+        lengths = np.array([len(goals) for _, goals, _ in publications])
+        goals = torch.cat([goals for _, goals, _ in publications]).to(self.device)
+        outdated = [(self._rows_of(episode, before), episode) for episode, _, before in publications if before]
+
+        first = self._reserve(0, len(goals))
+        owners = self._tensor(np.repeat(ids, lengths))
         for ring, part in _slices(self.capacity, first, len(goals)):
-            self.owners[ring] = 0
+            self.owners[ring] = -1
             self.goals[ring] = goals[part]
-            self.owners[ring] = owners_on_device[part]
+            self.owners[ring] = owners[part]
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 
-    def open_episodes(self, count: int) -> None:
-        """Use up the next episode ids."""
-        self._reserve(EPISODES, count)
+        index = self._tensor(ids % self.capacity)
+        self.starts[index] = self._tensor(first + np.cumsum(lengths) - lengths)
+        self.lengths[index] = self._tensor(lengths)
+        for rows, episode in outdated:  # each step of an episode stands in the table once
+            self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
 
-    def publish(self, episodes: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Make episodes known: pairs of an id and the rows of all its steps, as `next_row` counts them."""
-        if not episodes:
-            return
-        rows = np.concatenate([rows for _, rows in episodes]) % self.capacity
-        lengths = np.array([len(rows) for _, rows in episodes])
-        first = self._reserve(PLACES, len(rows))
-        rows_on_device = self._tensor(rows)
-        for ring, part in _slices(len(self.places), first, len(rows)):
-            self.places[ring] = rows_on_device[part]
-        ids = np.array([episode for episode, _ in episodes])
-        records = np.stack([ids, first + np.cumsum(lengths) - lengths, lengths], axis=1)  # [episodes, 3]
-        last = slice(-self.capacity, None)  # of two episodes with one record the later one stays
-        self.records[self._tensor(ids[last] % self.capacity)] = self._tensor(records[last])
+    def _rows_of(self, episode: int, steps: int) -> Tensor:
+        start = self.starts[episode % self.capacity]
+        return self.rows(start, torch.arange(steps, device=self.device))
 
     def _reserve(self, counter: int, count: int) -> int:
         counters = self.counters.numpy()
@@ -129,13 +116,14 @@ class GoalTable:
 
     # Reading
 
-    def find(self, episodes: Tensor) -> Record:
-        """Look episodes ``int64 [batch]`` up."""
-        return Record(*self.records.index_select(0, episodes % self.capacity).unbind(1))
+    def find(self, episodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where episodes ``int64 [batch]`` start and how long they are, or what is there in their place."""
+        index = episodes % self.capacity
+        return self.starts.index_select(0, index), self.lengths.index_select(0, index)
 
-    def rows(self, record: Record, steps: Tensor) -> Tensor:
-        """Return the rows of the outcomes of steps ``int64 [batch]`` of the episodes."""
-        return self.places.index_select(0, (record.start + steps) % len(self.places))
+    def rows(self, start: Tensor, step: Tensor) -> Tensor:
+        """Return the rows of steps ``int64 [batch]`` of episodes that start there."""
+        return (start + step) % self.capacity
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the goals ``[batch, *goal]`` of rows and, read after them, their owners ``[batch]``."""
@@ -143,16 +131,17 @@ class GoalTable:
 
     # Keeping
 
-    _on_device = ("goals", "owners", "places", "records", "size")
+    _rings = ("goals", "owners", "starts", "lengths")
+    _tensors = (*_rings, "size")
 
     def to(self, device: torch.device) -> None:
         """Move the table."""
-        for name in self._on_device:
+        for name in self._tensors:
             setattr(self, name, getattr(self, name).to(device))
 
     def share_memory_(self) -> None:
         """Move the table into memory that processes share."""
-        for name in (*self._on_device, "counters"):
+        for name in (*self._tensors, "counters"):
             getattr(self, name).share_memory_()
 
     @property
@@ -162,13 +151,11 @@ class GoalTable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is filled of the table, in tensors that later writes do not change."""
-        goals, places, episodes = self.counters.tolist()
-        return {
+        rows, episodes = self.counters.tolist()
+        filled = {"goals": rows, "owners": rows, "starts": episodes + 1, "lengths": episodes + 1}
+        state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
+        return state | {
             "capacity": self.capacity,
-            "goals": self.goals[:goals].clone(),
-            "owners": self.owners[:goals].clone(),
-            "places": self.places[:places].clone(),
-            "records": self.records[: episodes + 1].clone(),
             "size": self.size.clone(),
             "counters": self.counters.clone(),
         }
@@ -190,8 +177,9 @@ class GoalTable:
                 f"The saved goals are {saved.dtype} {tuple(saved.shape[1:])}, those of this transform "
                 f"{self.goals.dtype} {tuple(self.goal_shape)}: load into a transform for the same goals."
             )
-        for name in ("goals", "owners", "places", "records"):
-            getattr(self, name).zero_()[: len(state[name])] = state[name]
+        self.owners.fill_(-1)
+        for name in self._rings:
+            getattr(self, name)[: len(state[name])] = state[name]
         self.size.copy_(state["size"])
         self.counters.copy_(state["counters"])
 

@@ -72,9 +72,10 @@ class GoalReward(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the reward (and the flag) of the transitions into ``tensordict`` and return it."""
         batch = tensordict.batch_size
-        achieved, desired = (tensordict.get(key) for key in self.in_keys)
-        achieved = achieved.reshape(-1, *achieved.shape[len(batch) :])  # [batch, *state]
-        desired = desired.reshape(-1, *desired.shape[len(batch) :])  # [batch, *goal]
+        achieved, desired = tensordict.get(self.in_keys[0]), tensordict.get(self.in_keys[1])
+        if len(batch) != 1:
+            achieved = achieved.reshape(-1, *achieved.shape[len(batch) :])  # [batch, *state]
+            desired = desired.reshape(-1, *desired.shape[len(batch) :])  # [batch, *goal]
         if self.goal_fn is not None:
             achieved = self.goal_fn(achieved)
         for key, values in zip(self.out_keys, self.evaluate(achieved, desired, tensordict), strict=True):
@@ -121,8 +122,8 @@ class SparseReward(GoalReward):
 def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:
     if not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
         achieved, desired = achieved.float(), desired.float()
-    distance = (achieved - desired).reshape(len(achieved), -1).norm(dim=-1)  # [batch]
-    return torch.where(distance <= threshold, 0.0, -1.0)
+    distance = torch.linalg.vector_norm((achieved - desired).reshape(len(achieved), -1), dim=-1)  # [batch]
+    return torch.add(distance <= threshold, -1.0)  # True counts as 1
 
 
 class EnvReward(GoalReward):
@@ -186,9 +187,7 @@ class _EnvFunction:
         self.name = name
         self.batched: bool | None = None  # not known before the first call
 
-    def __call__(
-        self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None
-    ) -> Tensor:
+    def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
         arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
         if self.batched is None:
             self.batched = self._is_batched(*arrays)
@@ -205,9 +204,7 @@ class _EnvFunction:
 
     def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
         """Compare a batch of one reached and one missed goal with the same two row by row."""
-        space = copy.deepcopy(
-            self.env.observation_space["desired_goal"]
-        )  # leaves the environment's draws alone
+        space = copy.deepcopy(self.env.observation_space["desired_goal"])  # leaves the environment's draws alone
         space.seed(0)
         reached = achieved[0].astype(desired.dtype)
         missed = np.asarray(space.sample(), dtype=desired.dtype).reshape(reached.shape)

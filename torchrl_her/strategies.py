@@ -19,9 +19,9 @@ class Choice(NamedTuple):
 
     episode: Tensor  # [batch] ids of the episodes, each larger than 0
     step: Tensor  # [batch] the transitions' steps in them
-    length: Tensor  # [batch] how many steps of them are published
+    length: Tensor  # [batch] how many of their steps are in the table
     row: Callable[[Tensor], Tensor]  # steps [batch] of these episodes -> rows [batch] of their outcomes
-    owners: Tensor  # [capacity] the episode that each row's goal was achieved in
+    owners: Tensor  # [capacity] the episode that the goal in each row was achieved in, -1 where there is none
     size: Tensor  # [] how many rows of the table are filled, from row 0 on
 
 

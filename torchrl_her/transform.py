@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch import multiprocessing as mp
@@ -24,7 +24,10 @@ from torchrl_her.goal_table import GoalTable
 from torchrl_her.rewards import GoalReward
 from torchrl_her.strategies import Choice, GoalStrategy, make_strategy
 
-EPISODE, STEP, RELABELLED = ("hindsight", "episode"), ("hindsight", "step"), ("hindsight", "relabelled")
+# Where the stamps stand: int64 [*batch, 2], episode and step. Two entries in a tensordict of their own would
+# add a fifth to the price of a write.
+STAMP = "hindsight_stamp"
+RELABELLED = ("hindsight", "relabelled")
 
 
 class HERTransform(Transform):
@@ -131,12 +134,9 @@ class HERTransform(Transform):
         self.tracker = EpisodeTracker(capacity, max_episode_steps)
         self.table: GoalTable | None = None
         if goal_spec is not None:
-            self.table = GoalTable(
-                capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu")
-            )
-        self._lock = threading.Lock()
+            self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
+        self._lock: Any = threading.Lock()
         self._writes = 0
-        self._last_draw: tuple[Tensor, Tensor] | None = None  # to be relabelled, and relabelled
         self._told_of_capacity = False
 
     def _make_reward(self, reward: Any) -> TensorDictModuleBase:
@@ -158,29 +158,30 @@ class HERTransform(Transform):
         recomputed = (self.reward_key, self.terminated_key)
         self._recomputed = [key for key in recomputed if key in reward.out_keys]
         self._reward_writes_more = len(reward.out_keys) > len(self._recomputed)
+        self._replaced = [self.desired_goal_key, self.next_desired_goal_key, *self._recomputed]
+        if self.terminated_key in self._recomputed:
+            self._replaced.append(self.done_key)
         return reward
 
     # Writing
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
-        written, goals, kept = self._read(tensordict)
+        written, kept = self._read(tensordict)
         with self._lock:
-            table = self._table_for(goals)
-            tracked = self.tracker.track(written, first_row=table.next_row, first_episode=table.next_episode)
+            table = self._table_for(written.goals)
+            tracked = self.tracker.track(written, first_episode=table.next_episode)
             table.open_episodes(tracked.opened)
-            table.append(goals, tracked.episode)
-            table.publish(tracked.published)
+            table.publish(tracked.publications)
         self._tell_of_capacity()
 
-        stamps = np.zeros((2, tensordict.numel()), dtype=np.int64)
-        stamps[0, kept], stamps[1, kept] = tracked.episode, tracked.step
-        episode, step = torch.from_numpy(stamps).to(goals.device).view(2, *tensordict.batch_size)
-        hindsight = TensorDict({"episode": episode, "step": step}, tensordict.batch_size, tensordict.device)
-        return tensordict.set("hindsight", hindsight)
+        stamps = np.zeros((tensordict.numel(), 2), dtype=np.int64)
+        stamps[kept, 0], stamps[kept, 1] = tracked.episode, tracked.step
+        stamp = torch.from_numpy(stamps).to(written.goals.device)
+        return tensordict.set(STAMP, stamp.view(*tensordict.batch_size, 2))
 
-    def _read(self, tensordict: TensorDictBase) -> tuple[Written, Tensor, np.ndarray | slice]:
-        """Check what is written, and return it with its goals ``[n, *goal]`` and which rows are no padding."""
+    def _read(self, tensordict: TensorDictBase) -> tuple[Written, np.ndarray | slice]:
+        """Check what is written, and return what of it counts, and which rows those are that are no padding."""
         checks.check_single_steps(tensordict)
         batch, count = tensordict.batch_size, tensordict.numel()
         achieved, desired, next_achieved, next_desired = (
@@ -212,13 +213,14 @@ class HERTransform(Transform):
             self._check_first_write(tensordict)
         row_length = batch[-1] if len(batch) > 1 else count
         written = Written(
+            goals=goals,
             start=_as_bytes(count, achieved, desired)[kept],
             outcome=_as_bytes(count, next_achieved, next_desired)[kept],
             done=done[kept],
             begins=(np.arange(count) % row_length == 0)[kept],
             trajectory=None if trajectory is None else trajectory[kept],
         )
-        return written, goals, kept
+        return written, kept
 
     def _per_transition(
         self, tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str | None = None
@@ -263,57 +265,62 @@ class HERTransform(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Relabel transitions ``[*batch]``; what is given is not written into."""
-        checks.check_stamped(tensordict)
-        checks.check_single_steps(tensordict)
-        # A copy that holds the same tensors, but for those set below: what a storage returns can be the storage.
-        tensordict = tensordict.copy()
-        relabelled = tensordict.get(EPISODE).new_zeros(*tensordict.batch_size, 1, dtype=torch.bool)
-        if self.table is not None:
-            goals, drawn = self._draw(tensordict.get(EPISODE).reshape(-1), tensordict.get(STEP).reshape(-1))
-            relabelled = drawn.view(relabelled.shape)
-            for key in (self.desired_goal_key, self.next_desired_goal_key):
-                desired = tensordict.get(key)
-                tensordict.set(key, _where(relabelled, goals.view(desired.shape), desired))
-            self._recompute_reward(tensordict, relabelled)
+        stamp = checks.get_stamp(tensordict, STAMP)
+        stored = {key: tensordict.get(key) for key in self._replaced}
+        # What a storage returns can be the storage itself: what is set goes into a new tensordict.
+        tensordict = tensordict.exclude(*stored)
+        if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
+            goals, relabelled = (
+                stored[self.desired_goal_key],
+                torch.zeros_like(stamp[..., 0], dtype=torch.bool),
+            )
+        elif self.sequence_length is None:
+            goals, relabelled = self._draw(*stamp.view(-1, 2).unbind(1))
+        else:
+            goals, relabelled = self._draw_for_sequences(*stamp.view(-1, 2).unbind(1), self.sequence_length)
+        relabelled = relabelled.view(*tensordict.batch_size, 1)
+        for key in (self.desired_goal_key, self.next_desired_goal_key):
+            tensordict.set(key, _where(relabelled, goals, stored[key]))
+        self._recompute(tensordict, relabelled, stored)
         return tensordict.set(RELABELLED, relabelled)
 
     def _draw(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw goals ``[n, *goal]`` for transitions ``[n]``, and which of them are relabelled, ``bool [n]``."""
-        length = self.sequence_length
-        if length is None:
-            return self._draw_each(episode, step)
+        """Draw goals ``[n, *goal]`` for transitions ``[n]``, and say which they relabel, ``bool [n]``."""
+        table = self._table_on(episode.device)
+        start, length = table.find(episode)
+        choice = Choice(episode, step, length, partial(table.rows, start), table.owners, table.size)
+        rows = self.strategy.select(choice)
+        checks.check_rows(rows, step, self.strategy)
+        wanted = (torch.rand(step.shape, device=step.device) < self.her_ratio) & (step < length)
+        owners = episode
+        if not self.strategy.same_episode:
+            owners = table.owners.index_select(0, rows).clamp(min=1)
+            wanted = wanted & (table.owners.index_select(0, table.rows(start, step)) == episode)
+        goals, found = table.read(rows)
+        relabelled = wanted & (found == owners)
+        table.last_draw = wanted, relabelled
+        return goals, relabelled
+
+    def _draw_for_sequences(self, episode: Tensor, step: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Draw one goal for each sequence of this length, that of its last transition."""
         checks.check_sequences(len(step), length)
         last = slice(length - 1, None, length)
-        goals, relabelled = self._draw_each(episode[last], step[last])
+        goals, relabelled = self._draw(episode[last], step[last])
         same_episode = episode == episode[last].repeat_interleave(length)
         return goals.repeat_interleave(length, 0), relabelled.repeat_interleave(length) & same_episode
 
-    def _draw_each(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        table = self._table_on(episode.device)
-        record = table.find(episode)
-        choice = Choice(episode, step, record.length, partial(table.rows, record), table.owners, table.size)
-        rows = self.strategy.select(choice)
-        checks.check_rows(rows, step, self.strategy)
-        owners = episode if self.strategy.same_episode else table.owners.index_select(0, rows)
-        goals, found = table.read(rows)
-        published = (record.episode == episode) & (step < record.length)
-        wanted = (torch.rand(step.shape, device=step.device) < self.her_ratio) & published
-        relabelled = wanted & (found == owners)
-        self._last_draw = wanted, relabelled
-        return goals, relabelled
-
-    def _recompute_reward(self, tensordict: TensorDictBase, relabelled: Tensor) -> None:
-        stored = {key: tensordict.get(key) for key in self._recomputed}
-        with torch.no_grad():
-            computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
-        for key, value in stored.items():
-            tensordict.set(key, _where(relabelled, computed.get(key).to(value.dtype), value))
-        if self.terminated_key in stored:
-            done = tensordict.get(self.terminated_key)
+    def _recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
+        """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
+        computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
+        for key in self._recomputed:
+            new = computed.get(key).detach().to(stored[key].dtype)
+            tensordict.set(key, _where(relabelled, new, stored[key]))
+        if self.done_key in stored:
+            ended = tensordict.get(self.terminated_key)
             truncated = tensordict.get(self.truncated_key, None)
             if truncated is not None:
-                done = done | truncated
-            tensordict.set(self.done_key, _where(relabelled, done, tensordict.get(self.done_key)))
+                ended = ended | truncated
+            tensordict.set(self.done_key, _where(relabelled, ended, stored[self.done_key]))
 
     def _table_on(self, device: torch.device) -> GoalTable:
         """The table, moved to where the samples are: data can be written elsewhere than it is stored."""
@@ -326,9 +333,9 @@ class HERTransform(Transform):
     def _tell_of_capacity(self) -> None:
         """Now and then, look at the last draw: were goals lost that had been there?"""
         self._writes += 1
-        if self._told_of_capacity or self._last_draw is None or self._writes % 16:
+        if self._told_of_capacity or self._writes % 16 or self.table is None:
             return
-        wanted, relabelled = (int(flags.sum()) for flags in self._last_draw)
+        wanted, relabelled = (int(flags.sum()) for flags in self.table.last_draw)
         if wanted - relabelled <= max(8, 0.2 * wanted):
             return
         self._told_of_capacity = True
@@ -406,14 +413,13 @@ class HERTransform(Transform):
 
 def _where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     """Choose by transition, ``bool [*batch, 1]``, between entries ``[*batch, ...]``."""
-    extra = stored.ndim - relabelled.ndim
-    mask = relabelled.squeeze(-1) if extra < 0 else relabelled.view(*relabelled.shape, *[1] * extra)
-    return torch.where(mask, new, stored)
+    if stored.ndim != relabelled.ndim:
+        batch = relabelled.shape[:-1]
+        relabelled = relabelled.view(*batch, *[1] * (stored.ndim - len(batch)))
+    return torch.where(relabelled, new.view(stored.shape), stored)
 
 
 def _as_bytes(count: int, *entries: Tensor) -> np.ndarray:
     """Put entries of ``count`` transitions next to each other, as ``uint8 [count, bytes]``."""
-    rows = [
-        entry.detach().reshape(count, -1).contiguous().cpu().view(torch.uint8).numpy() for entry in entries
-    ]
+    rows = [entry.detach().reshape(count, -1).contiguous().cpu().view(torch.uint8).numpy() for entry in entries]
     return np.concatenate(rows, axis=1)

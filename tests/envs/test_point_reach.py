@@ -140,12 +140,8 @@ def test_reward_and_success_of_a_step_are_those_of_the_goals_it_returns():
         )
         for _ in range(50):
             force = 4 * (observation["desired_goal"] - observation["achieved_goal"])
-            observation, reward, terminated, truncated, info = env.step(
-                force - observation["observation"][2:]
-            )
-            assert reward == env.compute_reward(
-                observation["achieved_goal"], observation["desired_goal"], info
-            )
+            observation, reward, terminated, truncated, info = env.step(force - observation["observation"][2:])
+            assert reward == env.compute_reward(observation["achieved_goal"], observation["desired_goal"], info)
             assert info["is_success"] == 1 + reward
             assert isinstance(info["is_success"], np.float32)
             assert (type(reward), type(terminated), type(truncated)) == (float, bool, bool)

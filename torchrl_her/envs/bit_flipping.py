@@ -76,9 +76,7 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
         if n_bits < 1:
             raise ValueError(f"n_bits must be at least 1, got {n_bits}.")
         if image_observation and n_bits > np.prod(IMAGE_SHAPE):
-            raise ValueError(
-                f"n_bits must be at most {np.prod(IMAGE_SHAPE)}, the pixels of an image, got {n_bits}."
-            )
+            raise ValueError(f"n_bits must be at most {np.prod(IMAGE_SHAPE)}, the pixels of an image, got {n_bits}.")
         if discrete_observation and n_bits > 62:
             raise ValueError(f"n_bits must be at most 62, to fit into an int64, got {n_bits}.")
         if max_steps is not None and max_steps < 1:

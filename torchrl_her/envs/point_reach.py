@@ -98,9 +98,7 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         """
         return self._reached(achieved_goal, desired_goal).astype(np.float32) - np.float32(1)
 
-    def compute_terminated(
-        self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
-    ) -> np.ndarray:
+    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
         """Return False for each goal: ``bool [*batch]``, a NumPy scalar for one goal."""
         return np.zeros_like(self._reached(achieved_goal, desired_goal))[()]
 

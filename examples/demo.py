@@ -1,0 +1,347 @@
+"""The demo: an agent that learns to reach goals, with hindsight and without.
+
+It trains DDPG (Lillicrap et al. 2015, arXiv:1509.02971) on PointReach on the CPU and ends with a table and
+two pictures in ``outputs/demo/``::
+
+    python examples/demo.py --seeds 1
+    python examples/demo.py --seeds 11 12 13 14 15 --control shuffled
+
+For every seed these runs are made, each from scratch and in a process of its own:
+
+- with hindsight;
+- without: ``her_ratio=0`` is the only difference;
+- with ``--control shuffled``: with goals that other episodes achieved, the only difference again;
+- the configuration of a published notebook, DDPG with hindsight, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import demo_pictures
+import gymnasium
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
+from torchrl import torchrl_logger
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
+from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModule, ValueOperator
+from torchrl.objectives import DDPGLoss, SoftUpdate
+from tqdm import tqdm
+
+import torchrl_her.envs  # noqa: F401 (registers PointReach)
+from torchrl_her import EnvReward, Future, GoalStrategy, HERTransform
+from torchrl_her.strategies import Choice, uniform
+
+# Configuration
+
+ENV = "torchrl_her/PointReach-v0"
+EPISODE_STEPS = 50
+EVALUATION_EPISODES = 100
+EVALUATION_INTERVAL = 500  # environment steps
+EVALUATION_SEED = 1_000_000  # of the first of the episodes: seeds of training are smaller
+
+
+class Shuffled(GoalStrategy):
+    """A control: goals that other episodes achieved, uniformly.
+
+    The steps of an episode have to stand next to each other in the table, as they do where one environment
+    writes whole episodes.
+    """
+
+    same_episode = False
+
+    def select(self, choice: Choice) -> Tensor:
+        """Draw a row among all but the episode's own, which are then skipped."""
+        first_own = choice.row(torch.zeros_like(choice.step))
+        row = uniform(torch.zeros_like(choice.step), choice.size - choice.length)
+        return torch.where(row < first_own, row, row + choice.length)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one run is trained with; steps are environment steps."""
+
+    name: str
+    her_ratio: float = 0.8
+    strategy: GoalStrategy = field(default_factory=Future)
+    total_steps: int = 4_000
+    random_steps: int = 500  # uniform actions and no updates at first
+    updates_per_step: int = 2
+    batch_size: int = 256
+    hidden: int = 128  # units in each of two layers
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 1e-4  # falls linearly
+    gamma: float = 0.98
+    tau: float = 0.05  # of the target networks' soft update
+    noise: float = 0.1  # standard deviation, added to the actions
+    random_actions: float = 0.2  # share of uniform actions
+
+
+WITH = Config("with hindsight")
+WITHOUT = Config("without hindsight", her_ratio=0.0)
+SHUFFLED = Config("shuffled goals", strategy=Shuffled())
+NOTEBOOK = Config(
+    "notebook's DDPG + HER",
+    total_steps=7_500,
+    random_steps=0,
+    updates_per_step=1,
+    hidden=256,
+    final_learning_rate=1e-3,
+    tau=0.005,
+    noise=0.2,
+    random_actions=0.0,
+)
+
+
+@dataclass
+class Result:
+    """What one run has shown."""
+
+    config: Config
+    seed: int
+    curve: dict[int, float]  # success rate by environment steps
+    training_seconds: float  # without the evaluations
+    episodes: list[dict[str, Any]]  # what the second picture shows
+
+
+# Environment
+
+
+def make_env(seed: int) -> GymEnv:
+    env = GymEnv(ENV)
+    env.set_seed(seed)
+    return env
+
+
+def evaluate(policy: TensorDictModule) -> float:
+    """Return the success rate: the share of greedy episodes whose last step is at the goal."""
+    envs = gymnasium.make_vec(ENV, num_envs=EVALUATION_EPISODES, vectorization_mode="sync")
+    observation, _ = envs.reset(seed=EVALUATION_SEED)
+    with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+        for _ in range(EPISODE_STEPS):
+            tensordict = policy(TensorDict(observation, batch_size=EVALUATION_EPISODES))
+            observation, _, _, truncated, info = envs.step(tensordict["action"].numpy())
+    assert truncated.all()  # so this was the last step
+    return float(info["is_success"].mean())
+
+
+# Networks
+
+
+def make_networks(config: Config, env: GymEnv) -> tuple[TensorDictModule, TensorDictModule]:
+    """Return the policy and the critic, which read the entries of the goal observation side by side."""
+    layers = {"num_cells": [config.hidden, config.hidden], "activation_class": nn.ReLU}
+    inputs = ["observation", "desired_goal"]
+    spec = env.action_spec
+    policy = TensorDictSequential(
+        TensorDictModule(MLP(out_features=spec.shape[-1], **layers), inputs, ["action"]),
+        TanhModule(in_keys=["action"], spec=spec),
+    )
+    critic = ValueOperator(MLP(out_features=1, **layers), in_keys=[*inputs, "action"])
+    with torch.no_grad():
+        critic(policy(env.fake_tensordict()))  # lazy layers take their sizes from the data
+    return policy, critic
+
+
+# Data
+
+
+def make_collector(config: Config, policy: TensorDictModule, env: GymEnv) -> Collector:
+    """Return a collector of whole episodes, which explores."""
+    spec, noise, share = env.action_spec, config.noise, config.random_actions
+    exploration = TensorDictSequential(
+        policy,
+        AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise),
+        EGreedyModule(spec, eps_init=share, eps_end=share),
+    )
+    return Collector(
+        env,
+        exploration,
+        frames_per_batch=EPISODE_STEPS,
+        total_frames=config.total_steps,
+        init_random_frames=config.random_steps,
+        exploration_type=ExplorationType.RANDOM,
+        auto_register_policy_transforms=False,
+    )
+
+
+def make_replay_buffer(config: Config, env: GymEnv) -> TensorDictReplayBuffer:
+    hindsight = HERTransform(
+        EnvReward(env), strategy=config.strategy, her_ratio=config.her_ratio, capacity=config.total_steps
+    )
+    storage = LazyTensorStorage(config.total_steps)
+    return TensorDictReplayBuffer(storage=storage, transform=hindsight, batch_size=config.batch_size)
+
+
+# Training
+
+
+def make_optimizer(config: Config, loss: nn.Module) -> tuple[Optimizer, LRScheduler]:
+    """Return an optimizer, and its learning rate's schedule with one step per episode."""
+    parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=config.learning_rate, fused=True)
+    share_left = config.final_learning_rate / config.learning_rate
+    return optimizer, LinearLR(optimizer, 1.0, share_left, total_iters=config.total_steps // EPISODE_STEPS)
+
+
+def train(config: Config, seed: int) -> Result:
+    """Train an agent, and evaluate it as it learns."""
+    torch.manual_seed(seed)
+    env = make_env(seed)
+    policy, critic = make_networks(config, env)
+    loss = DDPGLoss(policy, critic, delay_actor=True)
+    loss.make_value_estimator(gamma=config.gamma)
+    target_updater = SoftUpdate(loss, tau=config.tau)
+    optimizer, scheduler = make_optimizer(config, loss)
+    replay_buffer = make_replay_buffer(config, env)
+
+    def update() -> None:
+        losses = loss(replay_buffer.sample())
+        optimizer.zero_grad()
+        (losses["loss_actor"] + losses["loss_value"]).backward()
+        optimizer.step()
+        target_updater.step()
+
+    curve, training_seconds, steps = {0: evaluate(policy)}, 0.0, 0
+    start = time.perf_counter()
+    for data in make_collector(config, policy, env):
+        replay_buffer.extend(data)
+        steps += data.numel()
+        if steps >= config.random_steps:
+            for _ in range(config.updates_per_step * data.numel()):
+                update()
+        scheduler.step()
+        if steps % EVALUATION_INTERVAL == 0:
+            training_seconds += time.perf_counter() - start
+            curve[steps] = evaluate(policy)
+            start = time.perf_counter()
+        progress.put((config.name, seed, steps, curve[max(curve)]))
+    return Result(config, seed, curve, training_seconds, relabelled_episodes(replay_buffer))
+
+
+def relabelled_episodes(replay_buffer: TensorDictReplayBuffer, count: int = 3) -> list[dict[str, Any]]:
+    """Return some episodes as they are stored, with what a sample made of their transitions."""
+    stored, sampled = replay_buffer.storage[:], replay_buffer.sample(len(replay_buffer))
+    episodes = []
+    for index in np.linspace(0, len(stored) // EPISODE_STEPS, count + 2, dtype=int)[1:-1]:
+        first = index * EPISODE_STEPS
+        episode = stored[first : first + EPISODE_STEPS]
+        same = (sampled["collector", "traj_ids"] == episode["collector", "traj_ids"][0]).flatten()
+        transitions = sampled[same & sampled["hindsight", "relabelled"].flatten()]
+        episodes.append(
+            {
+                "first_step": first + 1,
+                "path": episode["next", "achieved_goal"].numpy(),  # [steps, 2]
+                "desired_goal": episode["desired_goal"][0].numpy(),  # [2]
+                "achieved_goals": transitions["next", "achieved_goal"].numpy(),  # [sampled, 2]
+                "relabelled_goals": transitions["desired_goal"].numpy(),  # [sampled, 2]
+            }
+        )
+    return episodes
+
+
+# Runs, in two processes
+
+
+def set_up_process(queue: multiprocessing.Queue) -> None:
+    global progress
+    progress = queue
+    torch.set_num_threads(1)  # the runs share the cores
+    torchrl_logger.setLevel("WARNING")
+
+
+def train_all(runs: list[tuple[Config, int]], processes: int) -> list[Result]:
+    """Train the runs, some at the same time, and show how far they are."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    bars: dict[tuple[str, int], tqdm] = {}
+    with ProcessPoolExecutor(processes, context, set_up_process, (queue,)) as pool:
+        futures = [pool.submit(train, config, seed) for config, seed in runs]
+        totals = {(config.name, seed): config.total_steps for config, seed in runs}
+        while not (all(future.done() for future in futures) and queue.empty()):
+            try:
+                name, seed, steps, success = queue.get(timeout=1.0)
+            except Empty:
+                continue
+            if (name, seed) not in bars:
+                bars[name, seed] = make_bar(f"{name}, seed {seed}", totals[name, seed])
+            bar = bars[name, seed]
+            bar.set_postfix(success=f"{success:.2f}", refresh=False)
+            bar.update(steps - bar.n)
+            if bar.n == bar.total:
+                bar.close()
+        return [future.result() for future in futures]
+
+
+def make_bar(description: str, total: int) -> tqdm:
+    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file needs few lines
+    return tqdm(desc=f"{description:32}", total=total, unit=" steps", mininterval=interval)
+
+
+def print_table(results: list[Result], path: Path) -> None:
+    """Print the table, and write it as CSV."""
+    header = ["run", "seed", "success at 4,000 steps", "success at the end", "steps", "training seconds"]
+    rows = []
+    for result in sorted(results, key=lambda result: result.config.name):
+        end = result.config.total_steps
+        at_4000, at_end = result.curve[4_000], result.curve[end]
+        rows.append(
+            [
+                result.config.name,
+                result.seed,
+                f"{at_4000:.2f}",
+                f"{at_end:.2f}",
+                end,
+                f"{result.training_seconds:.1f}",
+            ]
+        )
+    widths = [max(len(str(row[column])) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        print("  ".join(f"{value!s:<{width}}" for value, width in zip(row, widths, strict=True)))
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="each makes its own runs")
+    parser.add_argument("--control", choices=["shuffled"], help="a run with goals of other episodes")
+    parser.add_argument("--processes", type=int, default=2, help="runs at the same time, of one thread each")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="a folder")
+    arguments = parser.parse_args()
+    if not all(0 <= seed < EVALUATION_SEED for seed in arguments.seeds):
+        parser.error(f"seeds are from 0 to {EVALUATION_SEED - 1}: the evaluation has those above")
+
+    start = time.perf_counter()
+    configs = [NOTEBOOK, WITH, WITHOUT] + ([SHUFFLED] if arguments.control else [])
+    runs = [(config, seed) for seed in dict.fromkeys(arguments.seeds) for config in configs]
+    results = train_all(runs, arguments.processes)
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    print_table(results, arguments.output / "table.csv")
+    demo_pictures.draw_success(results, arguments.output / "success.png")
+    first_with = next(result for result in results if result.config == WITH)
+    demo_pictures.draw_relabelled(first_with.episodes, arguments.output / "hindsight.png")
+    print(f"{time.perf_counter() - start:.0f} s in all. Pictures and table: {arguments.output}/")
+
+
+if __name__ == "__main__":
+    main()

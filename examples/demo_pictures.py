@@ -1,0 +1,81 @@
+"""The two pictures of the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws into files, with no screen
+
+import numpy as np
+from matplotlib import pyplot as plt
+
+COLORS = {
+    "with hindsight": "tab:blue",
+    "without hindsight": "tab:red",
+    "shuffled goals": "tab:orange",
+    "notebook's DDPG + HER": "tab:green",
+}
+PUBLISHED_STEPS, PUBLISHED_SUCCESS = (6_250, 7_500), 0.12  # the notebook's training episodes 126 to 150
+
+
+def draw_success(results: list[Any], path: Path) -> None:
+    """Draw success rates against environment steps: a thin line per seed, a thick one for their median."""
+    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    for name, color in COLORS.items():
+        curves = [result.curve for result in results if result.config.name == name]
+        if not curves:
+            continue
+        steps = list(curves[0])
+        rates = np.array([list(curve.values()) for curve in curves])  # [seeds, evaluations]
+        if len(curves) > 1:
+            axes.plot(steps, rates.T, color=color, linewidth=0.8, alpha=0.4)
+        axes.plot(
+            steps, np.median(rates, axis=0), color=color, linewidth=2.2, label=name, marker="o", markersize=3
+        )
+    axes.axhline(PUBLISHED_SUCCESS, color="tab:green", linewidth=1, linestyle=":")
+    axes.plot(
+        PUBLISHED_STEPS,
+        [PUBLISHED_SUCCESS] * 2,
+        color="tab:green",
+        linewidth=2.2,
+        linestyle="--",
+        label="notebook, as published: 0.12",
+    )
+    seeds = len({result.seed for result in results})
+    axes.set(
+        title="PointReach: DDPG with and without hindsight"
+        + (f", median of {seeds} seeds" if seeds > 1 else ""),
+        xlabel="environment steps",
+        ylabel="success rate of 100 greedy episodes",
+        xlim=(0, None),
+        ylim=(-0.03, 1.03),
+    )
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
+    """Draw stored episodes, their goals, and the goals that sampled transitions were relabelled with."""
+    figure, panels = plt.subplots(1, len(episodes), figsize=(9, 3.9), layout="constrained", sharey=True)
+    for axes, episode in zip(panels, episodes, strict=True):
+        path_, goals = episode["path"], episode["relabelled_goals"]
+        axes.plot(*path_.T, color="0.6", linewidth=1.5, label="stored trajectory", zorder=1)
+        axes.scatter(*path_[0], color="0.3", marker="s", s=30, label="start", zorder=3)
+        axes.scatter(*goals.T, color="tab:blue", s=14, label="goals relabelled with", zorder=2)
+        axes.scatter(
+            *episode["desired_goal"], color="tab:red", marker="*", s=140, label="original goal", zorder=3
+        )
+        last = episode["first_step"] + len(path_) - 2
+        axes.set(title=f"steps {episode['first_step']:,} to {last:,}", xlabel="x", xlim=(-1.05, 1.05))
+        axes.set(ylim=(-1.05, 1.05), aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1])
+    panels[0].set_ylabel("y")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle("What hindsight does: every stored step becomes a step towards a goal that was reached")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
