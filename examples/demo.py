@@ -29,7 +29,6 @@ from typing import Any
 
 import demo_pictures
 import gymnasium
-import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -54,6 +53,7 @@ ENV = "torchrl_her/PointReach-v0"
 EPISODE_STEPS = 50
 EVALUATION_EPISODES = 100
 EVALUATION_INTERVAL = 500  # environment steps
+SHOWN_EPISODES = (1_000, 1_400, 1_800)  # in the second picture, by the step that they start at
 EVALUATION_SEED = 1_000_000  # of the first of the episodes: seeds of training are smaller
 
 
@@ -81,13 +81,13 @@ class Config:
     her_ratio: float = 0.8
     strategy: GoalStrategy = field(default_factory=Future)
     total_steps: int = 4_000
-    random_steps: int = 500  # uniform actions and no updates at first
+    random_steps: int = 1_000  # uniform actions and no updates at first
     updates_per_step: int = 2
     batch_size: int = 256
     hidden: int = 128  # units in each of two layers
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 1e-4  # falls linearly
-    gamma: float = 0.98
+    learning_rate: float = 2e-3
+    final_learning_rate: float = 2e-4  # falls linearly
+    gamma: float = 0.95
     tau: float = 0.05  # of the target networks' soft update
     noise: float = 0.1  # standard deviation, added to the actions
     random_actions: float = 0.2  # share of uniform actions
@@ -102,7 +102,9 @@ NOTEBOOK = Config(
     random_steps=0,
     updates_per_step=1,
     hidden=256,
+    learning_rate=1e-3,
     final_learning_rate=1e-3,
+    gamma=0.98,
     tau=0.005,
     noise=0.2,
     random_actions=0.0,
@@ -193,11 +195,12 @@ def make_replay_buffer(config: Config, env: GymEnv) -> TensorDictReplayBuffer:
 
 
 def make_optimizer(config: Config, loss: nn.Module) -> tuple[Optimizer, LRScheduler]:
-    """Return an optimizer, and its learning rate's schedule with one step per episode."""
+    """Return an optimizer, and the schedule of its learning rate, with a step for every episode."""
     parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=config.learning_rate, fused=True)
+    episodes = (config.total_steps - config.random_steps) // EPISODE_STEPS
     share_left = config.final_learning_rate / config.learning_rate
-    return optimizer, LinearLR(optimizer, 1.0, share_left, total_iters=config.total_steps // EPISODE_STEPS)
+    return optimizer, LinearLR(optimizer, 1.0, share_left, total_iters=episodes)
 
 
 def train(config: Config, seed: int) -> Result:
@@ -226,7 +229,7 @@ def train(config: Config, seed: int) -> Result:
         if steps >= config.random_steps:
             for _ in range(config.updates_per_step * data.numel()):
                 update()
-        scheduler.step()
+            scheduler.step()
         if steps % EVALUATION_INTERVAL == 0:
             training_seconds += time.perf_counter() - start
             curve[steps] = evaluate(policy)
@@ -235,21 +238,21 @@ def train(config: Config, seed: int) -> Result:
     return Result(config, seed, curve, training_seconds, relabelled_episodes(replay_buffer))
 
 
-def relabelled_episodes(replay_buffer: TensorDictReplayBuffer, count: int = 3) -> list[dict[str, Any]]:
+def relabelled_episodes(replay_buffer: TensorDictReplayBuffer) -> list[dict[str, Any]]:
     """Return some episodes as they are stored, with what a sample made of their transitions."""
-    stored, sampled = replay_buffer.storage[:], replay_buffer.sample(len(replay_buffer))
+    stored = replay_buffer.storage[:]  # past the transform
+    sampled = torch.cat([replay_buffer.sample() for _ in range(8)])
     episodes = []
-    for index in np.linspace(0, len(stored) // EPISODE_STEPS, count + 2, dtype=int)[1:-1]:
-        first = index * EPISODE_STEPS
+    for first in SHOWN_EPISODES:
         episode = stored[first : first + EPISODE_STEPS]
         same = (sampled["collector", "traj_ids"] == episode["collector", "traj_ids"][0]).flatten()
         transitions = sampled[same & sampled["hindsight", "relabelled"].flatten()]
         episodes.append(
             {
                 "first_step": first + 1,
-                "path": episode["next", "achieved_goal"].numpy(),  # [steps, 2]
+                "path": torch.cat([episode["achieved_goal"], episode["next", "achieved_goal"][-1:]]).numpy(),
                 "desired_goal": episode["desired_goal"][0].numpy(),  # [2]
-                "achieved_goals": transitions["next", "achieved_goal"].numpy(),  # [sampled, 2]
+                "positions": transitions["achieved_goal"].numpy(),  # [sampled, 2]
                 "relabelled_goals": transitions["desired_goal"].numpy(),  # [sampled, 2]
             }
         )
@@ -319,9 +322,7 @@ def print_table(results: list[Result], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="each makes its own runs")
     parser.add_argument("--control", choices=["shuffled"], help="a run with goals of other episodes")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time, of one thread each")
@@ -338,7 +339,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     print_table(results, arguments.output / "table.csv")
     demo_pictures.draw_success(results, arguments.output / "success.png")
-    first_with = next(result for result in results if result.config == WITH)
+    first_with = next(result for result in results if result.config.name == WITH.name)
     demo_pictures.draw_relabelled(first_with.episodes, arguments.output / "hindsight.png")
     print(f"{time.perf_counter() - start:.0f} s in all. Pictures and table: {arguments.output}/")
 

@@ -19,6 +19,7 @@ COLORS = {
     "notebook's DDPG + HER": "tab:green",
 }
 PUBLISHED_STEPS, PUBLISHED_SUCCESS = (6_250, 7_500), 0.12  # the notebook's training episodes 126 to 150
+ARROWS = 4  # from a sampled step to its new goal, in each panel
 
 
 def draw_success(results: list[Any], path: Path) -> None:
@@ -32,9 +33,7 @@ def draw_success(results: list[Any], path: Path) -> None:
         rates = np.array([list(curve.values()) for curve in curves])  # [seeds, evaluations]
         if len(curves) > 1:
             axes.plot(steps, rates.T, color=color, linewidth=0.8, alpha=0.4)
-        axes.plot(
-            steps, np.median(rates, axis=0), color=color, linewidth=2.2, label=name, marker="o", markersize=3
-        )
+        axes.plot(steps, np.median(rates, axis=0), color=color, linewidth=2.2, label=name, marker="o", markersize=3)
     axes.axhline(PUBLISHED_SUCCESS, color="tab:green", linewidth=1, linestyle=":")
     axes.plot(
         PUBLISHED_STEPS,
@@ -46,8 +45,7 @@ def draw_success(results: list[Any], path: Path) -> None:
     )
     seeds = len({result.seed for result in results})
     axes.set(
-        title="PointReach: DDPG with and without hindsight"
-        + (f", median of {seeds} seeds" if seeds > 1 else ""),
+        title="PointReach: DDPG with and without hindsight" + (f", median of {seeds} seeds" if seeds > 1 else ""),
         xlabel="environment steps",
         ylabel="success rate of 100 greedy episodes",
         xlim=(0, None),
@@ -55,7 +53,7 @@ def draw_success(results: list[Any], path: Path) -> None:
     )
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -64,18 +62,19 @@ def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
     """Draw stored episodes, their goals, and the goals that sampled transitions were relabelled with."""
     figure, panels = plt.subplots(1, len(episodes), figsize=(9, 3.9), layout="constrained", sharey=True)
     for axes, episode in zip(panels, episodes, strict=True):
-        path_, goals = episode["path"], episode["relabelled_goals"]
-        axes.plot(*path_.T, color="0.6", linewidth=1.5, label="stored trajectory", zorder=1)
-        axes.scatter(*path_[0], color="0.3", marker="s", s=30, label="start", zorder=3)
-        axes.scatter(*goals.T, color="tab:blue", s=14, label="goals relabelled with", zorder=2)
-        axes.scatter(
-            *episode["desired_goal"], color="tab:red", marker="*", s=140, label="original goal", zorder=3
-        )
-        last = episode["first_step"] + len(path_) - 2
-        axes.set(title=f"steps {episode['first_step']:,} to {last:,}", xlabel="x", xlim=(-1.05, 1.05))
-        axes.set(ylim=(-1.05, 1.05), aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1])
+        way, goals = episode["path"], episode["relabelled_goals"]
+        axes.plot(*way.T, color="0.65", linewidth=2, label="stored trajectory", zorder=1)
+        axes.scatter(*way[0], color="0.3", marker="s", s=30, label="its start", zorder=3)
+        axes.scatter(*episode["desired_goal"], color="tab:red", marker="*", s=150, label="its original goal", zorder=3)
+        axes.scatter(*goals.T, color="tab:blue", s=16, label="goals after relabelling", zorder=2)
+        for position, goal in list(zip(episode["positions"], goals, strict=True))[:ARROWS]:
+            bend = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.5", "color": "tab:blue"}
+            axes.annotate("", xy=goal, xytext=position, arrowprops=bend)
+        last = episode["first_step"] + len(way) - 2
+        axes.set(title=f"steps {episode['first_step']:,} to {last:,}", xlabel="x", aspect="equal")
+        axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xticks=[-1, 0, 1], yticks=[-1, 0, 1])
     panels[0].set_ylabel("y")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle("What hindsight does: every stored step becomes a step towards a goal that was reached")
+    figure.suptitle("Hindsight: stored steps get goals that their own episode reached later (arrows: examples)")
     figure.savefig(path, dpi=110)
     plt.close(figure)

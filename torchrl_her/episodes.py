@@ -65,7 +65,9 @@ class Lane:
         self.steps += len(goals)
 
     def publish_into(self, publications: dict[int, Publication]) -> None:
-        """Hand over the achieved goals of all steps so far, once if twice in the same write."""
+        """Hand over the achieved goals of all steps so far, where there are new ones; once in a write."""
+        if self.steps == self.published:
+            return
         self.goals = [torch.cat(self.goals)]
         earlier = publications.pop(self.episode, None)
         before = self.published if earlier is None else earlier.before

@@ -84,7 +84,10 @@ class GoalTable:
         ids = np.array([episode for episode, _, _ in publications])
         lengths = np.array([len(goals) for _, goals, _ in publications])
         goals = torch.cat([goals for _, goals, _ in publications]).to(self.device)
-        outdated = [(self._rows_of(episode, before), episode) for episode, _, before in publications if before]
+        for episode, _, before in publications:
+            if before:  # each step of an episode stands in the table once
+                rows = self.rows(self.starts[episode % self.capacity], torch.arange(before, device=self.device))
+                self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
 
         first = self._reserve(0, len(goals))
         owners = self._tensor(np.repeat(ids, lengths))
@@ -98,12 +101,6 @@ class GoalTable:
         index = self._tensor(ids % self.capacity)
         self.starts[index] = self._tensor(first + np.cumsum(lengths) - lengths)
         self.lengths[index] = self._tensor(lengths)
-        for rows, episode in outdated:  # each step of an episode stands in the table once
-            self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
-
-    def _rows_of(self, episode: int, steps: int) -> Tensor:
-        start = self.starts[episode % self.capacity]
-        return self.rows(start, torch.arange(steps, device=self.device))
 
     def _reserve(self, counter: int, count: int) -> int:
         counters = self.counters.numpy()

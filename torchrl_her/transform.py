@@ -274,10 +274,8 @@ class HERTransform(Transform):
                 stored[self.desired_goal_key],
                 torch.zeros_like(stamp[..., 0], dtype=torch.bool),
             )
-        elif self.sequence_length is None:
-            goals, relabelled = self._draw(*stamp.view(-1, 2).unbind(1))
         else:
-            goals, relabelled = self._draw_for_sequences(*stamp.view(-1, 2).unbind(1), self.sequence_length)
+            goals, relabelled = self._draw(*stamp.reshape(-1, 2).unbind(1))
         relabelled = relabelled.view(*tensordict.batch_size, 1)
         for key in (self.desired_goal_key, self.next_desired_goal_key):
             tensordict.set(key, _where(relabelled, goals, stored[key]))
@@ -286,6 +284,16 @@ class HERTransform(Transform):
 
     def _draw(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Draw goals ``[n, *goal]`` for transitions ``[n]``, and say which they relabel, ``bool [n]``."""
+        length = self.sequence_length
+        if length is None:
+            return self._draw_each(episode, step)
+        checks.check_sequences(len(step), length)
+        last = slice(length - 1, None, length)
+        goals, relabelled = self._draw_each(episode[last], step[last])
+        same_episode = episode == episode[last].repeat_interleave(length)
+        return goals.repeat_interleave(length, 0), relabelled.repeat_interleave(length) & same_episode
+
+    def _draw_each(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         table = self._table_on(episode.device)
         start, length = table.find(episode)
         choice = Choice(episode, step, length, partial(table.rows, start), table.owners, table.size)
@@ -300,14 +308,6 @@ class HERTransform(Transform):
         relabelled = wanted & (found == owners)
         table.last_draw = wanted, relabelled
         return goals, relabelled
-
-    def _draw_for_sequences(self, episode: Tensor, step: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Draw one goal for each sequence of this length, that of its last transition."""
-        checks.check_sequences(len(step), length)
-        last = slice(length - 1, None, length)
-        goals, relabelled = self._draw(episode[last], step[last])
-        same_episode = episode == episode[last].repeat_interleave(length)
-        return goals.repeat_interleave(length, 0), relabelled.repeat_interleave(length) & same_episode
 
     def _recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
         """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
@@ -340,11 +340,11 @@ class HERTransform(Transform):
             return
         self._told_of_capacity = True
         lost = 1 - relabelled / wanted
-        enough = f", about {math.ceil(self.capacity / (1 - lost)):,}" if relabelled else ""
+        enough = f"about {math.ceil(self.capacity / (1 - lost)):,}" if relabelled else "the max_size of the storage"
         warnings.warn(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
-            f"the goal table: capacity={self.capacity:,} is too small for the storage. Pass "
-            f"HERTransform(capacity=<max_size of the storage>){enough}.",
+            f"the goal table: HERTransform(capacity={self.capacity:,}) is too small for what the storage holds. "
+            f"It takes {enough} (for episodes of 64 steps and more up to twice the max_size of the storage).",
             stacklevel=2,
         )
 
@@ -416,7 +416,7 @@ def _where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
         relabelled = relabelled.view(*batch, *[1] * (stored.ndim - len(batch)))
-    return torch.where(relabelled, new.view(stored.shape), stored)
+    return torch.where(relabelled, new.reshape(stored.shape), stored)
 
 
 def _as_bytes(count: int, *entries: Tensor) -> np.ndarray:

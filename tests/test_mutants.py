@@ -1,0 +1,159 @@
+"""The oracle is tested: it tells the transform from wrong ones, made by changing a line of it each."""
+
+import importlib
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import oracle
+import pytest
+
+import torchrl_her
+
+SOURCE = Path(torchrl_her.__file__).parent
+STREAMS = 40
+
+# A mutant is a list of changes: file, what stands there once, what stands there instead.
+MUTANTS = {
+    "reads the achieved goal at the root": [
+        ("transform.py", "goals = next_achieved.reshape(", "goals = achieved.reshape("),
+    ],
+    "draws the future from t+1 on": [
+        ("strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
+    ],
+    "draws the future from t-1 on": [
+        (
+            "strategies.py",
+            "uniform(choice.step, choice.length)",
+            "uniform((choice.step - 1).clamp(min=0), choice.length)",
+        ),
+    ],
+    "takes the last step but one for the last": [
+        ("strategies.py", "choice.row(choice.length - 1)", "choice.row((choice.length - 2).clamp(min=0))"),
+    ],
+    "ignores lanes": [
+        ("transform.py", "trajectory=None if trajectory is None else trajectory[kept]", "trajectory=None"),
+        ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
+        ("transform.py", "begins=(np.arange(count) % row_length == 0)[kept]", "begins=np.zeros(count, bool)[kept]"),
+    ],
+    "joins episodes across a seam": [
+        ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
+    ],
+    "joins episodes across a seam between two writes": [
+        ("episodes.py", "lane is not None and lane.outcome != start", "False"),
+    ],
+    "ignores the end of episodes": [
+        ("episodes.py", "if written.done[order[cut - 1]] or", "if"),
+        ("episodes.py", "begins[1:] |= done[:-1] | (start", "begins[1:] |= (start"),
+    ],
+    "reads a lane backwards": [
+        ("episodes.py", 'np.argsort(trajectory, kind="stable")', 'np.argsort(-trajectory, kind="stable")[::-1].copy()'),
+    ],
+    "serves stale rows": [
+        ("transform.py", "relabelled = wanted & (found == owners)", "relabelled = wanted"),
+    ],
+    "forgets the goal under next": [
+        (
+            "transform.py",
+            "for key in (self.desired_goal_key, self.next_desired_goal_key):",
+            "tensordict.set(self.next_desired_goal_key, stored[self.next_desired_goal_key])\n"
+            "        for key in (self.desired_goal_key,):",
+        ),
+    ],
+    "forgets the goal at the root": [
+        (
+            "transform.py",
+            "for key in (self.desired_goal_key, self.next_desired_goal_key):",
+            "tensordict.set(self.desired_goal_key, stored[self.desired_goal_key])\n"
+            "        for key in (self.next_desired_goal_key,):",
+        ),
+    ],
+    "computes the reward before the goal is set": [
+        (
+            "transform.py",
+            "        relabelled = relabelled.view(*tensordict.batch_size, 1)\n",
+            "        relabelled = relabelled.view(*tensordict.batch_size, 1)\n"
+            "        tensordict.update({key: stored[key] for key in stored})\n"
+            "        self._recompute(tensordict, relabelled, stored)\n"
+            "        self._recompute = lambda *_: None\n",
+        ),
+    ],
+    "relabels a fixed prefix of the batch": [
+        (
+            "transform.py",
+            "(torch.rand(step.shape, device=step.device) < self.her_ratio)",
+            "(torch.arange(len(step)) < self.her_ratio * len(step))",
+        ),
+    ],
+    "relabels everything": [
+        ("transform.py", "(torch.rand(step.shape, device=step.device) < self.her_ratio)", "(step >= 0)"),
+    ],
+    "writes into the storage's own tensordict": [
+        ("transform.py", "tensordict = tensordict.exclude(*stored)", "tensordict = tensordict"),
+    ],
+    "recomputes rewards that keep their goal": [
+        ("transform.py", "tensordict.set(key, _where(relabelled, new, stored[key]))", "tensordict.set(key, new)"),
+    ],
+    "forgets that a new goal ends the episode": [
+        ("transform.py", "_where(relabelled, ended, stored[self.done_key])", "stored[self.done_key]"),
+    ],
+    "relabels what is not in the table yet": [
+        ("transform.py", " & (step < length)", ""),
+    ],
+    "publishes running episodes at every write": [
+        ("episodes.py", "max(FIRST_PUBLICATION, 2 * self.published)", "1"),
+    ],
+    "hands the goals over in another order": [
+        (
+            "goal_table.py",
+            "goals = torch.cat([goals for _, goals, _ in publications])",
+            "goals = torch.cat([goals.flip(0) for _, goals, _ in publications])",
+        ),
+    ],
+}
+
+
+def load(changes, tmp_path, monkeypatch, name):
+    """Import a copy of the package with changes made in it."""
+    shutil.copytree(SOURCE, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "envs"))
+    for file, old, new in changes:
+        path = tmp_path / name / file
+        text = path.read_text()
+        assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times: renew the mutant"
+        path.write_text(text.replace(old, new))
+    for path in (tmp_path / name).glob("*.py"):
+        path.write_text(path.read_text().replace("torchrl_her", name))
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module(name)
+    for module in [m for m in sys.modules if m.split(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    return package
+
+
+def first_failure(package):
+    """Run streams until the oracle finds a fault, and return it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a table too small for the storage is meant here
+        for seed in range(STREAMS):
+            try:
+                oracle.run(oracle.random_stream(seed), package)
+            except AssertionError as fault:
+                return fault
+        try:
+            oracle.check_share(package)
+        except AssertionError as fault:
+            return fault
+    return None
+
+
+def test_the_oracle_finds_no_fault_in_an_unchanged_copy(tmp_path, monkeypatch):
+    package = load([], tmp_path, monkeypatch, "unchanged_copy")
+    assert package.HERTransform is not torchrl_her.HERTransform
+    assert first_failure(package) is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_oracle_kills_the_mutant_that(mutant, tmp_path, monkeypatch):
+    name = "mutant_" + "".join(c if c.isalnum() else "_" for c in mutant)
+    assert first_failure(load(MUTANTS[mutant], tmp_path, monkeypatch, name)) is not None
