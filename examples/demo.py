@@ -53,7 +53,6 @@ ENV = "torchrl_her/PointReach-v0"
 EPISODE_STEPS = 50
 EVALUATION_EPISODES = 100
 EVALUATION_INTERVAL = 500  # environment steps
-SHOWN_EPISODES = (1_000, 1_400, 1_800)  # in the second picture, by the step that they start at
 EVALUATION_SEED = 1_000_000  # of the first of the episodes: seeds of training are smaller
 
 
@@ -97,7 +96,7 @@ WITH = Config("with hindsight")
 WITHOUT = Config("without hindsight", her_ratio=0.0)
 SHUFFLED = Config("shuffled goals", strategy=Shuffled())
 NOTEBOOK = Config(
-    "notebook's DDPG + HER",
+    "notebook, run here",
     total_steps=7_500,
     random_steps=0,
     updates_per_step=1,
@@ -239,17 +238,22 @@ def train(config: Config, seed: int) -> Result:
 
 
 def relabelled_episodes(replay_buffer: TensorDictReplayBuffer) -> list[dict[str, Any]]:
-    """Return some episodes as they are stored, with what a sample made of their transitions."""
-    stored = replay_buffer.storage[:]  # past the transform
+    """Return three stored episodes, with the goals that transitions sampled from them got.
+
+    They are those that went farthest and missed their goal.
+    """
+    stored = replay_buffer.storage[:].reshape(-1, EPISODE_STEPS)  # [episodes, steps], past the transform
+    missed = stored["next", "reward"][:, -1, 0] < 0
+    went = torch.linalg.vector_norm(stored["next", "achieved_goal"][:, -1] - stored["achieved_goal"][:, 0], dim=-1)
     sampled = torch.cat([replay_buffer.sample() for _ in range(8)])
+    sampled = sampled[sampled["hindsight", "relabelled"].flatten()]
     episodes = []
-    for first in SHOWN_EPISODES:
-        episode = stored[first : first + EPISODE_STEPS]
-        same = (sampled["collector", "traj_ids"] == episode["collector", "traj_ids"][0]).flatten()
-        transitions = sampled[same & sampled["hindsight", "relabelled"].flatten()]
+    for index in (went * missed).topk(3).indices.sort().values:
+        episode = stored[index]
+        transitions = sampled[sampled["collector", "traj_ids"] == episode["collector", "traj_ids"][0]]
         episodes.append(
             {
-                "first_step": first + 1,
+                "first_step": int(index) * EPISODE_STEPS + 1,
                 "path": torch.cat([episode["achieved_goal"], episode["next", "achieved_goal"][-1:]]).numpy(),
                 "desired_goal": episode["desired_goal"][0].numpy(),  # [2]
                 "positions": transitions["achieved_goal"].numpy(),  # [sampled, 2]
@@ -299,24 +303,15 @@ def make_bar(description: str, total: int) -> tqdm:
 
 def print_table(results: list[Result], path: Path) -> None:
     """Print the table, and write it as CSV."""
-    header = ["run", "seed", "success at 4,000 steps", "success at the end", "steps", "training seconds"]
+    header = ["run", "seed", "steps", f"success at {WITH.total_steps:,}", "at the end", "training seconds"]
     rows = []
-    for result in sorted(results, key=lambda result: result.config.name):
-        end = result.config.total_steps
-        at_4000, at_end = result.curve[4_000], result.curve[end]
-        rows.append(
-            [
-                result.config.name,
-                result.seed,
-                f"{at_4000:.2f}",
-                f"{at_end:.2f}",
-                end,
-                f"{result.training_seconds:.1f}",
-            ]
-        )
-    widths = [max(len(str(row[column])) for row in [header, *rows]) for column in range(len(header))]
-    for row in [header, *rows]:
-        print("  ".join(f"{value!s:<{width}}" for value, width in zip(row, widths, strict=True)))
+    for result in sorted(results, key=lambda result: (result.config.total_steps, result.seed)):
+        steps, curve = result.config.total_steps, result.curve
+        rates = [f"{curve[WITH.total_steps]:.2f}", f"{curve[steps]:.2f}"]
+        rows.append([result.config.name, result.seed, steps, *rates, f"{result.training_seconds:.1f}"])
+    for name, *values in [header, *rows]:
+        print(f"{name:20}", *(f"{value!s:>16}" for value in values))
+    print("Training seconds are wall time on one thread, without the evaluations.")
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])
 

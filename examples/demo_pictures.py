@@ -16,7 +16,7 @@ COLORS = {
     "with hindsight": "tab:blue",
     "without hindsight": "tab:red",
     "shuffled goals": "tab:orange",
-    "notebook's DDPG + HER": "tab:green",
+    "notebook, run here": "tab:green",
 }
 PUBLISHED_STEPS, PUBLISHED_SUCCESS = (6_250, 7_500), 0.12  # the notebook's training episodes 126 to 150
 ARROWS = 4  # from a sampled step to its new goal, in each panel
@@ -41,7 +41,7 @@ def draw_success(results: list[Any], path: Path) -> None:
         color="tab:green",
         linewidth=2.2,
         linestyle="--",
-        label="notebook, as published: 0.12",
+        label="notebook, published: 0.12 while training",
     )
     seeds = len({result.seed for result in results})
     axes.set(
@@ -75,6 +75,8 @@ def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
         axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xticks=[-1, 0, 1], yticks=[-1, 0, 1])
     panels[0].set_ylabel("y")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle("Hindsight: stored steps get goals that their own episode reached later (arrows: examples)")
+    figure.suptitle(
+        "Hindsight: stored steps get goals that their episode reached later (arrows: from a step to its goal)"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)

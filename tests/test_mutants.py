@@ -17,7 +17,7 @@ STREAMS = 40
 # A mutant is a list of changes: file, what stands there once, what stands there instead.
 MUTANTS = {
     "reads the achieved goal at the root": [
-        ("transform.py", "goals = next_achieved.reshape(", "goals = achieved.reshape("),
+        ("reading.py", "goals = next_achieved.reshape(", "goals = achieved.reshape("),
     ],
     "draws the future from t+1 on": [
         ("strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
@@ -33,9 +33,13 @@ MUTANTS = {
         ("strategies.py", "choice.row(choice.length - 1)", "choice.row((choice.length - 2).clamp(min=0))"),
     ],
     "ignores lanes": [
-        ("transform.py", "trajectory=None if trajectory is None else trajectory[kept]", "trajectory=None"),
+        ("reading.py", "trajectory=None if trajectory is None else trajectory[kept]", "trajectory=None"),
         ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
-        ("transform.py", "begins=(np.arange(count) % row_length == 0)[kept]", "begins=np.zeros(count, bool)[kept]"),
+        (
+            "reading.py",
+            "begins=(np.arange(count) % max(row_length, 1) == 0)[kept]",
+            "begins=np.zeros(count, bool)[kept]",
+        ),
     ],
     "joins episodes across a seam": [
         ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
@@ -56,17 +60,17 @@ MUTANTS = {
     "forgets the goal under next": [
         (
             "transform.py",
-            "for key in (self.desired_goal_key, self.next_desired_goal_key):",
-            "tensordict.set(self.next_desired_goal_key, stored[self.next_desired_goal_key])\n"
-            "        for key in (self.desired_goal_key,):",
+            "for key in (self.keys.desired, self.keys.next_desired):",
+            "tensordict.set(self.keys.next_desired, stored[self.keys.next_desired])\n"
+            "        for key in (self.keys.desired,):",
         ),
     ],
     "forgets the goal at the root": [
         (
             "transform.py",
-            "for key in (self.desired_goal_key, self.next_desired_goal_key):",
-            "tensordict.set(self.desired_goal_key, stored[self.desired_goal_key])\n"
-            "        for key in (self.next_desired_goal_key,):",
+            "for key in (self.keys.desired, self.keys.next_desired):",
+            "tensordict.set(self.keys.desired, stored[self.keys.desired])\n"
+            "        for key in (self.keys.next_desired,):",
         ),
     ],
     "computes the reward before the goal is set": [
@@ -96,7 +100,7 @@ MUTANTS = {
         ("transform.py", "tensordict.set(key, _where(relabelled, new, stored[key]))", "tensordict.set(key, new)"),
     ],
     "forgets that a new goal ends the episode": [
-        ("transform.py", "_where(relabelled, ended, stored[self.done_key])", "stored[self.done_key]"),
+        ("transform.py", "_where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
     ],
     "relabels what is not in the table yet": [
         ("transform.py", " & (step < length)", ""),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import Compose, DTypeCastTransform, MultiStepTransform, Transform
 
@@ -76,6 +77,15 @@ def check_one_per_transition(key: NestedKey, value: Tensor, count: int) -> None:
     if value.numel() != count:
         raise ValueError(
             f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: one value each is needed."
+        )
+
+
+def check_out_keys(reward: TensorDictModuleBase, reward_key: NestedKey) -> None:
+    """Check that the reward module writes the reward."""
+    if reward_key not in reward.out_keys:
+        raise ValueError(
+            f"The reward module writes {list(reward.out_keys)} and not {reward_key!r}: give it that out_key, or name "
+            "the one it has with reward_key=... (without 'next')."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch import multiprocessing as mp
@@ -19,8 +19,9 @@ from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her import checks
-from torchrl_her.episodes import EpisodeTracker, Written
+from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
+from torchrl_her.reading import Keys, read_written
 from torchrl_her.rewards import GoalReward
 from torchrl_her.strategies import Choice, GoalStrategy, make_strategy
 
@@ -119,17 +120,7 @@ class HERTransform(Transform):
         self.capacity = capacity
         self.sequence_length = sequence_length
 
-        self.achieved_goal_key = unravel_key(achieved_goal_key)
-        self.desired_goal_key = unravel_key(desired_goal_key)
-        self.next_achieved_goal_key = unravel_key(("next", achieved_goal_key))
-        self.next_desired_goal_key = unravel_key(("next", desired_goal_key))
-        self.reward_key = unravel_key(("next", reward_key))
-        self.done_key = unravel_key(("next", done_key))
-        self.terminated_key = (*self.done_key[:-1], "terminated")
-        self.truncated_key = (*self.done_key[:-1], "truncated")
-        self.trajectory_key = trajectory_key
-        self.mask_key = mask_key
-
+        self.keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         self.reward = self._make_reward(reward)
         self.tracker = EpisodeTracker(capacity, max_episode_steps)
         self.table: GoalTable | None = None
@@ -138,6 +129,7 @@ class HERTransform(Transform):
         self._lock: Any = threading.Lock()
         self._writes = 0
         self._told_of_capacity = False
+        self._looked_at = np.zeros(2)  # transitions that were to be relabelled, and those that were
 
     def _make_reward(self, reward: Any) -> TensorDictModuleBase:
         if not isinstance(reward, TensorDictModuleBase):
@@ -145,29 +137,26 @@ class HERTransform(Transform):
         if isinstance(reward, GoalReward):
             reward.goal_fn = self.goal_fn
             reward.set_keys(
-                achieved_goal=self.achieved_goal_key,
-                desired_goal=self.desired_goal_key,
-                reward=self.reward_key[1:],
-                terminated=self.terminated_key[1:],
+                achieved_goal=self.keys.achieved,
+                desired_goal=self.keys.desired,
+                reward=self.keys.reward[1:],
+                terminated=self.keys.terminated[1:],
             )
-        if self.reward_key not in reward.out_keys:
-            raise ValueError(
-                f"The reward module writes {list(reward.out_keys)} and not {self.reward_key!r}: give it that out_key, "
-                "or name the one it has with reward_key=... (without 'next')."
-            )
-        recomputed = (self.reward_key, self.terminated_key)
-        self._recomputed = [key for key in recomputed if key in reward.out_keys]
-        self._reward_writes_more = len(reward.out_keys) > len(self._recomputed)
-        self._replaced = [self.desired_goal_key, self.next_desired_goal_key, *self._recomputed]
-        if self.terminated_key in self._recomputed:
-            self._replaced.append(self.done_key)
+        checks.check_out_keys(reward, self.keys.reward)
+        self._recomputed = [key for key in (self.keys.reward, self.keys.terminated) if key in reward.out_keys]
+        self._replaced = [self.keys.desired, self.keys.next_desired, *self._recomputed]
+        if self.keys.terminated in self._recomputed:
+            self._replaced.append(self.keys.done)
         return reward
 
     # Writing
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
-        written, kept = self._read(tensordict)
+        table_shape = None if self.table is None else self.table.goal_shape
+        written, kept = read_written(tensordict, self.keys, self.goal_fn, table_shape)
+        if not self._writes:
+            self._check_first_write(tensordict)
         with self._lock:
             table = self._table_for(written.goals)
             tracked = self.tracker.track(written, first_episode=table.next_episode)
@@ -180,75 +169,18 @@ class HERTransform(Transform):
         stamp = torch.from_numpy(stamps).to(written.goals.device)
         return tensordict.set(STAMP, stamp.view(*tensordict.batch_size, 2))
 
-    def _read(self, tensordict: TensorDictBase) -> tuple[Written, np.ndarray | slice]:
-        """Check what is written, and return what of it counts, and which rows those are that are no padding."""
-        checks.check_single_steps(tensordict)
-        batch, count = tensordict.batch_size, tensordict.numel()
-        achieved, desired, next_achieved, next_desired = (
-            checks.get_entry(tensordict, key, argument)
-            for key, argument in (
-                (self.achieved_goal_key, "achieved_goal_key"),
-                (self.desired_goal_key, "desired_goal_key"),
-                (self.next_achieved_goal_key, "achieved_goal_key"),
-                (self.next_desired_goal_key, "desired_goal_key"),
-            )
-        )
-        checks.check_same_shape("achieved goal", achieved, next_achieved)
-        checks.check_same_shape("desired goal", desired, next_desired)
-        goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
-        if self.goal_fn is not None:
-            goals = self.goal_fn(goals)  # [n, *goal]
-        table_shape = None if self.table is None else self.table.goal_shape
-        checks.check_goal_shape(goals.shape[1:], desired.shape[len(batch) :], table_shape)
-        goals = goals.to(desired.dtype)
-
-        done = self._per_transition(tensordict, self.done_key, np.bool_, "done_key")
-        trajectory = self._per_transition(tensordict, self.trajectory_key, np.int64)
-        kept: np.ndarray | slice = slice(None)
-        if self.mask_key is not None:
-            kept = self._per_transition(tensordict, self.mask_key, np.bool_, "mask_key")
-            goals = goals[torch.from_numpy(kept).to(goals.device)]
-        checks.check_finite(goals)
-        if not self._writes:
-            self._check_first_write(tensordict)
-        row_length = batch[-1] if len(batch) > 1 else count
-        written = Written(
-            goals=goals,
-            start=_as_bytes(count, achieved, desired)[kept],
-            outcome=_as_bytes(count, next_achieved, next_desired)[kept],
-            done=done[kept],
-            begins=(np.arange(count) % row_length == 0)[kept],
-            trajectory=None if trajectory is None else trajectory[kept],
-        )
-        return written, kept
-
-    def _per_transition(
-        self, tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str | None = None
-    ) -> Any:
-        """Get a flag or an id, ``[n]``; without an argument to name it by, it may be missing."""
-        if argument is None and tensordict.get(key, None) is None:
-            return None
-        value = checks.get_entry(tensordict, key, argument or "")
-        checks.check_one_per_transition(key, value, tensordict.numel())
-        return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
-
     def _check_first_write(self, tensordict: TensorDictBase) -> None:
         """Check what later writes have in common with the first one: the reward and the order of transforms."""
-        one = tensordict.reshape(-1)[:1].copy()
+        one = tensordict.reshape(-1)[:1]
         with torch.no_grad():
-            checks.check_reward(self.reward(one.copy()), one, self.reward_key)
-        if self.terminated_key in self._recomputed:
-            checks.get_entry(tensordict, self.terminated_key, "done_key")
+            checks.check_reward(self.reward(one.copy()), one, self.keys.reward)
+        for key in self._replaced:
+            checks.get_entry(tensordict, key, "done_key")
+        # Transform.container raises where the container is a Compose without an environment.
         compose = self.__dict__["_container"] and self.__dict__["_container"]()
         if compose is not None:
             listed = list(compose)
-            keys = {
-                self.desired_goal_key,
-                self.next_desired_goal_key,
-                self.next_achieved_goal_key,
-                self.reward_key,
-            }
-            checks.check_order(listed[: listed.index(self)], keys)
+            checks.check_order(listed[: listed.index(self)], {*self._replaced, self.keys.next_achieved})
 
     def _table_for(self, goals: Tensor) -> GoalTable:
         if self.table is None:
@@ -271,13 +203,13 @@ class HERTransform(Transform):
         tensordict = tensordict.exclude(*stored)
         if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
             goals, relabelled = (
-                stored[self.desired_goal_key],
+                stored[self.keys.desired],
                 torch.zeros_like(stamp[..., 0], dtype=torch.bool),
             )
         else:
             goals, relabelled = self._draw(*stamp.reshape(-1, 2).unbind(1))
         relabelled = relabelled.view(*tensordict.batch_size, 1)
-        for key in (self.desired_goal_key, self.next_desired_goal_key):
+        for key in (self.keys.desired, self.keys.next_desired):
             tensordict.set(key, _where(relabelled, goals, stored[key]))
         self._recompute(tensordict, relabelled, stored)
         return tensordict.set(RELABELLED, relabelled)
@@ -311,16 +243,16 @@ class HERTransform(Transform):
 
     def _recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
         """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
-        computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
+        computed = self.reward(tensordict.copy() if len(self.reward.out_keys) > len(self._recomputed) else tensordict)
         for key in self._recomputed:
             new = computed.get(key).detach().to(stored[key].dtype)
             tensordict.set(key, _where(relabelled, new, stored[key]))
-        if self.done_key in stored:
-            ended = tensordict.get(self.terminated_key)
-            truncated = tensordict.get(self.truncated_key, None)
+        if self.keys.done in stored:
+            ended = tensordict.get(self.keys.terminated)
+            truncated = tensordict.get(self.keys.truncated, None)
             if truncated is not None:
                 ended = ended | truncated
-            tensordict.set(self.done_key, _where(relabelled, ended, stored[self.done_key]))
+            tensordict.set(self.keys.done, _where(relabelled, ended, stored[self.keys.done]))
 
     def _table_on(self, device: torch.device) -> GoalTable:
         """The table, moved to where the samples are: data can be written elsewhere than it is stored."""
@@ -335,8 +267,12 @@ class HERTransform(Transform):
         self._writes += 1
         if self._told_of_capacity or self._writes % 16 or self.table is None:
             return
-        wanted, relabelled = (int(flags.sum()) for flags in self.table.last_draw)
-        if wanted - relabelled <= max(8, 0.2 * wanted):
+        self._looked_at += np.array([int(flags.sum()) for flags in self.table.last_draw])
+        wanted, relabelled = self._looked_at
+        if wanted < 1000:
+            return
+        self._looked_at[:] = 0
+        if wanted - relabelled < 0.2 * wanted:
             return
         self._told_of_capacity = True
         lost = 1 - relabelled / wanted
@@ -417,9 +353,3 @@ def _where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
         batch = relabelled.shape[:-1]
         relabelled = relabelled.view(*batch, *[1] * (stored.ndim - len(batch)))
     return torch.where(relabelled, new.reshape(stored.shape), stored)
-
-
-def _as_bytes(count: int, *entries: Tensor) -> np.ndarray:
-    """Put entries of ``count`` transitions next to each other, as ``uint8 [count, bytes]``."""
-    rows = [entry.detach().reshape(count, -1).contiguous().cpu().view(torch.uint8).numpy() for entry in entries]
-    return np.concatenate(rows, axis=1)

@@ -1,0 +1,113 @@
+"""Reads what is written to a buffer: its entries, checked, as the episode tracker takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
+
+from torchrl_her import checks
+from torchrl_her.episodes import Written
+
+
+class Keys(NamedTuple):
+    """Where the entries stand, from the root of a transition."""
+
+    achieved: NestedKey
+    desired: NestedKey
+    next_achieved: NestedKey
+    next_desired: NestedKey
+    reward: NestedKey
+    done: NestedKey
+    terminated: NestedKey
+    truncated: NestedKey
+    trajectory: NestedKey
+    mask: NestedKey | None
+
+    @classmethod
+    def make(
+        cls,
+        achieved_goal: NestedKey,
+        desired_goal: NestedKey,
+        reward: NestedKey,
+        done: NestedKey,
+        trajectory: NestedKey,
+        mask: NestedKey | None,
+    ) -> Keys:
+        """Make them from the arguments of HERTransform: flags and rewards are under ``"next"``, goals in both."""
+        next_done = unravel_key(("next", done))
+        return cls(
+            achieved=unravel_key(achieved_goal),
+            desired=unravel_key(desired_goal),
+            next_achieved=unravel_key(("next", achieved_goal)),
+            next_desired=unravel_key(("next", desired_goal)),
+            reward=unravel_key(("next", reward)),
+            done=next_done,
+            terminated=(*next_done[:-1], "terminated"),
+            truncated=(*next_done[:-1], "truncated"),
+            trajectory=unravel_key(trajectory),
+            mask=None if mask is None else unravel_key(mask),
+        )
+
+
+def read_written(
+    tensordict: TensorDictBase,
+    keys: Keys,
+    goal_fn: Callable[[Tensor], Tensor] | None,
+    table_shape: torch.Size | None,
+) -> tuple[Written, np.ndarray | slice]:
+    """Check transitions ``[*batch]`` and flatten them, in the order of writing.
+
+    Returns:
+        What of them counts, and which these are: all, or, with a mask, ``bool [n]``.
+    """
+    checks.check_single_steps(tensordict)
+    batch, count = tensordict.batch_size, tensordict.numel()
+    achieved = checks.get_entry(tensordict, keys.achieved, "achieved_goal_key")
+    desired = checks.get_entry(tensordict, keys.desired, "desired_goal_key")
+    next_achieved = checks.get_entry(tensordict, keys.next_achieved, "achieved_goal_key")
+    next_desired = checks.get_entry(tensordict, keys.next_desired, "desired_goal_key")
+    checks.check_same_shape("achieved goal", achieved, next_achieved)
+    checks.check_same_shape("desired goal", desired, next_desired)
+    goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
+    if goal_fn is not None:
+        goals = goal_fn(goals)  # [n, *goal]
+    checks.check_goal_shape(goals.shape[1:], desired.shape[len(batch) :], table_shape)
+    goals = goals.to(desired.dtype)
+
+    done = _flatten(tensordict, keys.done, np.bool_, "done_key")
+    trajectory = None
+    if tensordict.get(keys.trajectory, None) is not None:
+        trajectory = _flatten(tensordict, keys.trajectory, np.int64, "trajectory_key")
+    kept: np.ndarray | slice = slice(None)
+    if keys.mask is not None:
+        kept = _flatten(tensordict, keys.mask, np.bool_, "mask_key")
+        goals = goals[torch.from_numpy(kept).to(goals.device)]
+    checks.check_finite(goals)
+    row_length = batch[-1] if len(batch) > 1 else count
+    written = Written(
+        goals=goals,
+        start=_as_bytes(count, achieved, desired)[kept],
+        outcome=_as_bytes(count, next_achieved, next_desired)[kept],
+        done=done[kept],
+        begins=(np.arange(count) % max(row_length, 1) == 0)[kept],
+        trajectory=None if trajectory is None else trajectory[kept],
+    )
+    return written, kept
+
+
+def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:
+    """Get a flag or an id of each transition, ``[n]``."""
+    value = checks.get_entry(tensordict, key, argument)
+    checks.check_one_per_transition(key, value, tensordict.numel())
+    return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
+
+
+def _as_bytes(count: int, *entries: Tensor) -> np.ndarray:
+    """Put entries of ``count`` transitions next to each other, as ``uint8 [count, bytes]``."""
+    rows = [entry.detach().reshape(count, -1).contiguous().cpu().view(torch.uint8).numpy() for entry in entries]
+    return np.concatenate(rows, axis=1)
