@@ -30,7 +30,7 @@ MUTANTS = {
         ),
     ],
     "takes the last step but one for the last": [
-        ("strategies.py", "choice.row(choice.length - 1)", "choice.row((choice.length - 2).clamp(min=0))"),
+        ("strategies.py", "choice.start + choice.length - 1", "choice.start + (choice.length - 2).clamp(min=0)"),
     ],
     "ignores lanes": [
         ("reading.py", "trajectory=None if trajectory is None else trajectory[kept]", "trajectory=None"),

@@ -431,7 +431,7 @@ def test_the_cost_of_a_sample_does_not_depend_on_how_much_is_stored(strategy):
             rb.transform(stored)
         recorded.append(operations.seen)
     assert recorded[0] == recorded[1]
-    assert max(numel for _, numel in recorded[0]) <= 32 * 2
+    assert max(numel for _, numel in recorded[0]) <= 32 * 32  # random draws 32 rows for each transition
     waits = ("_local_scalar_dense", "nonzero", "aten.index.Tensor")
     assert not [name for name, _ in recorded[0] if any(wait in name for wait in waits)]
 

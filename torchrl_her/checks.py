@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -140,10 +139,10 @@ def get_stamp(tensordict: TensorDictBase, key: str) -> Tensor:
 
 def check_rows(rows: Tensor, steps: Tensor, strategy: object) -> None:
     """Check that a strategy chose one row per transition."""
-    if rows.shape != steps.shape or rows.dtype != torch.int64:
+    if rows.shape != steps.shape or rows.dtype != steps.dtype:
         raise ValueError(
-            f"{strategy!r} must select one row of the goal table per transition, int64 {tuple(steps.shape)}, and "
-            f"returned {rows.dtype} {tuple(rows.shape)}."
+            f"{strategy!r} must select one row of the goal table per transition, {steps.dtype} {tuple(steps.shape)}, "
+            f"and returned {rows.dtype} {tuple(rows.shape)}."
         )
 
 

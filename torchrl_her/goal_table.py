@@ -35,7 +35,7 @@ class GoalTable:
         >>> episode = table.open_episodes(1)
         >>> table.publish([(episode, torch.tensor([[0.0], [0.1], [0.2]]), 0)])
         >>> start, length = table.find(torch.tensor([episode]))
-        >>> goal, owner = table.read(table.rows(start, length - 1))
+        >>> goal, owner = table.read(start + length - 1)
         >>> goal, owner == episode
         (tensor([[0.2000]]), tensor([True]))
     """
@@ -86,7 +86,8 @@ class GoalTable:
         goals = torch.cat([goals for _, goals, _ in publications]).to(self.device)
         for episode, _, before in publications:
             if before:  # each step of an episode stands in the table once
-                rows = self.rows(self.starts[episode % self.capacity], torch.arange(before, device=self.device))
+                start = self.starts[episode % self.capacity]
+                rows = (start + torch.arange(before, device=self.device)) % self.capacity
                 self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
 
         first = self._reserve(0, len(goals))
@@ -118,13 +119,14 @@ class GoalTable:
         index = episodes % self.capacity
         return self.starts.index_select(0, index), self.lengths.index_select(0, index)
 
-    def rows(self, start: Tensor, step: Tensor) -> Tensor:
-        """Return the rows of steps ``int64 [batch]`` of episodes that start there."""
-        return (start + step) % self.capacity
-
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the goals ``[batch, *goal]`` of rows and, read after them, their owners ``[batch]``."""
-        return self.goals.index_select(0, rows), self.owners.index_select(0, rows)
+        index = rows % self.capacity
+        return self.goals.index_select(0, index), self.owners.index_select(0, index)
+
+    def owners_of(self, rows: Tensor) -> Tensor:
+        """Return the episodes ``[batch]`` that the goals in rows were achieved in, -1 where there are none."""
+        return self.owners.index_select(0, rows % self.capacity)
 
     # Keeping
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,16 +10,16 @@ from torch import Tensor
 
 
 class Choice(NamedTuple):
-    """What a strategy chooses from: a batch of transitions, their episodes and the bounds of the goal table.
+    """What a strategy chooses from: a batch of transitions, their episodes and the goal table.
 
     All tensors are ``int64``. Of transitions that cannot be relabelled (their episode has just begun, or has
-    left the table) the length means nothing; whatever is chosen for them is not used.
+    left the table) start and length mean nothing; whatever is chosen for them is not used.
     """
 
-    episode: Tensor  # [batch] ids of the episodes, each larger than 0
+    episode: Tensor  # [batch] ids of the transitions' episodes
     step: Tensor  # [batch] the transitions' steps in them
-    length: Tensor  # [batch] how many of their steps are in the table
-    row: Callable[[Tensor], Tensor]  # steps [batch] of these episodes -> rows [batch] of their outcomes
+    start: Tensor  # [batch] the rows of the table where the episodes start; step j is at start + j
+    length: Tensor  # [batch] how many steps of the episodes are in the table
     owners: Tensor  # [capacity] the episode that the goal in each row was achieved in, -1 where there is none
     size: Tensor  # [] how many rows of the table are filled, from row 0 on
 
@@ -34,7 +33,7 @@ class GoalStrategy(ABC):
         >>> class NearFuture(GoalStrategy):
         ...     def select(self, choice):
         ...         end = torch.minimum(choice.step + 10, choice.length)
-        ...         return choice.row(uniform(choice.step, end))
+        ...         return choice.start + uniform(choice.step, end)
 
     Attributes:
         same_episode (bool): whether goals come from the transition's own episode. Then one that is found to
@@ -45,7 +44,7 @@ class GoalStrategy(ABC):
 
     @abstractmethod
     def select(self, choice: Choice) -> Tensor:
-        """Return rows ``int64 [batch]`` of the goal table.
+        """Return rows ``int64 [batch]`` of the goal table; they are taken modulo its capacity.
 
         Draw from torch's default random generator, and do not read tensors on the host: sampling on a
         GPU would wait for it.
@@ -59,21 +58,21 @@ class Future(GoalStrategy):
     """A step from the transition's own on: j uniform on {t, ..., T-1}."""
 
     def select(self, choice: Choice) -> Tensor:  # noqa: D102
-        return choice.row(uniform(choice.step, choice.length))
+        return choice.start + uniform(choice.step, choice.length)
 
 
 class Final(GoalStrategy):
     """The last step of the episode: j = T-1."""
 
     def select(self, choice: Choice) -> Tensor:  # noqa: D102
-        return choice.row(choice.length - 1)
+        return choice.start + choice.length - 1
 
 
 class Episode(GoalStrategy):
     """Any step of the episode: j uniform on {0, ..., T-1}."""
 
     def select(self, choice: Choice) -> Tensor:  # noqa: D102
-        return choice.row(uniform(torch.zeros_like(choice.step), choice.length))
+        return choice.start + uniform(torch.zeros_like(choice.step), choice.length)
 
 
 class Random(GoalStrategy):
@@ -82,7 +81,11 @@ class Random(GoalStrategy):
     same_episode = False
 
     def select(self, choice: Choice) -> Tensor:  # noqa: D102
-        return uniform(torch.zeros_like(choice.step), choice.size)
+        # Where an episode stood when it was shorter, rows are empty, at most two thirds of all: of many draws the
+        # first that hits is taken.
+        rows = uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)  # [32, batch]
+        hits = (choice.owners.take(rows) > 0).to(torch.uint8)
+        return rows.gather(0, hits.argmax(dim=0, keepdim=True)).squeeze(0)
 
 
 STRATEGIES: dict[str, type[GoalStrategy]] = {

@@ -6,7 +6,6 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -144,6 +143,7 @@ class HERTransform(Transform):
             )
         checks.check_out_keys(reward, self.keys.reward)
         self._recomputed = [key for key in (self.keys.reward, self.keys.terminated) if key in reward.out_keys]
+        self._reward_writes_more = len(reward.out_keys) > len(self._recomputed)
         self._replaced = [self.keys.desired, self.keys.next_desired, *self._recomputed]
         if self.keys.terminated in self._recomputed:
             self._replaced.append(self.keys.done)
@@ -228,14 +228,14 @@ class HERTransform(Transform):
     def _draw_each(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         table = self._table_on(episode.device)
         start, length = table.find(episode)
-        choice = Choice(episode, step, length, partial(table.rows, start), table.owners, table.size)
-        rows = self.strategy.select(choice)
+        rows = self.strategy.select(Choice(episode, step, start, length, table.owners, table.size))
         checks.check_rows(rows, step, self.strategy)
         wanted = (torch.rand(step.shape, device=step.device) < self.her_ratio) & (step < length)
-        owners = episode
-        if not self.strategy.same_episode:
-            owners = table.owners.index_select(0, rows).clamp(min=1)
-            wanted = wanted & (table.owners.index_select(0, table.rows(start, step)) == episode)
+        if self.strategy.same_episode:
+            owners = episode
+        else:
+            owners = table.owners_of(rows).clamp(min=1)
+            wanted = wanted & (table.owners_of(start + step) == episode)
         goals, found = table.read(rows)
         relabelled = wanted & (found == owners)
         table.last_draw = wanted, relabelled
@@ -243,10 +243,10 @@ class HERTransform(Transform):
 
     def _recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
         """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
-        computed = self.reward(tensordict.copy() if len(self.reward.out_keys) > len(self._recomputed) else tensordict)
+        computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
         for key in self._recomputed:
-            new = computed.get(key).detach().to(stored[key].dtype)
-            tensordict.set(key, _where(relabelled, new, stored[key]))
+            new = computed.get(key).to(stored[key].dtype)
+            tensordict.set(key, _where(relabelled, new.detach() if new.requires_grad else new, stored[key]))
         if self.keys.done in stored:
             ended = tensordict.get(self.keys.terminated)
             truncated = tensordict.get(self.keys.truncated, None)
@@ -352,4 +352,6 @@ def _where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
         relabelled = relabelled.view(*batch, *[1] * (stored.ndim - len(batch)))
-    return torch.where(relabelled, new.reshape(stored.shape), stored)
+    if new.shape != stored.shape:  # new goals come with the batch dimensions flattened to one
+        new = new.reshape(stored.shape)
+    return torch.where(relabelled, new, stored)
