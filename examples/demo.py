@@ -67,7 +67,7 @@ class Shuffled(GoalStrategy):
 
     def select(self, choice: Choice) -> Tensor:
         """Draw a row among all but the episode's own, which are then skipped."""
-        first_own = choice.row(torch.zeros_like(choice.step))
+        first_own = choice.start
         row = uniform(torch.zeros_like(choice.step), choice.size - choice.length)
         return torch.where(row < first_own, row, row + choice.length)
 

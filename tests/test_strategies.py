@@ -80,14 +80,14 @@ class Later(GoalStrategy):
     """Wrong for `future`: the transition's own outcome is left out, but for the last step, which has no other."""
 
     def select(self, choice):
-        return choice.row(uniform(torch.minimum(choice.step + 1, choice.length - 1), choice.length))
+        return choice.start + uniform(torch.minimum(choice.step + 1, choice.length - 1), choice.length)
 
 
 class NeverTheLast(GoalStrategy):
     """Wrong for `future`: the last outcome of an episode is left out, but for the last step, which has no other."""
 
     def select(self, choice):
-        return choice.row(uniform(choice.step, torch.maximum(choice.length - 1, choice.step + 1)))
+        return choice.start + uniform(choice.step, torch.maximum(choice.length - 1, choice.step + 1))
 
 
 MADE = {name: name for name in RIGHT} | {"later": Later(), "never the last": NeverTheLast()}
@@ -340,7 +340,7 @@ class NearFuture(GoalStrategy):
 
     def select(self, choice):
         end = torch.minimum(choice.step + 10, choice.length)
-        return choice.row(uniform(choice.step, end))
+        return choice.start + uniform(choice.step, end)
 
 
 def test_a_strategy_of_ones_own_draws_from_the_steps_that_it_chooses():
@@ -409,7 +409,7 @@ def test_a_strategy_is_given_the_steps_and_lengths_of_the_episodes_and_the_owner
     assert torch.equal(choice.step, batch["place"][:, 1])
     assert choice.length.tolist() == [lengths[e] for e in batch["place"][:, 0].tolist()]
     assert choice.size == sum(lengths)
-    assert torch.equal(choice.owners[choice.row(choice.step)], choice.episode)
+    assert torch.equal(choice.owners[(choice.start + choice.step) % len(choice.owners)], choice.episode)
     assert (choice.owners[choice.size :] == -1).all()
 
 

@@ -246,7 +246,8 @@ class HERTransform(Transform):
         computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
         for key in self._recomputed:
             new = computed.get(key).to(stored[key].dtype)
-            tensordict.set(key, _where(relabelled, new.detach() if new.requires_grad else new, stored[key]))
+            new = new.detach() if new.requires_grad else new
+            tensordict.set(key, _where(relabelled, new, stored[key]))
         if self.keys.done in stored:
             ended = tensordict.get(self.keys.terminated)
             truncated = tensordict.get(self.keys.truncated, None)
