@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -192,6 +193,31 @@ def test_publishing_nothing_changes_nothing():
     before = copy.deepcopy(model.table.state_dict())
     model.table.publish([])
     assert same(model.table.state_dict(), before)
+
+
+def test_a_goal_that_is_read_while_it_is_written_is_whole_and_of_its_owner():
+    """Each goal is as many times the number of its episode, which a reader finds although a writer works."""
+    table = GoalTable(8, (50_000,), torch.float32, CPU)
+    rows, stop = torch.arange(8), threading.Event()
+
+    def write():
+        while not stop.is_set():
+            episode = table.open_episodes(1)
+            table.publish([(episode, torch.full((4, 50_000), float(episode)), 0)])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    owned = 0
+    for _ in range(300):
+        goals, owners = table.read(rows)
+        first, last, whole = goals[:, 0], goals[:, -1], goals.mean(dim=1)
+        read = owners >= 0
+        owned += int(read.sum())
+        for part in (first, last, whole):
+            torch.testing.assert_close(part[read], owners[read].float(), rtol=1e-4, atol=0)
+    stop.set()
+    writer.join()
+    assert owned > 100
 
 
 # Keeping

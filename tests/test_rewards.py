@@ -312,6 +312,13 @@ def test_bit_flipping_ends_where_the_new_goal_is_reached_and_not_where_the_old_o
     assert (batch["hindsight", "relabelled"] & batch["next", "truncated"] & after).any()
 
 
+def test_done_stays_as_stored_where_nothing_is_relabelled_whatever_the_other_flags_say():
+    written = rollout(GymEnv(POINT_REACH))
+    written["next", "done"] = torch.rand(len(written), 1) < 0.5
+    batch = sample_of(written, EnvReward(PointReach()))
+    check_sample(batch, written, *by_environment(PointReach()))
+
+
 def test_terminated_fn_takes_the_place_of_the_environments():
     written = rollout(GymEnv(POINT_REACH))
     reward = EnvReward(PointReach(), terminated_fn=lambda achieved, desired: (achieved - desired).norm(dim=-1) < 0.2)

@@ -166,6 +166,16 @@ def test_the_sample_is_large_enough_to_tell_the_wrong_variants_of_future(lengths
     assert power(expected, distribution("later", lengths), 50) < 0.5  # the bound above says something
 
 
+def test_steps_of_a_span_of_millions_are_drawn_without_gaps():
+    span = 3 * 2**23  # more than the numbers that torch.rand has in single precision, which leave out every third
+    torch.manual_seed(0)
+    drawn = uniform(torch.full((100_000,), 5), torch.tensor(5 + span)) - 5
+    assert 0 <= drawn.min() < span / 1000
+    assert span - span / 1000 < drawn.max() < span
+    assert stats.chisquare(torch.bincount(drawn % 3)).pvalue > LEVEL
+    assert stats.kstest(drawn / span, "uniform").pvalue > LEVEL
+
+
 @pytest.mark.parametrize(
     ("name", "strategy"), zip(RIGHT, [Future(), Final(), Episode(), Random()], strict=True), ids=RIGHT
 )

@@ -66,7 +66,7 @@ class GoalTable:
     @property
     def next_episode(self) -> int:
         """The first episode id that was not given away."""
-        return int(self.counters[1]) + 1
+        return int(self.counters.numpy()[1]) + 1
 
     def open_episodes(self, count: int) -> int:
         """Give away episode ids, of which no two are the same, and return the first; 0 is none."""
@@ -100,8 +100,8 @@ class GoalTable:
             self.size.fill_(min(first + len(goals), self.capacity))
 
         index = self._tensor(ids % self.capacity)
-        self.starts[index] = self._tensor(first + np.cumsum(lengths) - lengths)
-        self.lengths[index] = self._tensor(lengths)
+        self.starts.index_copy_(0, index, self._tensor(first + np.cumsum(lengths) - lengths))
+        self.lengths.index_copy_(0, index, self._tensor(lengths))
 
     def _reserve(self, counter: int, count: int) -> int:
         counters = self.counters.numpy()

@@ -89,10 +89,12 @@ def read_written(
         goals = goals[torch.from_numpy(kept).to(goals.device)]
     checks.check_finite(goals)
     row_length = batch[-1] if len(batch) > 1 else count
+    goal_bytes = _as_bytes(count, achieved, desired, next_achieved, next_desired)[kept]
+    half = goal_bytes.shape[1] // 2
     written = Written(
         goals=goals,
-        start=_as_bytes(count, achieved, desired)[kept],
-        outcome=_as_bytes(count, next_achieved, next_desired)[kept],
+        start=goal_bytes[:, :half],
+        outcome=goal_bytes[:, half:],
         done=done[kept],
         begins=(np.arange(count) % max(row_length, 1) == 0)[kept],
         trajectory=None if trajectory is None else trajectory[kept],
@@ -109,5 +111,5 @@ def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: s
 
 def _as_bytes(count: int, *entries: Tensor) -> np.ndarray:
     """Put entries of ``count`` transitions next to each other, as ``uint8 [count, bytes]``."""
-    rows = [entry.detach().reshape(count, -1).contiguous().cpu().view(torch.uint8).numpy() for entry in entries]
-    return np.concatenate(rows, axis=1)
+    rows = [entry.reshape(count, -1).contiguous().view(torch.uint8) for entry in entries]
+    return torch.cat(rows, dim=1).numpy(force=True)
