@@ -1,0 +1,114 @@
+"""EpisodeTracker alone: what the oracle's streams, whose goals are all different, do not show."""
+
+import sys
+
+import numpy as np
+import torch
+
+from torchrl_her.episodes import EpisodeTracker, Written
+
+
+def written(rows, ids=None, begins=None):
+    """Transitions of one write: (goal at the root, goal under next, done)."""
+    count = len(rows)
+    return Written(
+        goals=torch.tensor([[float(after)] for _, after, _ in rows]),
+        start=np.array([[before] for before, _, _ in rows], dtype=np.uint8),
+        outcome=np.array([[after] for _, after, _ in rows], dtype=np.uint8),
+        done=np.array([done for _, _, done in rows]),
+        begins=np.zeros(count, dtype=bool) if begins is None else np.array(begins),
+        trajectory=None if ids is None else np.array(ids),
+    )
+
+
+def track(tracker, opened, *args, **kwargs):
+    """Track a write; ``opened`` counts the episodes."""
+    tracked = tracker.track(written(*args, **kwargs), first_episode=len(opened) + 1)
+    opened.extend(range(tracked.opened))
+    published = {p.episode: p.goals.flatten().tolist() for p in tracked.publications}
+    return tracked.episode.tolist(), tracked.step.tolist(), published
+
+
+def test_of_lanes_that_stand_at_the_same_goals_the_one_that_waited_longest_is_continued():
+    tracker, opened = EpisodeTracker(capacity=100), []
+    apart = {"begins": [True, True]}
+    assert track(tracker, opened, [(1, 5, False), (2, 5, False)], **apart)[0] == [1, 2]
+    assert track(tracker, opened, [(5, 5, False), (5, 7, False)], **apart)[0] == [1, 2]
+    assert track(tracker, opened, [(5, 8, True), (7, 9, True)], **apart) == (
+        [1, 2],
+        [2, 2],
+        {1: [5.0, 5.0, 8.0], 2: [5.0, 7.0, 9.0]},
+    )
+
+
+def test_an_id_that_is_used_again_after_the_end_begins_an_episode():
+    tracker, opened = EpisodeTracker(capacity=100), []
+    assert track(tracker, opened, [(1, 2, False), (2, 3, True)], ids=[4, 4])[0] == [1, 1]
+    assert track(tracker, opened, [(3, 4, False)], ids=[4])[:2] == ([2], [0])
+
+
+def test_two_lanes_that_share_an_id_are_cut_and_not_mixed():
+    tracker, opened = EpisodeTracker(capacity=100), []
+    episode, _, published = track(tracker, opened, [(1, 2, False), (10, 11, False), (2, 3, False)], ids=[0, 0, 0])
+    assert episode == [1, 2, 3]
+    assert published == {1: [2.0], 2: [11.0]}
+
+
+def test_ids_of_any_value_and_in_any_order_work():
+    tracker, opened = EpisodeTracker(capacity=100), []
+    rows = [(1, 2, False), (20, 21, False), (2, 3, True), (21, 22, True)]
+    assert track(tracker, opened, rows, ids=[2**40, -7, 2**40, -7]) == (
+        [2, 1, 2, 1],
+        [0, 0, 1, 1],
+        {1: [21.0, 22.0], 2: [2.0, 3.0]},
+    )
+
+
+def test_a_lane_that_nothing_continues_is_forgotten():
+    tracker, opened = EpisodeTracker(capacity=10), []
+    track(tracker, opened, [(1, 2, False)])
+    for goal in range(100, 109):
+        track(tracker, opened, [(goal, goal, True)])
+    assert len(tracker.state_dict()["lanes"]) == 1
+    track(tracker, opened, [(110, 111, True)])
+    assert tracker.state_dict()["lanes"] == []
+    assert track(tracker, opened, [(2, 3, False)])[:2] == ([12], [0])
+
+
+def test_a_running_episode_is_published_at_64_steps_and_each_time_it_has_doubled():
+    tracker, opened = EpisodeTracker(capacity=1000), []
+    seen = []
+    for step in range(200):
+        _, _, published = track(tracker, opened, [(step, step + 1, False)], ids=[0])
+        seen += [len(goals) for goals in published.values()]
+    assert seen == [64, 128]
+    assert [len(publication.goals) for publication in tracker.flush()] == [200]
+    assert tracker.flush() == []
+
+
+def test_an_episode_that_is_published_twice_in_one_write_is_handed_over_once():
+    tracker, opened = EpisodeTracker(capacity=1000), []
+    track(tracker, opened, [(step, step + 1, False) for step in range(64)], ids=[0] * 64)
+    rows = [(step, step + 1, False) for step in range(64, 130)] + [(200, 201, True)]
+    tracked = tracker.track(written(rows, ids=[0] * 67), first_episode=2)
+    assert [(p.episode, len(p.goals), p.before) for p in tracked.publications] == [(1, 130, 64), (2, 1, 0)]
+
+
+def test_the_work_is_per_run_and_not_per_transition():
+    """The lines of Python that run do not grow with the length of the runs."""
+    counts = []
+    for steps in (10, 200):
+        tracker = EpisodeTracker(capacity=1000)
+        data = written([(step % 256, (step + 1) % 256, False) for step in range(steps)], ids=[0] * steps)
+        lines = 0
+
+        def trace(frame, event, argument):
+            nonlocal lines
+            lines += event == "line" and frame.f_code.co_filename.endswith("episodes.py")
+            return trace
+
+        sys.settrace(trace)
+        tracker.track(data, first_episode=1)
+        sys.settrace(None)
+        counts.append(lines)
+    assert abs(counts[1] - counts[0]) < 10  # the longer one is published as well
