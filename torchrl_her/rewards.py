@@ -48,6 +48,8 @@ class GoalReward(TensorDictModuleBase):
         torch.Size([5, 1])
     """
 
+    info_keys: tuple[NestedKey, ...] = ()  # what is read besides the goals
+
     def __init__(self, reward_fn: GoalFunction, *, terminated_fn: GoalFunction | None = None):
         super().__init__()
         self.functions = [_with_two_arguments(reward_fn, "the reward function")]
@@ -65,7 +67,7 @@ class GoalReward(TensorDictModuleBase):
         terminated: NestedKey = "terminated",
     ) -> None:
         """Set the keys that are read and written; all but the desired goal's stand under ``"next"``."""
-        self.in_keys = [unravel_key(("next", achieved_goal)), unravel_key(desired_goal)]
+        self.in_keys = [unravel_key(("next", achieved_goal)), unravel_key(desired_goal), *self.info_keys]
         out_keys = [unravel_key(("next", reward)), unravel_key(("next", terminated))]
         self.out_keys = out_keys[: len(self.functions)]
 

@@ -147,6 +147,7 @@ class HERTransform(Transform):
         self._replaced = [self.keys.desired, self.keys.next_desired, *self._recomputed]
         if self.keys.terminated in self._recomputed:
             self._replaced.append(self.keys.done)
+        self._read_by_reward = [key for key in self._replaced[2:] if key in reward.in_keys]
         return reward
 
     # Writing
@@ -201,13 +202,11 @@ class HERTransform(Transform):
         stored = {key: tensordict.get(key) for key in self._replaced}
         # What a storage returns can be the storage itself: what is set goes into a new tensordict.
         tensordict = tensordict.exclude(*stored)
+        episode, step = stamp.reshape(-1, 2).unbind(1)
         if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
-            goals, relabelled = (
-                stored[self.keys.desired],
-                torch.zeros_like(stamp[..., 0], dtype=torch.bool),
-            )
+            goals, relabelled = stored[self.keys.desired], torch.zeros_like(step, dtype=torch.bool)
         else:
-            goals, relabelled = self._draw(*stamp.reshape(-1, 2).unbind(1))
+            goals, relabelled = self._draw(episode, step)
         relabelled = relabelled.view(*tensordict.batch_size, 1)
         for key in (self.keys.desired, self.keys.next_desired):
             tensordict.set(key, _where(relabelled, goals, stored[key]))
@@ -243,6 +242,8 @@ class HERTransform(Transform):
 
     def _recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
         """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
+        for key in self._read_by_reward:
+            tensordict.set(key, stored[key])
         computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
         for key in self._recomputed:
             new = computed.get(key).to(stored[key].dtype)
