@@ -85,10 +85,10 @@ class Config:
     batch_size: int = 256
     hidden: int = 128  # units in each of two layers
     learning_rate: float = 2e-3
-    final_learning_rate: float = 2e-4  # falls linearly
+    final_learning_rate: float = 5e-4  # falls linearly
     gamma: float = 0.95
     tau: float = 0.05  # of the target networks' soft update
-    noise: float = 0.1  # standard deviation, added to the actions
+    noise: float = 0.2  # standard deviation, added to the actions
     random_actions: float = 0.2  # share of uniform actions
 
 
@@ -105,7 +105,6 @@ NOTEBOOK = Config(
     final_learning_rate=1e-3,
     gamma=0.98,
     tau=0.005,
-    noise=0.2,
     random_actions=0.0,
 )
 

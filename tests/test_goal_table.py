@@ -136,16 +136,6 @@ def test_a_table_holds_as_many_goals_as_its_capacity_says():
         assert len(model.found()) == min(model.rows, 100)
 
 
-def test_an_episode_longer_than_the_table_is_never_found_with_the_goal_of_another_step():
-    table = GoalTable(3, (), torch.float32, CPU)
-    episode = table.open_episodes(1)
-    table.publish([(episode, torch.arange(5.0), 0)])
-    start, length = table.find(torch.tensor(episode))
-    goals, owners = table.read(start + torch.arange(int(length)))
-    for step, (goal, owner) in enumerate(zip(goals.tolist(), owners.tolist(), strict=True)):
-        assert owner != episode or goal == step
-
-
 def test_the_goals_of_a_growing_episode_are_found_though_its_new_rows_overlap_its_old_ones():
     model = Model(10)
     model.publish([(None, 4)])

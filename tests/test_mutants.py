@@ -37,7 +37,7 @@ MUTANTS = {
         ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
         (
             "reading.py",
-            "begins=(np.arange(count) % max(row_length, 1) == 0)[kept]",
+            "begins=(np.arange(count) % row_length == 0)[kept]",
             "begins=np.zeros(count, bool)[kept]",
         ),
     ],

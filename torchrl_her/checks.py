@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -20,9 +21,9 @@ def check_her_ratio(her_ratio: float) -> float:
     return her_ratio
 
 
-def check_at_least_one(name: str, value: int | None) -> None:
-    """Check that a number of things, where it is given, is a whole number and at least one."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+def check_at_least_one(name: str, value: int) -> None:
+    """Check that a number of things is a whole number and at least one."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
@@ -47,18 +48,20 @@ def check_same_shape(name: str, at_root: Tensor, under_next: Tensor) -> None:
         )
 
 
-def check_goal_shape(achieved: Sequence[int], desired: Sequence[int], table: Sequence[int] | None) -> None:
-    """Check that achieved goals can stand in for desired ones and fit the goal table."""
-    if tuple(achieved) != tuple(desired):
+def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None:
+    """Check that an achieved goal can stand in for a desired one, and that the goal table was made for such goals."""
+    if achieved.shape != desired.shape:
         raise ValueError(
-            f"One achieved goal has the shape {tuple(achieved)} and one desired goal {tuple(desired)}: an achieved "
-            "goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
+            f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
+            "achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
-    if table is not None and tuple(achieved) != tuple(table):
+    origin = "(from goal_spec, or the first write). goal_spec is that of one goal, without the batch of environments."
+    if table is not None and desired.shape != table.shape:
         raise ValueError(
-            f"One goal has the shape {tuple(achieved)}, the goal table was made for {tuple(table)} (from goal_spec "
-            "or the first write). goal_spec is that of one goal, without the batch of environments."
+            f"One goal has the shape {tuple(desired.shape)}, the goal table was made for {tuple(table.shape)} {origin}"
         )
+    if table is not None and desired.dtype != table.dtype:
+        raise ValueError(f"Goals are {desired.dtype}, the goal table was made for {table.dtype} {origin}")
 
 
 def check_finite(goals: Tensor) -> None:
@@ -99,16 +102,18 @@ def check_reward(computed: TensorDictBase, stored: TensorDictBase, reward_key: N
         )
 
 
-def check_order(before: Sequence[Transform], keys: set[NestedKey]) -> None:
-    """Check the transforms that are listed before HERTransform, which it would overwrite when sampling."""
-    for transform in before:
-        if isinstance(transform, Compose):
-            check_order(list(transform), keys)
+def check_order(before: Sequence[Transform], after: Sequence[Transform], keys: set[NestedKey]) -> None:
+    """Check the transforms that are listed before HERTransform and after it."""
+    for transform in (*before, *after):
         if isinstance(transform, MultiStepTransform):
             raise ValueError(
                 "MultiStepTransform sums rewards of the original goal, and HERTransform does not compute n-step "
                 "returns under the new goal yet: leave MultiStepTransform out."
             )
+        if isinstance(transform, Compose):
+            inside = list(transform)
+            check_order(inside if transform in before else [], inside if transform in after else [], keys)
+    for transform in before:
         overwritten = keys.intersection(transform.out_keys)
         if overwritten and not isinstance(transform, DTypeCastTransform):
             raise ValueError(

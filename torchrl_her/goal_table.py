@@ -77,7 +77,8 @@ class GoalTable:
 
         Args:
             publications (sequence): triples of an episode id, the goals ``[steps, *goal]`` of its steps from
-                the first on, and how many of these steps the table has from when it was shorter.
+                the first on (at most ``capacity``), and how many of these steps the table has from when it was
+                shorter.
         """
         if not publications:
             return

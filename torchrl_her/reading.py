@@ -58,7 +58,7 @@ def read_written(
     tensordict: TensorDictBase,
     keys: Keys,
     goal_fn: Callable[[Tensor], Tensor] | None,
-    table_shape: torch.Size | None,
+    goal_of_table: Tensor | None,
 ) -> tuple[Written, np.ndarray | slice]:
     """Check transitions ``[*batch]`` and flatten them, in the order of writing.
 
@@ -66,7 +66,7 @@ def read_written(
         What of them counts, and which these are: all, or, with a mask, ``bool [n]``.
     """
     checks.check_single_steps(tensordict)
-    batch, count = tensordict.batch_size, tensordict.numel()
+    batch, count = tensordict.batch_size, tensordict.batch_size.numel()
     achieved = checks.get_entry(tensordict, keys.achieved, "achieved_goal_key")
     desired = checks.get_entry(tensordict, keys.desired, "desired_goal_key")
     next_achieved = checks.get_entry(tensordict, keys.next_achieved, "achieved_goal_key")
@@ -76,7 +76,7 @@ def read_written(
     goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
     if goal_fn is not None:
         goals = goal_fn(goals)  # [n, *goal]
-    checks.check_goal_shape(goals.shape[1:], desired.shape[len(batch) :], table_shape)
+    checks.check_goals(goals[0], desired.reshape(count, *desired.shape[len(batch) :])[0], goal_of_table)
     goals = goals.to(desired.dtype)
 
     done = _flatten(tensordict, keys.done, np.bool_, "done_key")
@@ -96,7 +96,7 @@ def read_written(
         start=goal_bytes[:, :half],
         outcome=goal_bytes[:, half:],
         done=done[kept],
-        begins=(np.arange(count) % max(row_length, 1) == 0)[kept],
+        begins=(np.arange(count) % row_length == 0)[kept],
         trajectory=None if trajectory is None else trajectory[kept],
     )
     return written, kept
@@ -105,7 +105,7 @@ def read_written(
 def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:
     """Get a flag or an id of each transition, ``[n]``."""
     value = checks.get_entry(tensordict, key, argument)
-    checks.check_one_per_transition(key, value, tensordict.numel())
+    checks.check_one_per_transition(key, value, tensordict.batch_size.numel())
     return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
 
 

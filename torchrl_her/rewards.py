@@ -15,7 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.envs import EnvBase, ParallelEnv, SerialEnv
+from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
 
 GoalFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -123,8 +123,11 @@ class SparseReward(GoalReward):
 
 def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:
     if not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
-        achieved, desired = achieved.float(), desired.float()
-    distance = torch.linalg.vector_norm((achieved - desired).reshape(len(achieved), -1), dim=-1)  # [batch]
+        achieved, desired = achieved.long(), desired.long()
+    difference = (achieved - desired).reshape(len(achieved), -1)
+    if not difference.is_floating_point():
+        difference = difference.double()
+    distance = torch.linalg.vector_norm(difference, dim=-1)  # [batch]
     return torch.add(distance <= threshold, -1.0)  # True counts as 1
 
 
@@ -205,19 +208,19 @@ class _EnvFunction:
         return np.array([self._batch(achieved[row], desired[row], infos[row]).item() for row in rows])
 
     def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
-        """Compare a batch of one reached and one missed goal with the same two row by row."""
+        """Compare a batch of a reached goal and others, most of them missed, with the same row by row."""
         space = copy.deepcopy(self.env.observation_space["desired_goal"])  # leaves the environment's draws alone
         space.seed(0)
         reached = achieved[0].astype(desired.dtype)
-        missed = np.asarray(space.sample(), dtype=desired.dtype).reshape(reached.shape)
-        two = (np.stack([reached, reached]), np.stack([reached, missed]))
-        two_infos = {name: values[[0, 0]] for name, values in info.items()}
-        expected = self._rows(*two, two_infos)
+        others = [np.asarray(space.sample(), dtype=desired.dtype).reshape(reached.shape) for _ in range(8)]
+        probe = (np.stack([reached] * 9), np.stack([reached, *others]))
+        infos = {name: values[[0] * 9] for name, values in info.items()}
+        expected = self._rows(*probe, infos)
         try:
-            values = self._batch(*two, two_infos)
+            values = self._batch(*probe, infos)
         except Exception:  # whatever it raises, it does not take a batch
             values = np.empty(0)
-        if values.shape in ((2,), (2, 1)) and np.array_equal(values.reshape(2), expected):
+        if values.shape in ((9,), (9, 1)) and np.array_equal(values.reshape(9), expected):
             return True
         warnings.warn(
             f"{self.name} of {type(self.env).__name__} does not take a batch of goals and is called row by row "
@@ -232,6 +235,8 @@ def _goal_environment(env: Any) -> Any:
     """Return the innermost environment, which has ``compute_reward``."""
     if not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env):
         env = env()
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
     if isinstance(env, (SerialEnv, ParallelEnv)):
         raise TypeError(
             f"EnvReward needs one environment, not a {type(env).__name__}: pass a function that makes one of "

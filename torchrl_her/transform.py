@@ -57,8 +57,8 @@ class HERTransform(Transform):
             present. Default: ``("collector", "traj_ids")``.
         goal_fn (Callable[[Tensor], Tensor], optional): maps what stands under ``achieved_goal_key``,
             ``[batch, *state]``, to goals ``[batch, *goal]``.
-        capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or more.
-            Default: 1,000,000.
+        capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or twice that where
+            episodes have 64 steps and more (they are published as they grow). Default: 1,000,000.
         goal_spec (TensorSpec, optional): the spec of one goal, to allocate and check at once. By default the
             first write tells. Needed for buffers that processes share.
         max_episode_steps (int, optional): ends an episode after so many steps.
@@ -111,8 +111,10 @@ class HERTransform(Transform):
     ):
         super().__init__()
         checks.check_at_least_one("capacity", capacity)
-        checks.check_at_least_one("max_episode_steps", max_episode_steps)
-        checks.check_at_least_one("sequence_length", sequence_length)
+        if max_episode_steps is not None:
+            checks.check_at_least_one("max_episode_steps", max_episode_steps)
+        if sequence_length is not None:
+            checks.check_at_least_one("sequence_length", sequence_length)
         self.her_ratio = checks.check_her_ratio(her_ratio)
         self.strategy = make_strategy(strategy)
         self.goal_fn = goal_fn
@@ -127,6 +129,7 @@ class HERTransform(Transform):
             self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
         self._lock: Any = threading.Lock()
         self._writes = 0
+        self._listed: tuple[list[Transform], list[Transform]] = ([], [])  # before it and after it
         self._told_of_capacity = False
         self._looked_at = np.zeros(2)  # transitions that were to be relabelled, and those that were
 
@@ -154,8 +157,12 @@ class HERTransform(Transform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
-        table_shape = None if self.table is None else self.table.goal_shape
-        written, kept = read_written(tensordict, self.keys, self.goal_fn, table_shape)
+        self._check_order()
+        batch = tensordict.batch_size
+        if not batch.numel():
+            return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
+        goal_of_table = None if self.table is None else self.table.goals[0]
+        written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
         if not self._writes:
             self._check_first_write(tensordict)
         with self._lock:
@@ -165,23 +172,33 @@ class HERTransform(Transform):
             table.publish(tracked.publications)
         self._tell_of_capacity()
 
-        stamps = np.zeros((tensordict.numel(), 2), dtype=np.int64)
+        stamps = np.zeros((batch.numel(), 2), dtype=np.int64)
         stamps[kept, 0], stamps[kept, 1] = tracked.episode, tracked.step
         stamp = torch.from_numpy(stamps).to(written.goals.device)
-        return tensordict.set(STAMP, stamp.view(*tensordict.batch_size, 2))
+        return tensordict.set(STAMP, stamp.view(*batch, 2))
 
     def _check_first_write(self, tensordict: TensorDictBase) -> None:
-        """Check what later writes have in common with the first one: the reward and the order of transforms."""
-        one = tensordict.reshape(-1)[:1]
-        with torch.no_grad():
-            checks.check_reward(self.reward(one.copy()), one, self.keys.reward)
+        """Check what later writes have in common with the first one: what the reward module reads and writes."""
         for key in self._replaced:
-            checks.get_entry(tensordict, key, "done_key")
-        # Transform.container raises where the container is a Compose without an environment.
-        compose = self.__dict__["_container"] and self.__dict__["_container"]()
-        if compose is not None:
-            listed = list(compose)
-            checks.check_order(listed[: listed.index(self)], {*self._replaced, self.keys.next_achieved})
+            checks.get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
+        two = tensordict.reshape(-1)[:1].expand(2)  # of one, a wrong shape can look like the right one
+        with torch.no_grad():
+            checks.check_reward(self.reward(two.copy()), two, self.keys.reward)
+
+    def _check_order(self) -> None:
+        """Check the transforms around this one, where they are not those of the last write."""
+        before: list[Transform] = []
+        after: list[Transform] = []
+        transform: Transform = self
+        # Transform.container would do, but raises where no environment contains it.
+        while (container := transform.__dict__["_container"]) is not None:
+            listed = list(container())
+            before[:0] = listed[: listed.index(transform)]
+            after += listed[listed.index(transform) + 1 :]
+            transform = container()
+        if (before, after) != self._listed:
+            checks.check_order(before, after, {*self._replaced, self.keys.next_achieved})
+            self._listed = before, after
 
     def _table_for(self, goals: Tensor) -> GoalTable:
         if self.table is None:
@@ -278,11 +295,11 @@ class HERTransform(Transform):
             return
         self._told_of_capacity = True
         lost = 1 - relabelled / wanted
-        enough = f"about {math.ceil(self.capacity / (1 - lost)):,}" if relabelled else "the max_size of the storage"
+        least = math.ceil(self.capacity / (1 - lost)) if relabelled else self.capacity + 1
         warnings.warn(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
-            f"the goal table: HERTransform(capacity={self.capacity:,}) is too small for what the storage holds. "
-            f"It takes {enough} (for episodes of 64 steps and more up to twice the max_size of the storage).",
+            f"the goal table: HERTransform(capacity={self.capacity}) is too small for what the storage holds. Pass the "
+            f"max_size of the storage, or twice that where episodes have 64 steps and more; it takes at least {least}.",
             stacklevel=2,
         )
 
@@ -292,6 +309,7 @@ class HERTransform(Transform):
         """Take note of the container, which must not be an environment."""
         super().set_container(container)
         if self.parent is not None:
+            self.reset_parent()
             raise ValueError(
                 "HERTransform relabels what a replay buffer samples and cannot be a transform of an environment: "
                 "pass it to the buffer, ReplayBuffer(transform=HERTransform(...))."
@@ -322,12 +340,13 @@ class HERTransform(Transform):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load what `get_extra_state` returned."""
-        table = state["table"]
         with self._lock:
-            if table is None:
-                self.table = None
-            else:
-                self._table_for(table["goals"]).load_state_dict(table)
+            table = None
+            if state["table"] is not None:
+                goals = state["table"]["goals"]
+                table = self.table or GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
+                table.load_state_dict(state["table"])
+            self.table = table
             self.tracker.load_state_dict(state["lanes"])
 
     def __getstate__(self) -> dict[str, Any]:
