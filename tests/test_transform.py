@@ -445,7 +445,7 @@ def test_the_cost_of_a_write_does_not_depend_on_how_much_is_stored():
             transform.inv(episode_of(20, seed=1000))
         recorded.append(operations.seen)
     assert recorded[0] == recorded[1]
-    assert max(numel for _, numel in recorded[0]) <= 20 * 2 * 8  # bytes of two goals of two floats
+    assert max(numel for _, numel in recorded[0]) <= 20 * 4 * 2 * 4  # the bytes of four goals of two floats
 
 
 def test_a_writer_in_another_thread_never_makes_a_goal_wrong():
