@@ -41,7 +41,13 @@ def success_after_training(her_ratio, seed=0):
         transform=HERTransform(EnvReward(env), her_ratio=her_ratio, capacity=STEPS),
         batch_size=128,
     )
-    collector = Collector(env, TensorDictSequential(policy, exploration), frames_per_batch=25, total_frames=STEPS)
+    collector = Collector(
+        env,
+        TensorDictSequential(policy, exploration),
+        frames_per_batch=25,
+        total_frames=STEPS,
+        auto_register_policy_transforms=False,
+    )
     for data in collector:
         rb.extend(data)
         for _ in range(data.numel()):
