@@ -6,7 +6,7 @@ two pictures in ``outputs/demo/``::
     python examples/demo.py --seeds 1
     python examples/demo.py --seeds 11 12 13 14 15 --control shuffled
 
-For every seed these runs are made, each from scratch and in a process of its own:
+For every seed these runs are made, each from scratch, two at a time:
 
 - with hindsight;
 - without: ``her_ratio=0`` is the only difference;

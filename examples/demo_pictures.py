@@ -12,11 +12,11 @@ matplotlib.use("Agg")  # draws into files, with no screen
 import numpy as np
 from matplotlib import pyplot as plt
 
-COLORS = {
-    "with hindsight": "tab:blue",
-    "without hindsight": "tab:red",
-    "shuffled goals": "tab:orange",
+COLORS = {  # in the order they are drawn
     "notebook, run here": "tab:green",
+    "shuffled goals": "tab:orange",
+    "without hindsight": "tab:red",
+    "with hindsight": "tab:blue",
 }
 PUBLISHED_STEPS, PUBLISHED_SUCCESS = (6_250, 7_500), 0.12  # the notebook's training episodes 126 to 150
 ARROWS = 4  # from a sampled step to its new goal, in each panel

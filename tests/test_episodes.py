@@ -58,10 +58,16 @@ def test_ids_of_any_value_and_in_any_order_work():
     tracker, opened = EpisodeTracker(capacity=100), []
     rows = [(1, 2, False), (20, 21, False), (2, 3, True), (21, 22, True)]
     assert track(tracker, opened, rows, ids=[2**40, -7, 2**40, -7]) == (
-        [2, 1, 2, 1],
+        [1, 2, 1, 2],
         [0, 0, 1, 1],
-        {1: [21.0, 22.0], 2: [2.0, 3.0]},
+        {1: [2.0, 3.0], 2: [21.0, 22.0]},
     )
+
+
+def test_episodes_are_published_in_the_order_of_writing_whatever_their_ids():
+    rows = [(goal, goal + 1, True) for goal in range(0, 100, 10)]
+    tracked = EpisodeTracker(capacity=100).track(written(rows, ids=[5, 3, 9, 1, 7, 0, 8, 2, 6, 4]), first_episode=1)
+    assert [float(publication.goals) for publication in tracked.publications] == [row[1] for row in rows]
 
 
 def test_a_lane_that_nothing_continues_is_forgotten():

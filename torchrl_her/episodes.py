@@ -108,7 +108,7 @@ class EpisodeTracker:
         """
         order, goals, runs = _cut_into_runs(written)
         self.written += len(order)
-        pieces: list[tuple[int, int, int]] = []  # episode, first step, number of steps
+        pieces: list[tuple[int, int, int, int]] = []  # where it begins in that order, episode, first step, steps
         publications: dict[int, Publication] = {}
         opened = 0
         for begin, end in runs:
@@ -124,7 +124,7 @@ class EpisodeTracker:
                     lane = Lane(first_episode + opened, trajectory)
                     opened += 1
                 cut = min(end, begin + self.max_steps - lane.steps)
-                pieces.append((lane.episode, lane.steps, cut - begin))
+                pieces.append((begin, lane.episode, lane.steps, cut - begin))
                 piece = goals[begin:cut]
                 lane.extend(piece if len(runs) == 1 else piece.clone())  # a view keeps the whole write alive
                 begin = cut
@@ -213,12 +213,15 @@ def _cut_into_runs(written: Written) -> tuple[np.ndarray, Tensor, list[tuple[int
     begins[:1] = True
     begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)
     first = begins.nonzero()[0].tolist()
-    return order, goals, list(zip(first, [*first[1:], len(order)], strict=False))
+    runs = list(zip(first, [*first[1:], len(order)], strict=False))
+    # Episodes are published in the order of writing, so that they leave the table as they leave the storage.
+    runs.sort(key=lambda run: order[run[0]])
+    return order, goals, runs
 
 
-def _stamps(order: np.ndarray, pieces: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+def _stamps(order: np.ndarray, pieces: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
     """Spread the pieces' episodes and steps over their transitions, in the order of writing."""
-    episodes, first_steps, lengths = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+    _, episodes, first_steps, lengths = np.array(sorted(pieces), dtype=np.int64).reshape(-1, 4).T
     ends = np.cumsum(lengths)
     episode, step = np.empty_like(order), np.empty_like(order)
     episode[order] = np.repeat(episodes, lengths)
