@@ -73,6 +73,12 @@ class GoalReward(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the reward (and the flag) of the transitions into ``tensordict`` and return it."""
+        for key, values in self.compute(tensordict).items():
+            tensordict.set(key, values)
+        return tensordict
+
+    def compute(self, tensordict: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return the reward (and the flag) of the transitions, ``[*batch, 1]``, by the key it belongs under."""
         batch = tensordict.batch_size
         achieved, desired = tensordict.get(self.in_keys[0]), tensordict.get(self.in_keys[1])
         if len(batch) != 1:
@@ -80,15 +86,17 @@ class GoalReward(TensorDictModuleBase):
             desired = desired.reshape(-1, *desired.shape[len(batch) :])  # [batch, *goal]
         if self.goal_fn is not None:
             achieved = self.goal_fn(achieved)
+        count = desired.shape[0]
+        computed = {}
         for key, values in zip(self.out_keys, self.evaluate(achieved, desired, tensordict), strict=True):
-            if values.shape not in (desired.shape[:1], (*desired.shape[:1], 1)):
+            if values.shape != (count,) and values.shape != (count, 1):
                 raise ValueError(
                     f"The function for {key!r} returned the shape {tuple(values.shape)} for goals of the shape "
-                    f"{tuple(desired.shape)}: it must return one value per row, {(len(desired),)} or "
-                    f"{(len(desired), 1)}. A norm, for example, needs dim=-1."
+                    f"{tuple(desired.shape)}: it must return one value per row, {(count,)} or {(count, 1)}. "
+                    "A norm, for example, needs dim=-1."
                 )
-            tensordict.set(key, values.reshape(*batch, 1))
-        return tensordict
+            computed[key] = values.reshape(*batch, 1)
+        return computed
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the values of the functions, the reward's first."""

@@ -261,9 +261,12 @@ class HERTransform(Transform):
         """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
         for key in self._read_by_reward:
             tensordict.set(key, stored[key])
-        computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
+        if isinstance(self.reward, GoalReward):  # saves writing what is read again at once
+            computed = self.reward.compute(tensordict)
+        else:
+            computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
         for key in self._recomputed:
-            new = computed.get(key).to(stored[key].dtype)
+            new = computed[key].to(stored[key].dtype)
             new = new.detach() if new.requires_grad else new
             tensordict.set(key, _where(relabelled, new, stored[key]))
         if self.keys.done in stored:
