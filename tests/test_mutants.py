@@ -55,7 +55,7 @@ MUTANTS = {
         ("episodes.py", 'np.argsort(trajectory, kind="stable")', 'np.argsort(-trajectory, kind="stable")[::-1].copy()'),
     ],
     "serves stale rows": [
-        ("transform.py", "relabelled = wanted & (found == owners)", "relabelled = wanted"),
+        ("transform.py", "relabelled = wanted & (owners == episode)", "relabelled = wanted"),
     ],
     "forgets the goal under next": [
         (

@@ -448,9 +448,12 @@ def test_the_cost_of_a_write_does_not_depend_on_how_much_is_stored():
     assert max(numel for _, numel in recorded[0]) <= 20 * 4 * 2 * 4  # the bytes of four goals of two floats
 
 
-def test_a_writer_in_another_thread_never_makes_a_goal_wrong():
-    lanes, chunk, writes = 4, 10, 2500
-    stream = Stream(lanes, ((13, "truncated"), (7, "truncated")), chunk, writes, "flat with ids", 4, capacity=160)
+@pytest.mark.filterwarnings("ignore:.*left the goal table")
+@pytest.mark.parametrize("lengths", [(13, 7), (130, 90)], ids=["short", "published as they grow"])
+def test_a_writer_in_another_thread_never_makes_a_goal_wrong(lengths):
+    size = 4 * 4 * max(lengths) // 10 * 10
+    ends = tuple((length, "truncated") for length in lengths)
+    stream = Stream(4, ends, chunk=10, writes=2000, layout="flat with ids", storage=size // 40, capacity=size)
     data = [make_tensordict([row for lane in rows for row in lane], True) for rows in stream]
     truth = {row.uid: row.episode for rows in stream for lane in rows for row in lane}
     episode_of_uid = torch.tensor([truth[uid] for uid in range(len(truth))])
@@ -480,3 +483,28 @@ def test_it_says_what_it_is():
     text = repr(HERTransform(SparseReward(0.05), strategy="final"))
     assert text == "HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)"
     assert isinstance(HERTransform(SparseReward(0.05)), Transform)
+
+
+def test_what_the_caller_does_with_his_tensors_afterwards_does_not_change_goals():
+    first, second = episode_of(12)[:5].clone(), episode_of(12)[5:].clone()
+    expected = episode_of(12)["next", "achieved_goal"]
+    rb = buffer_with(HERTransform(SparseReward(0), strategy="episode", her_ratio=1.0), first)
+    first["next", "achieved_goal"].fill_(777.0)
+    rb.extend(second)
+    goals = rb.sample()["desired_goal"]
+    assert (goals.unsqueeze(1) == expected).all(-1).any(-1).all()
+
+
+def test_two_transforms_can_share_a_reward_module():
+    reward = SparseReward(0)
+    td = episode_of(6, goal_shape=(4,))
+    for place in (td, td["next"]):
+        place["desired_goal"] = place["desired_goal"][..., :2].clone()
+    rb = buffer_with(HERTransform(reward, goal_fn=lambda state: state[..., :2], strategy="final", her_ratio=1.0), td)
+    HERTransform(reward)
+    assert (rb.sample()["next", "reward"] == 0).any()
+
+
+def test_an_environment_in_place_of_a_reward_is_refused():
+    with pytest.raises(TypeError, match=r"HERTransform\(EnvReward\(env\)\)"):
+        HERTransform(GymEnv("torchrl_her/PointReach-v0"))

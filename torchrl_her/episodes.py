@@ -61,6 +61,8 @@ class Lane:
 
     def extend(self, goals: Tensor) -> None:
         """Add the achieved goals of further steps."""
+        if self.goals and self.goals[0].device != goals.device:  # loaded from another device
+            self.goals = [piece.to(goals.device) for piece in self.goals]
         self.goals.append(goals)
         self.steps += len(goals)
 
@@ -125,8 +127,7 @@ class EpisodeTracker:
                     opened += 1
                 cut = min(end, begin + self.max_steps - lane.steps)
                 pieces.append((begin, lane.episode, lane.steps, cut - begin))
-                piece = goals[begin:cut]
-                lane.extend(piece if len(runs) == 1 else piece.clone())  # a view keeps the whole write alive
+                lane.extend(goals[begin:cut].clone())  # the caller may go on to use his tensors
                 begin = cut
                 if written.done[order[cut - 1]] or lane.steps == self.max_steps:
                     lane.publish_into(publications)

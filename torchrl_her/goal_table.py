@@ -19,10 +19,10 @@ class GoalTable:
     So the outcome of step j is ``goals[starts[episode] + j]``; rows and episode ids are taken modulo the
     capacity.
 
-    Readers take no lock. Before a row is overwritten its owner becomes -1, and after that its new episode. So
-    a goal is whole, and of episode e, if its owner is e *after* the goal was read; whatever a reader met on
-    the way there, in a record that was just being replaced, cannot lead it to a wrong goal. Writers exclude
-    each other (the caller holds a lock).
+    Readers take no lock. Before a row is overwritten its owner becomes -1, and after that its new episode,
+    once and for all. So a goal is whole, and of episode e, if its owner was e before the goal was read and is e
+    after; whatever a reader met on the way there, in a record that was just being replaced, cannot lead it to
+    another episode's goal. Writers exclude each other (the caller holds a lock).
 
     Args:
         capacity (int): how many goals are kept.
@@ -118,12 +118,18 @@ class GoalTable:
     def find(self, episodes: Tensor) -> tuple[Tensor, Tensor]:
         """Return where episodes ``int64 [batch]`` start and how long they are, or what is there in their place."""
         index = episodes % self.capacity
-        return self.starts.index_select(0, index), self.lengths.index_select(0, index)
+        # The length first, which is written last: with the start of a longer version a shorter length is right, with
+        # the start of a shorter version a longer length would point at other steps.
+        lengths = self.lengths.index_select(0, index)
+        return self.starts.index_select(0, index), lengths
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the goals ``[batch, *goal]`` of rows and, read after them, their owners ``[batch]``."""
+        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, -1 where that just changed."""
         index = rows % self.capacity
-        return self.goals.index_select(0, index), self.owners.index_select(0, index)
+        before = self.owners.index_select(0, index)
+        goals = self.goals.index_select(0, index)
+        after = self.owners.index_select(0, index)
+        return goals, torch.where(before == after, after, -1)
 
     def owners_of(self, rows: Tensor) -> Tensor:
         """Return the episodes ``[batch]`` that the goals in rows were achieved in, -1 where there are none."""

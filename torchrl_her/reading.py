@@ -77,7 +77,7 @@ def read_written(
     if goal_fn is not None:
         goals = goal_fn(goals)  # [n, *goal]
     checks.check_goals(goals[0], desired.reshape(count, *desired.shape[len(batch) :])[0], goal_of_table)
-    goals = goals.to(desired.dtype)
+    goals = goals.detach().to(desired.dtype)
 
     done = _flatten(tensordict, keys.done, np.bool_, "done_key")
     trajectory = None

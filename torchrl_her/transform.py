@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -57,8 +59,9 @@ class HERTransform(Transform):
             present. Default: ``("collector", "traj_ids")``.
         goal_fn (Callable[[Tensor], Tensor], optional): maps what stands under ``achieved_goal_key``,
             ``[batch, *state]``, to goals ``[batch, *goal]``.
-        capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or twice that where
-            episodes have 64 steps and more (they are published as they grow). Default: 1,000,000.
+        capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or two to three
+            times that where episodes have 64 steps and more (they are published as they grow).
+            Default: 1,000,000.
         goal_spec (TensorSpec, optional): the spec of one goal, to allocate and check at once. By default the
             first write tells. Needed for buffers that processes share.
         max_episode_steps (int, optional): ends an episode after so many steps.
@@ -134,9 +137,12 @@ class HERTransform(Transform):
         self._looked_at = np.zeros(2)  # transitions that were to be relabelled, and those that were
 
     def _make_reward(self, reward: Any) -> TensorDictModuleBase:
+        if isinstance(reward, (EnvBase, gymnasium.Env)):
+            raise TypeError("The reward is a module or a function, not an environment: HERTransform(EnvReward(env)).")
         if not isinstance(reward, TensorDictModuleBase):
             reward = GoalReward(reward)
         if isinstance(reward, GoalReward):
+            reward = copy.copy(reward)  # another transform may use it with other keys
             reward.goal_fn = self.goal_fn
             reward.set_keys(
                 achieved_goal=self.keys.achieved,
@@ -146,6 +152,7 @@ class HERTransform(Transform):
             )
         checks.check_out_keys(reward, self.keys.reward)
         self._recomputed = [key for key in (self.keys.reward, self.keys.terminated) if key in reward.out_keys]
+        self._computes_reward = type(reward).forward is GoalReward.forward
         self._reward_writes_more = len(reward.out_keys) > len(self._recomputed)
         self._replaced = [self.keys.desired, self.keys.next_desired, *self._recomputed]
         if self.keys.terminated in self._recomputed:
@@ -247,13 +254,12 @@ class HERTransform(Transform):
         rows = self.strategy.select(Choice(episode, step, start, length, table.owners, table.size))
         checks.check_rows(rows, step, self.strategy)
         wanted = (torch.rand(step.shape, device=step.device) < self.her_ratio) & (step < length)
+        goals, owners = table.read(rows)
         if self.strategy.same_episode:
-            owners = episode
+            relabelled = wanted & (owners == episode)
         else:
-            owners = table.owners_of(rows).clamp(min=1)
             wanted = wanted & (table.owners_of(start + step) == episode)
-        goals, found = table.read(rows)
-        relabelled = wanted & (found == owners)
+            relabelled = wanted & (owners > 0)
         table.last_draw = wanted, relabelled
         return goals, relabelled
 
@@ -261,7 +267,7 @@ class HERTransform(Transform):
         """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
         for key in self._read_by_reward:
             tensordict.set(key, stored[key])
-        if isinstance(self.reward, GoalReward):  # saves writing what is read again at once
+        if self._computes_reward:  # saves writing what is read again at once
             computed = self.reward.compute(tensordict)
         else:
             computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
@@ -302,7 +308,8 @@ class HERTransform(Transform):
         warnings.warn(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
             f"the goal table: HERTransform(capacity={self.capacity}) is too small for what the storage holds. Pass the "
-            f"max_size of the storage, or twice that where episodes have 64 steps and more; it takes at least {least}.",
+            "max_size of the storage, or up to three times that where episodes have 64 steps and more; it takes at "
+            f"least {least}.",
             stacklevel=2,
         )
 
@@ -336,10 +343,11 @@ class HERTransform(Transform):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the goal table and the running episodes, for ``state_dict``."""
-        return {
-            "table": None if self.table is None else self.table.state_dict(),
-            "lanes": self.tracker.state_dict(),
-        }
+        with self._lock:
+            return {
+                "table": None if self.table is None else self.table.state_dict(),
+                "lanes": self.tracker.state_dict(),
+            }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load what `get_extra_state` returned."""
