@@ -175,7 +175,8 @@ class Oracle:
     transitions: dict[int, Transition] = field(default_factory=dict)
     episodes: dict[int, list[Transition]] = field(default_factory=dict)
     published: dict[int, int] = field(default_factory=dict)  # episode -> number of published steps
-    current: dict[int, int] = field(default_factory=dict)  # trajectory id -> its running episode
+    waits_since: dict[int, int] = field(default_factory=dict)  # running episode -> transitions written up to its last
+    longest_wait: int = 0  # of an episode that went on, in transitions that were written meanwhile
     # (episode, step) of the goals that went to the table, a list for each write: what order the episodes of
     # one write come in is not laid down.
     goals: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -184,20 +185,25 @@ class Oracle:
 
     def write(self, rows: list[Transition]) -> None:
         self.goals.append([])
+        before = len(self.transitions)
         touched = []
         for row in rows:
             self.transitions[row.uid] = row
-            before = self.current.get(row.trajectory)
-            if self.stream.with_ids and before not in (None, row.episode):
-                self._publish(before)  # a seam
-            self.current[row.trajectory] = row.episode
+            if row.episode in self.waits_since:
+                self.longest_wait = max(self.longest_wait, before - self.waits_since[row.episode])
             self.episodes.setdefault(row.episode, []).append(row)
             touched.append(row.episode)
             if row.done:
                 self._publish(row.episode)
         for episode in dict.fromkeys(touched):
+            self.waits_since[episode] = len(self.transitions)
+            if self.episodes[episode][-1].done:
+                del self.waits_since[episode]
             steps = len(self.episodes[episode])
             if steps >= max(self.stream.first_publication, 2 * self.published.get(episode, 0)):
+                self._publish(episode)
+        for episode, since in self.waits_since.items():
+            if len(self.transitions) - since > 2 * self.longest_wait:
                 self._publish(episode)
         self._evict()
 

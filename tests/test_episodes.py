@@ -47,11 +47,31 @@ def test_an_id_that_is_used_again_after_the_end_begins_an_episode():
     assert track(tracker, opened, [(3, 4, False)], ids=[4])[:2] == ([2], [0])
 
 
-def test_two_lanes_that_share_an_id_are_cut_and_not_mixed():
+def test_two_lanes_that_share_an_id_are_told_apart_by_their_goals():
     tracker, opened = EpisodeTracker(capacity=100), []
-    episode, _, published = track(tracker, opened, [(1, 2, False), (10, 11, False), (2, 3, False)], ids=[0, 0, 0])
-    assert episode == [1, 2, 3]
-    assert published == {1: [2.0], 2: [11.0]}
+    rows = [(1, 2, False), (10, 11, False), (2, 3, True), (11, 12, True)]
+    assert track(tracker, opened, rows, ids=[0, 0, 0, 0]) == (
+        [1, 2, 1, 2],
+        [0, 0, 1, 1],
+        {1: [2.0, 3.0], 2: [11.0, 12.0]},
+    )
+
+
+def test_a_lane_that_waits_longer_than_any_did_is_published_and_can_go_on():
+    tracker, opened = EpisodeTracker(capacity=100), []
+    assert track(tracker, opened, [(1, 2, False)], ids=[0])[2] == {}
+    assert track(tracker, opened, [(10, 11, False)], ids=[1])[2] == {1: [2.0]}, "the first lane to wait is idle"
+    assert track(tracker, opened, [(2, 3, False)], ids=[0])[2] == {}, "it went on, so the other one may, too"
+    assert track(tracker, opened, [(20, 21, False)], ids=[2])[2] == {}
+    assert track(tracker, opened, [(21, 22, False)], ids=[2])[2] == {2: [11.0]}, "nothing ever waited so long"
+    assert track(tracker, opened, [(11, 12, True)], ids=[1])[2] == {2: [11.0, 12.0]}, "but this one went on"
+
+
+def test_a_lane_is_published_once_while_it_is_idle():
+    tracker, opened = EpisodeTracker(capacity=100), []
+    track(tracker, opened, [(1, 2, False)], ids=[0])
+    published = [track(tracker, opened, [(goal, goal, True)], ids=[goal])[2] for goal in range(10, 20)]
+    assert [1 in episodes for episodes in published] == [True] + [False] * 9
 
 
 def test_ids_of_any_value_and_in_any_order_work():

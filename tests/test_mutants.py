@@ -45,7 +45,8 @@ MUTANTS = {
         ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
     ],
     "joins episodes across a seam between two writes": [
-        ("episodes.py", "lane is not None and lane.outcome != start", "False"),
+        ("episodes.py", "self._take((trajectory, written.start[at].tobytes()))", 'self._take((trajectory, b""))'),
+        ("episodes.py", "return self.trajectory, self.outcome", 'return self.trajectory, b""'),
     ],
     "ignores the end of episodes": [
         ("episodes.py", "if written.done[order[cut - 1]] or", "if"),
@@ -107,6 +108,12 @@ MUTANTS = {
     ],
     "publishes running episodes at every write": [
         ("episodes.py", "max(FIRST_PUBLICATION, 2 * self.published)", "1"),
+    ],
+    "waits for an end that nothing tells": [
+        ("episodes.py", "if self.written - lane.written <= patience:", "if True:"),
+    ],
+    "takes every lane that waits for idle": [
+        ("episodes.py", "patience = min(2 * self.longest_wait, self.capacity - 1)", "patience = 0"),
     ],
     "hands the goals over in another order": [
         (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,9 +57,9 @@ class Lane:
     published: int = 0
 
     @property
-    def key(self) -> int | bytes:
+    def key(self) -> tuple[int | None, bytes]:
         """What the transitions that continue the lane are found by."""
-        return self.outcome if self.trajectory is None else self.trajectory
+        return self.trajectory, self.outcome
 
     def extend(self, goals: Tensor) -> None:
         """Add the achieved goals of further steps."""
@@ -85,10 +87,12 @@ class Lane:
 class EpisodeTracker:
     """Tells of each written transition which episode it belongs to, and which step of it it is.
 
-    Transitions with a trajectory id belong to the lane of that id. A run of transitions without one
-    continues the open lane whose last outcome it starts from (of several, the one that waited longest),
-    else it opens a lane. Within a lane an episode ends with a done flag, after ``max_episode_steps``, or
-    where a transition does not start from the outcome of the one before.
+    A run of transitions continues the open lane that has its trajectory id, or like it has none, and whose last
+    outcome it starts from (of several, the one that waited longest), else it opens a lane. An episode ends with
+    a done flag, after ``max_episode_steps``, or when nothing continues its lane any more.
+
+    That last end is told by nothing. So an episode hands over its goals, and stays open, as soon as its lane is
+    idle: when it has waited twice as long as any lane that went on ever did.
 
     Args:
         capacity (int): a lane that nothing continued for so many transitions is forgotten, and no
@@ -100,8 +104,11 @@ class EpisodeTracker:
         self.capacity = capacity
         self.max_steps = min(capacity, max_episode_steps or capacity)
         self.written = 0  # how many transitions
-        self._lanes: dict[int, Lane] = {}  # the open lanes by episode, the one that waited longest first
-        self._waiting: dict[int | bytes, deque[Lane]] = {}  # the same lanes by their key
+        self.longest_wait = 0  # of lanes that went on, how many transitions were written to others meanwhile
+        # The open lanes by episode, those that waited longest first, and before all of them the idle ones.
+        self._idle: dict[int, Lane] = {}
+        self._lanes: dict[int, Lane] = {}
+        self._by_key: dict[tuple[int | None, bytes], deque[Lane]] = {}  # all of them
 
     def track(self, written: Written, first_episode: int) -> Tracked:
         """Assign transitions to episodes, of which new ones get the ids from ``first_episode`` on.
@@ -109,6 +116,7 @@ class EpisodeTracker:
         The work in Python is per run of transitions that continue each other, not per transition.
         """
         order, goals, runs = _cut_into_runs(written)
+        before = self.written
         self.written += len(order)
         pieces: list[tuple[int, int, int, int]] = []  # where it begins in that order, episode, first step, steps
         publications: dict[int, Publication] = {}
@@ -116,11 +124,9 @@ class EpisodeTracker:
         for begin, end in runs:
             at = order[begin]
             trajectory = None if written.trajectory is None else int(written.trajectory[at])
-            start = written.start[at].tobytes()
-            lane = self._take(start if trajectory is None else trajectory)
-            if lane is not None and lane.outcome != start:  # a seam: the episode ended without saying so
-                lane.publish_into(publications)
-                lane = None
+            lane = self._take((trajectory, written.start[at].tobytes()))
+            if lane is not None:
+                self.longest_wait = max(self.longest_wait, before - lane.written)
             while begin < end:
                 if lane is None:
                     lane = Lane(first_episode + opened, trajectory)
@@ -137,39 +143,53 @@ class EpisodeTracker:
                 self._leave_open(lane)
                 if lane.has_doubled:
                     lane.publish_into(publications)
-        self._forget_lanes()
+        self._leave_idle(publications)
         return Tracked(*_stamps(order, pieces), list(publications.values()), opened)
 
     def flush(self) -> list[Publication]:
         """End the running episodes and hand over their goals."""
         publications: dict[int, Publication] = {}
-        for lane in self._lanes.values():
+        for lane in self._open_lanes():
             lane.publish_into(publications)
-        self._lanes.clear()
-        self._waiting.clear()
+        self._clear()
         return list(publications.values())
 
-    def _take(self, key: int | bytes) -> Lane | None:
-        lanes = self._waiting.get(key)
+    def _take(self, key: tuple[int | None, bytes]) -> Lane | None:
+        lanes = self._by_key.get(key)
         if lanes is None:
             return None
         lane = lanes.popleft()
         if not lanes:
-            del self._waiting[key]
-        del self._lanes[lane.episode]
+            del self._by_key[key]
+        del (self._lanes if lane.episode in self._lanes else self._idle)[lane.episode]
         return lane
 
     def _leave_open(self, lane: Lane) -> None:
         lane.written = self.written
         self._lanes[lane.episode] = lane
-        self._waiting.setdefault(lane.key, deque()).append(lane)
+        self._by_key.setdefault(lane.key, deque()).append(lane)
 
-    def _forget_lanes(self) -> None:
+    def _leave_idle(self, publications: dict[int, Publication]) -> None:
+        """Hand over the goals of lanes that have become idle, and forget those that were for long."""
+        patience = min(2 * self.longest_wait, self.capacity - 1)
         while self._lanes:
             lane = next(iter(self._lanes.values()))
+            if self.written - lane.written <= patience:
+                break
+            lane.publish_into(publications)
+            self._idle[lane.episode] = self._lanes.pop(lane.episode)
+        while self._idle:
+            lane = next(iter(self._idle.values()))
             if self.written - lane.written < self.capacity:
                 break
             self._take(lane.key)  # of the lanes with this key it waited longest, too
+
+    def _open_lanes(self) -> Iterator[Lane]:
+        return chain(self._idle.values(), self._lanes.values())
+
+    def _clear(self) -> None:
+        for lanes in (self._idle, self._lanes, self._by_key):
+            lanes.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open lanes."""
@@ -182,21 +202,20 @@ class EpisodeTracker:
                 "goals": torch.cat(lane.goals),
                 "published": lane.published,
             }
-            for lane in self._lanes.values()
+            for lane in self._open_lanes()
         ]
-        return {"written": self.written, "lanes": lanes}
+        return {"written": self.written, "longest_wait": self.longest_wait, "lanes": lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the open lanes by those that `state_dict` returned."""
-        self._lanes.clear()
-        self._waiting.clear()
+        self._clear()
         for saved in state["lanes"]:
             lane = Lane(saved["episode"], saved["trajectory"], saved["outcome"].numpy().tobytes())
             lane.extend(saved["goals"])
             lane.published = saved["published"]
             self.written = saved["written"]
             self._leave_open(lane)
-        self.written = state["written"]
+        self.written, self.longest_wait = state["written"], state["longest_wait"]
 
 
 def _cut_into_runs(written: Written) -> tuple[np.ndarray, Tensor, list[tuple[int, int]]]:
