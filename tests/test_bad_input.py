@@ -208,7 +208,7 @@ BAD_WRITES = {
     "n-step transitions": (
         lambda tensordict: tensordict.set("steps_to_next_obs", torch.full((10, 1), 3)),
         ValueError,
-        "n-step transitions.*leave MultiStepTransform",
+        r"n-step transitions.*Compose\(MultiStepTransform\(",
     ),
 }
 
@@ -510,11 +510,6 @@ REFUSED_BEFORE = {
         [StepCounter, lambda: Compose(StepCounter(), scale_rewards())],
         "RewardScaling is listed before HERTransform.*reward.*list it after",
     ),
-    "n steps": ([lambda: MultiStepTransform(3, 0.9)], "MultiStepTransform.*leave MultiStepTransform out"),
-    "n steps among others": (
-        [lambda: Compose(MultiStepTransform(3, 0.9))],
-        "MultiStepTransform.*leave MultiStepTransform out",
-    ),
 }
 
 
@@ -526,7 +521,7 @@ def test_a_transform_before_it_that_relabelling_would_undo_is_refused(name, coun
     is_refused(rb, lambda: rb.extend(transitions(count=count)), ValueError, message)
 
 
-@pytest.mark.parametrize("name", ["scaled rewards", "n steps"])
+@pytest.mark.parametrize("name", ["scaled rewards", "scaled goals"])
 def test_a_wrong_order_is_refused_wherever_the_transform_is_nested(name):
     before, message = REFUSED_BEFORE[name]
     transform = Compose(*(make() for make in before), Compose(StepCounter(), HERTransform(distance, capacity=100)))
@@ -534,7 +529,7 @@ def test_a_wrong_order_is_refused_wherever_the_transform_is_nested(name):
     is_refused(rb, lambda: rb.extend(transitions()), ValueError, message)
 
 
-@pytest.mark.parametrize("name", ["scaled rewards", "n steps"])
+@pytest.mark.parametrize("name", ["scaled rewards", "scaled goals"])
 def test_a_wrong_order_that_comes_about_later_is_refused(name):
     before, message = REFUSED_BEFORE[name]
     rb = make_buffer()
@@ -546,7 +541,7 @@ def test_a_wrong_order_that_comes_about_later_is_refused(name):
 @pytest.mark.parametrize("count", [1, 10])  # n steps before the first transition comes out of a MultiStepTransform
 def test_n_steps_after_it_are_refused(count):
     rb = make_buffer(after=[lambda: MultiStepTransform(3, 0.9)])
-    with pytest.raises(ValueError, match="leave MultiStepTransform"):
+    with pytest.raises(ValueError, match="listed after HERTransform.*list it before"):
         rb.extend(transitions(count=count))
     assert len(rb) == 0
 

@@ -80,8 +80,8 @@ MUTANTS = {
             "        relabelled = relabelled.view(*tensordict.batch_size, 1)\n",
             "        relabelled = relabelled.view(*tensordict.batch_size, 1)\n"
             "        tensordict.update({key: stored[key] for key in stored})\n"
-            "        self._recompute(tensordict, relabelled, stored)\n"
-            "        self._recompute = lambda *_: None\n",
+            "        self._step_reward.recompute(tensordict, relabelled, stored)\n"
+            "        self._step_reward.recompute = lambda *_: None\n",
         ),
     ],
     "relabels a fixed prefix of the batch": [
@@ -98,10 +98,10 @@ MUTANTS = {
         ("transform.py", "tensordict = tensordict.exclude(*stored)", "tensordict = tensordict"),
     ],
     "recomputes rewards that keep their goal": [
-        ("transform.py", "tensordict.set(key, _where(relabelled, new, stored[key]))", "tensordict.set(key, new)"),
+        ("returns.py", "tensordict.set(key, where(relabelled, new, stored[key]))", "tensordict.set(key, new)"),
     ],
     "forgets that a new goal ends the episode": [
-        ("transform.py", "_where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
+        ("returns.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
     ],
     "relabels what is not in the table yet": [
         ("transform.py", " & (step < length)", ""),

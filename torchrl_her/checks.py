@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
+from typing import TYPE_CHECKING
 
+import numpy as np
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.envs import Compose, DTypeCastTransform, MultiStepTransform, Transform
+
+from torchrl_her.rewards import GoalReward
+
+if TYPE_CHECKING:
+    from torchrl_her.returns import NStepReturn
 
 
 def check_her_ratio(her_ratio: float) -> float:
@@ -102,32 +107,81 @@ def check_reward(computed: TensorDictBase, stored: TensorDictBase, reward_key: N
         )
 
 
-def check_order(before: Sequence[Transform], after: Sequence[Transform], keys: set[NestedKey]) -> None:
-    """Check the transforms that are listed before HERTransform and after it."""
-    for transform in (*before, *after):
-        if isinstance(transform, MultiStepTransform):
-            raise ValueError(
-                "MultiStepTransform sums rewards of the original goal, and HERTransform does not compute n-step "
-                "returns under the new goal yet: leave MultiStepTransform out."
-            )
-        if isinstance(transform, Compose):
-            inside = list(transform)
-            check_order(inside if transform in before else [], inside if transform in after else [], keys)
-    for transform in before:
-        overwritten = keys.intersection(transform.out_keys)
-        if overwritten and not isinstance(transform, DTypeCastTransform):
-            raise ValueError(
-                f"{type(transform).__name__} is listed before HERTransform and writes {sorted(map(str, overwritten))}, "
-                "which relabelling then replaces by raw values: list it after HERTransform."
-            )
-
-
 def check_single_steps(tensordict: TensorDictBase) -> None:
     """Check that transitions are single steps, whose reward depends on one outcome."""
     if tensordict.get("steps_to_next_obs", None) is not None:
         raise ValueError(
             "These are n-step transitions ('steps_to_next_obs' is among their entries), whose rewards were summed "
-            "under the original goal: leave MultiStepTransform (or MultiStep) out where HERTransform relabels."
+            "under the original goal. Leave the collector's MultiStep out and let the buffer do it: "
+            "Compose(MultiStepTransform(n_steps, gamma), HERTransform(...))."
+        )
+
+
+def check_reads_goals_alone(reward: TensorDictModuleBase, goals: set[NestedKey], has_goal_fn: bool) -> None:
+    """Check that a reward module can be asked for the steps inside of a window, of which the goals are kept."""
+    others = [key for key in reward.in_keys if key not in goals]
+    if others:
+        raise ValueError(
+            f"With MultiStepTransform, the reward of each step in a window is computed from its goals, which are all "
+            f"that is kept of it, and {type(reward).__name__} reads {others} too. Pass a reward of the goals, "
+            "GoalReward(reward_fn), or leave MultiStepTransform out."
+        )
+    if has_goal_fn and not isinstance(reward, GoalReward):
+        raise ValueError(
+            f"With MultiStepTransform, the reward of each step in a window is computed from goals that goal_fn has "
+            f"mapped, and {type(reward).__name__} reads them as they were before: pass GoalReward(reward_fn)."
+        )
+
+
+def check_n_step_entries(summed: set[NestedKey], reward: NestedKey, ends: NestedKey, done: NestedKey) -> None:
+    """Check that n-step transform and HERTransform mean the same reward and the same flag."""
+    if reward not in summed or ends != done:
+        raise ValueError(
+            f"MultiStepTransform sums {sorted(map(str, summed))} up to {ends!r}, HERTransform computes {reward!r} and "
+            f"reads {done!r}: pass both the same reward and done keys."
+        )
+
+
+def check_n_step_rows(mask: NestedKey | None, dimensions: int) -> None:
+    """Check that written transitions are rows in time, without padding."""
+    if mask is not None:
+        raise ValueError(
+            f"MultiStepTransform would sum over the padding that mask_key={mask!r} marks: collect with "
+            "split_trajs=False, or leave MultiStepTransform out."
+        )
+    if dimensions == 0:
+        raise ValueError(
+            "MultiStepTransform needs a dimension of time, and a single transition was added without one: use extend."
+        )
+
+
+def check_has_multi_step(n_step_return: NStepReturn | None) -> NStepReturn:
+    """Check that n-step transitions are sampled where the returns under a new goal are known."""
+    if n_step_return is None:
+        raise ValueError(
+            "The sampled transitions span several steps ('steps_to_next_obs'), and no MultiStepTransform is listed "
+            "before HERTransform: make the buffer as it was when they were written."
+        )
+    return n_step_return
+
+
+def check_as_many_rows(rows: int, before: int) -> None:
+    """Check that a write has as many rows as the one before."""
+    if rows != before:
+        raise ValueError(
+            f"This write has {rows} row(s) and the one before had {before}: MultiStepTransform makes its windows "
+            "along the rows, so each environment needs its own. Extend with [environments, steps], always the same."
+        )
+
+
+def check_one_lane_per_row(continues: np.ndarray) -> None:
+    """Check that each row goes on with the environment that it held; ``bool [rows, steps]``."""
+    if not continues.all():
+        row = int(np.argwhere(~continues)[0][0])
+        raise ValueError(
+            f"Row {row} of this write has transitions that do not follow each other, with no done flag between them: "
+            "windows of MultiStepTransform would mix episodes. Extend with [environments, steps] and ndim=2 in the "
+            "storage, not flattened, from environments that advance together, and reset them when they are done."
         )
 
 

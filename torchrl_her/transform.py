@@ -22,7 +22,9 @@ from torchrl.envs import EnvBase, Transform
 from torchrl_her import checks
 from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
+from torchrl_her.order import Order
 from torchrl_her.reading import Keys, read_written
+from torchrl_her.returns import STEPS, NStepReturn, StepReward, where
 from torchrl_her.rewards import GoalReward
 from torchrl_her.strategies import Choice, GoalStrategy, make_strategy
 
@@ -126,13 +128,16 @@ class HERTransform(Transform):
 
         self.keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         self.reward = self._make_reward(reward)
+        self._step_reward = StepReward(self.reward, self.keys)
+        self._n_step_return: NStepReturn | None = None
+        self.longest_window = 1  # the most steps that a transition spans
         self.tracker = EpisodeTracker(capacity, max_episode_steps)
         self.table: GoalTable | None = None
         if goal_spec is not None:
             self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
         self._lock: Any = threading.Lock()
         self._writes = 0
-        self._listed: tuple[list[Transform], list[Transform]] = ([], [])  # before it and after it
+        self._order = Order([], [])
         self._told_of_capacity = False
         self._looked_at = np.zeros(2)  # transitions that were to be relabelled, and those that were
 
@@ -151,20 +156,13 @@ class HERTransform(Transform):
                 terminated=self.keys.terminated[1:],
             )
         checks.check_out_keys(reward, self.keys.reward)
-        self._recomputed = [key for key in (self.keys.reward, self.keys.terminated) if key in reward.out_keys]
-        self._computes_reward = type(reward).forward is GoalReward.forward
-        self._reward_writes_more = len(reward.out_keys) > len(self._recomputed)
-        self._replaced = [self.keys.desired, self.keys.next_desired, *self._recomputed]
-        if self.keys.terminated in self._recomputed:
-            self._replaced.append(self.keys.done)
-        self._read_by_reward = [key for key in self._replaced[2:] if key in reward.in_keys]
         return reward
 
     # Writing
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
-        self._check_order()
+        self._look_around()
         batch = tensordict.batch_size
         if not batch.numel():
             return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
@@ -172,6 +170,9 @@ class HERTransform(Transform):
         written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
         if not self._writes:
             self._check_first_write(tensordict)
+        if self._n_step_return is not None:
+            checks.check_n_step_rows(self.keys.mask, len(batch))
+            self._n_step_return.check(written)
         with self._lock:
             table = self._table_for(written.goals)
             tracked = self.tracker.track(written, first_episode=table.next_episode)
@@ -182,30 +183,31 @@ class HERTransform(Transform):
         stamps = np.zeros((batch.numel(), 2), dtype=np.int64)
         stamps[kept, 0], stamps[kept, 1] = tracked.episode, tracked.step
         stamp = torch.from_numpy(stamps).to(written.goals.device)
+        if self._n_step_return is not None:
+            self._n_step_return.keep_flags(tensordict)
         return tensordict.set(STAMP, stamp.view(*batch, 2))
 
     def _check_first_write(self, tensordict: TensorDictBase) -> None:
         """Check what later writes have in common with the first one: what the reward module reads and writes."""
-        for key in self._replaced:
+        for key in (self.keys.desired, self.keys.next_desired, *self._step_reward.replaced):
             checks.get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
         two = tensordict.reshape(-1)[:1].expand(2)  # of one, a wrong shape can look like the right one
         with torch.no_grad():
             checks.check_reward(self.reward(two.copy()), two, self.keys.reward)
 
-    def _check_order(self) -> None:
-        """Check the transforms around this one, where they are not those of the last write."""
-        before: list[Transform] = []
-        after: list[Transform] = []
-        transform: Transform = self
-        # Transform.container would do, but raises where no environment contains it.
-        while (container := transform.__dict__["_container"]) is not None:
-            listed = list(container())
-            before[:0] = listed[: listed.index(transform)]
-            after += listed[listed.index(transform) + 1 :]
-            transform = container()
-        if (before, after) != self._listed:
-            checks.check_order(before, after, {*self._replaced, self.keys.next_achieved})
-            self._listed = before, after
+    def _look_around(self) -> None:
+        """Look at the transforms before and after this one, and check them where they are not those of before."""
+        order = Order.around(self)
+        if order != self._order:
+            replaced = {self.keys.desired, self.keys.next_desired, *self._step_reward.replaced}
+            order.check(replaced | {self.keys.next_achieved})
+            self._order = order
+        multi_step = order.multi_step()
+        if multi_step is not None:
+            if self._n_step_return is None:
+                self._n_step_return = NStepReturn(self.reward, self.keys, self.goal_fn is not None)
+            self._n_step_return.follow(multi_step)
+            self.longest_window = max(self.longest_window, multi_step.n_steps)
 
     def _table_for(self, goals: Tensor) -> GoalTable:
         if self.table is None:
@@ -223,33 +225,47 @@ class HERTransform(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Relabel transitions ``[*batch]``; what is given is not written into."""
         stamp = checks.get_stamp(tensordict, STAMP)
-        stored = {key: tensordict.get(key) for key in self._replaced}
+        n_step = self._n_step_for(tensordict)
+        replaced = self._step_reward.replaced if n_step is None else n_step.replaced(tensordict)
+        stored = {key: tensordict.get(key) for key in (self.keys.desired, self.keys.next_desired, *replaced)}
         # What a storage returns can be the storage itself: what is set goes into a new tensordict.
         tensordict = tensordict.exclude(*stored)
         episode, step = stamp.reshape(-1, 2).unbind(1)
-        if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
-            goals, relabelled = stored[self.keys.desired], torch.zeros_like(step, dtype=torch.bool)
-        else:
-            goals, relabelled = self._draw(episode, step)
+        table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
+        goals, relabelled = self._draw(table, episode, step)
+        if n_step is not None:
+            steps = stored[STEPS].reshape(-1)
+            outcomes, whole = n_step.outcomes(table, episode, step, steps, self.longest_window)
+            relabelled = relabelled & whole
         relabelled = relabelled.view(*tensordict.batch_size, 1)
         for key in (self.keys.desired, self.keys.next_desired):
-            tensordict.set(key, _where(relabelled, goals, stored[key]))
-        self._recompute(tensordict, relabelled, stored)
+            tensordict.set(key, where(relabelled, goals, stored[key]))
+        if n_step is None:
+            self._step_reward.recompute(tensordict, relabelled, stored)
+        else:
+            n_step.recompute(tensordict, relabelled, stored, outcomes)
         return tensordict.set(RELABELLED, relabelled)
 
-    def _draw(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    def _n_step_for(self, tensordict: TensorDictBase) -> NStepReturn | None:
+        """What recomputes the returns of n-step transitions; None for single steps."""
+        if tensordict.get(STEPS, None) is None:
+            return None
+        if self._n_step_return is None:
+            self._look_around()  # another process wrote them
+        return checks.check_has_multi_step(self._n_step_return)
+
+    def _draw(self, table: GoalTable, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Draw goals ``[n, *goal]`` for transitions ``[n]``, and say which they relabel, ``bool [n]``."""
         length = self.sequence_length
         if length is None:
-            return self._draw_each(episode, step)
+            return self._draw_each(table, episode, step)
         checks.check_sequences(len(step), length)
         last = slice(length - 1, None, length)
-        goals, relabelled = self._draw_each(episode[last], step[last])
+        goals, relabelled = self._draw_each(table, episode[last], step[last])
         same_episode = episode == episode[last].repeat_interleave(length)
         return goals.repeat_interleave(length, 0), relabelled.repeat_interleave(length) & same_episode
 
-    def _draw_each(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        table = self._table_on(episode.device)
+    def _draw_each(self, table: GoalTable, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         start, length = table.find(episode)
         rows = self.strategy.select(Choice(episode, step, start, length, table.owners, table.size))
         checks.check_rows(rows, step, self.strategy)
@@ -263,32 +279,16 @@ class HERTransform(Transform):
         table.last_draw = wanted, relabelled
         return goals, relabelled
 
-    def _recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
-        """Set the reward, and the flags where the reward module tells them, of relabelled transitions."""
-        for key in self._read_by_reward:
-            tensordict.set(key, stored[key])
-        if self._computes_reward:  # saves writing what is read again at once
-            computed = self.reward.compute(tensordict)
-        else:
-            computed = self.reward(tensordict.copy() if self._reward_writes_more else tensordict)
-        for key in self._recomputed:
-            new = computed[key].to(stored[key].dtype)
-            new = new.detach() if new.requires_grad else new
-            tensordict.set(key, _where(relabelled, new, stored[key]))
-        if self.keys.done in stored:
-            ended = tensordict.get(self.keys.terminated)
-            truncated = tensordict.get(self.keys.truncated, None)
-            if truncated is not None:
-                ended = ended | truncated
-            tensordict.set(self.keys.done, _where(relabelled, ended, stored[self.keys.done]))
-
-    def _table_on(self, device: torch.device) -> GoalTable:
+    def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
         """The table, moved to where the samples are: data can be written elsewhere than it is stored."""
-        assert self.table is not None
-        if self.table.device != device:
+        table = self.table
+        if table is None or table.device != desired.device:
             with self._lock:
-                self.table.to(device)
-        return self.table
+                if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
+                    self.table = GoalTable(self.capacity, desired.shape[dimensions:], desired.dtype, desired.device)
+                self.table.to(desired.device)
+                table = self.table
+        return table
 
     def _tell_of_capacity(self) -> None:
         """Now and then, look at the last draw: were goals lost that had been there?"""
@@ -347,6 +347,7 @@ class HERTransform(Transform):
             return {
                 "table": None if self.table is None else self.table.state_dict(),
                 "lanes": self.tracker.state_dict(),
+                "longest_window": self.longest_window,
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -359,6 +360,7 @@ class HERTransform(Transform):
                 table.load_state_dict(state["table"])
             self.table = table
             self.tracker.load_state_dict(state["lanes"])
+            self.longest_window = state["longest_window"]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -377,13 +379,3 @@ class HERTransform(Transform):
             f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
             f"her_ratio={self.her_ratio}, capacity={self.capacity})"
         )
-
-
-def _where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
-    """Choose by transition, ``bool [*batch, 1]``, between entries ``[*batch, ...]``."""
-    if stored.ndim != relabelled.ndim:
-        batch = relabelled.shape[:-1]
-        relabelled = relabelled.view(*batch, *[1] * (stored.ndim - len(batch)))
-    if new.shape != stored.shape:  # new goals come with the batch dimensions flattened to one
-        new = new.reshape(stored.shape)
-    return torch.where(relabelled, new, stored)

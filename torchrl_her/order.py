@@ -1,0 +1,66 @@
+"""Which transforms stand before HERTransform and after it, and whether they may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from tensordict import NestedKey
+from torchrl.envs import Compose, DTypeCastTransform, MultiStepTransform, Transform
+
+
+class Order(NamedTuple):
+    """The transforms of a buffer, as their containers list them."""
+
+    before: list[Transform]
+    after: list[Transform]
+
+    @classmethod
+    def around(cls, transform: Transform) -> Order:
+        """Look them up."""
+        before: list[Transform] = []
+        after: list[Transform] = []
+        # Transform.container would do, but raises where no environment contains it.
+        while (container := transform.__dict__["_container"]) is not None:
+            listed = list(container())
+            before[:0] = listed[: listed.index(transform)]
+            after += listed[listed.index(transform) + 1 :]
+            transform = container()
+        return cls(before, after)
+
+    def multi_step(self) -> MultiStepTransform | None:
+        """Return the transform that makes windows of several steps, if there is one."""
+        return next((each for each in flatten(self.before) if isinstance(each, MultiStepTransform)), None)
+
+    def check(self, replaced: set[NestedKey]) -> None:
+        """Check that no transform undoes the work of another.
+
+        Args:
+            replaced: the entries that relabelling takes from what was written.
+
+        Raises:
+            ValueError: if the order would give wrong rewards or goals.
+        """
+        for transform in flatten(self.after):
+            if isinstance(transform, MultiStepTransform):
+                raise ValueError(
+                    "MultiStepTransform is listed after HERTransform and would sum rewards of different goals: list "
+                    "it before, Compose(MultiStepTransform(...), HERTransform(...))."
+                )
+        for transform in flatten(self.before):
+            overwritten = replaced.intersection(transform.out_keys)
+            if overwritten and not isinstance(transform, DTypeCastTransform):
+                raise ValueError(
+                    f"{type(transform).__name__} is listed before HERTransform and writes "
+                    f"{sorted(map(str, overwritten))}, which relabelling then replaces by raw values: list it after "
+                    "HERTransform."
+                )
+
+
+def flatten(transforms: Iterable[Transform]) -> Iterator[Transform]:
+    """Yield the transforms, with those inside of a ``Compose`` in its place."""
+    for transform in transforms:
+        if isinstance(transform, Compose):
+            yield from flatten(transform)
+        else:
+            yield transform

@@ -1,0 +1,233 @@
+"""What relabelled transitions earn: the reward of one step, or the discounted return of several."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torchrl.envs import MultiStepTransform
+
+from torchrl_her import checks
+from torchrl_her.episodes import Written
+from torchrl_her.goal_table import GoalTable
+from torchrl_her.reading import Keys
+from torchrl_her.rewards import GoalReward
+
+# What MultiStepTransform writes besides the reward: how many steps a window has, gamma to that power, whether they
+# are several, and the reward of the first.
+STEPS = "steps_to_next_obs"
+GAMMA = "gamma"
+SEVERAL = "nonterminal"
+FIRST_REWARD = ("next", "original_reward")
+# Where the flags of a window's last step stand: bool [*batch, flags].
+LAST_FLAGS = ("next", "hindsight_flags")
+
+
+class StepReward:
+    """The reward of single steps, and the flags where the reward module tells them.
+
+    Attributes:
+        replaced (list of NestedKey): the entries that are set.
+    """
+
+    def __init__(self, reward: TensorDictModuleBase, keys: Keys):
+        self.reward = reward
+        self.keys = keys
+        self.recomputed = [key for key in (keys.reward, keys.terminated) if key in reward.out_keys]
+        self.replaced = list(self.recomputed)
+        if keys.terminated in self.recomputed:
+            self.replaced.append(keys.done)
+        self._read = [key for key in self.replaced if key in reward.in_keys]
+        self._is_computed = type(reward).forward is GoalReward.forward
+        self._writes_more = len(reward.out_keys) > len(self.recomputed)
+
+    def recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
+        """Set what relabelled transitions, ``bool [*batch, 1]``, earn for their goals; others keep what is stored."""
+        for key in self._read:
+            tensordict.set(key, stored[key])
+        if self._is_computed:  # saves writing what is read again at once
+            computed = self.reward.compute(tensordict)
+        else:
+            computed = self.reward(tensordict.copy() if self._writes_more else tensordict)
+        for key in self.recomputed:
+            new = computed[key].to(stored[key].dtype)
+            new = new.detach() if new.requires_grad else new
+            tensordict.set(key, where(relabelled, new, stored[key]))
+        if self.keys.done in stored:
+            ended = tensordict.get(self.keys.terminated)
+            truncated = tensordict.get(self.keys.truncated, None)
+            if truncated is not None:
+                ended = ended | truncated
+            tensordict.set(self.keys.done, where(relabelled, ended, stored[self.keys.done]))
+
+
+class NStepReturn:
+    """The return of windows of several steps, as ``MultiStepTransform`` makes them, under a new goal.
+
+    The reward module is asked for each outcome in the window. Where it says that one ends the episode, the sum
+    stops there. A window also gets the flags of its last step: ``MultiStepTransform`` leaves those of its first,
+    and a loss would bootstrap through an end.
+
+    Args:
+        reward (TensorDictModuleBase): the reward module, which may read nothing but goals.
+        keys (Keys): where the entries stand.
+
+    Raises:
+        ValueError: if the reward module reads more, or goals that the table does not hold.
+    """
+
+    def __init__(self, reward: TensorDictModuleBase, keys: Keys, has_goal_fn: bool):
+        checks.check_reads_goals_alone(reward, {keys.next_achieved, keys.desired, keys.next_desired}, has_goal_fn)
+        if isinstance(reward, GoalReward):
+            reward = copy.copy(reward)
+            reward.goal_fn = None  # the goals of the table are mapped already
+        self.reward = reward
+        self.keys = keys
+        self.tells_ends = keys.terminated in reward.out_keys
+        self.gamma = 1.0
+        self._last: tuple[np.ndarray, ...] | None = None
+
+    # Writing
+
+    def follow(self, multi_step: MultiStepTransform) -> None:
+        """Take over the discount, which can change while training.
+
+        Raises:
+            ValueError: if its entries are not those of HERTransform.
+        """
+        summed = {unravel_key(("next", key)) for key in multi_step.reward_keys}
+        ends = unravel_key(("next", multi_step.done_key))
+        checks.check_n_step_entries(summed, self.keys.reward, ends, self.keys.done)
+        self.gamma = multi_step.gamma
+
+    def check(self, written: Written) -> None:
+        """Check that each row of ``[rows, steps]`` transitions goes on where it stopped, or after an end.
+
+        Raises:
+            ValueError: if a window would mix episodes.
+        """
+        rows = int(written.begins.sum())
+        trajectory = np.zeros(len(written.done), np.int64) if written.trajectory is None else written.trajectory
+        columns = (written.start, trajectory, written.outcome, trajectory, written.done)
+        start, starts_in, outcome, stops_in, done = (column.reshape(rows, -1, *column.shape[1:]) for column in columns)
+        last = tuple(column[:, -1:] for column in (outcome, stops_in, done))
+        if self._last is not None:
+            checks.check_as_many_rows(rows, len(self._last[0]))
+            before = (np.concatenate(pair, 1) for pair in zip(self._last, (outcome, stops_in, done), strict=True))
+            outcome, stops_in, done = (column[:, :-1] for column in before)
+        else:
+            start, starts_in = start[:, 1:], starts_in[:, 1:]
+            outcome, stops_in, done = outcome[:, :-1], stops_in[:, :-1], done[:, :-1]
+        goes_on = (start == outcome).all(-1) & (starts_in == stops_in)
+        checks.check_one_lane_per_row(goes_on | done)
+        self._last = last
+
+    def keep_flags(self, tensordict: TensorDictBase) -> None:
+        """Write each step's flags once more, where ``MultiStepTransform`` takes them from a window's last step."""
+        flags = [tensordict.get(key).reshape(*tensordict.batch_size, 1) for key in self._flag_keys(tensordict)]
+        tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
+
+    def _flag_keys(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        keys = (self.keys.done, self.keys.terminated, self.keys.truncated)
+        return [key for key in keys if tensordict.get(key, None) is not None]
+
+    # Sampling
+
+    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the entries that are set."""
+        written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
+        return [self.keys.reward, STEPS, *written, *self._flag_keys(tensordict)]
+
+    def outcomes(
+        self, table: GoalTable, episode: Tensor, step: Tensor, steps: Tensor, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the steps of windows ``[batch]`` achieved, and which windows are in the table as a whole.
+
+        Args:
+            table: the goal table.
+            episode: the ids of the windows' episodes.
+            step: their first steps in them.
+            steps: how many steps they have.
+            longest: the most steps that any has.
+
+        Returns:
+            Goals ``[batch, longest, *goal]``, the last one of each window repeated, and ``bool [batch]``.
+        """
+        start, length = table.find(episode)
+        ahead = torch.arange(longest, device=step.device).expand(len(step), -1)
+        ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [batch, longest]
+        rows = (start + step).unsqueeze(1) + ahead
+        goals, owners = table.read(rows.flatten())
+        whole = (owners.view_as(rows) == episode.unsqueeze(1)).all(1) & (step + steps <= length)
+        return goals.view(*rows.shape, *table.goal_shape), whole
+
+    def recompute(
+        self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor], outcomes: Tensor
+    ) -> None:
+        """Set the returns of relabelled windows, ``bool [*batch, 1]``, and where they end; others get their flags.
+
+        Args:
+            tensordict: the sampled batch, with the new goals.
+            relabelled: which of its windows have one.
+            stored: the entries of `replaced`, as stored.
+            outcomes: ``[n, longest, *goal]``, from `outcomes`, with the batch dimensions flattened to one.
+        """
+        steps = stored[STEPS].reshape(-1, 1)  # [n, 1]
+        rewards, ends = self._evaluate(tensordict.get(self.keys.desired), outcomes)
+        ahead = torch.arange(rewards.shape[1], device=steps.device)
+        ends = ends & (ahead < steps)
+        counts = (ahead < steps) & (ends.cumsum(1) - ends.long() == 0)  # up to the first end, and with it
+        discounts = torch.as_tensor(self.gamma, dtype=torch.float64, device=steps.device) ** ahead
+        taken = counts.sum(1, keepdim=True)  # [n, 1]
+        new = {
+            self.keys.reward: torch.where(counts, rewards * discounts, 0).sum(1, keepdim=True),
+            FIRST_REWARD: rewards[:, :1],
+            STEPS: taken,
+            GAMMA: torch.as_tensor(self.gamma, dtype=torch.float64, device=steps.device) ** taken,
+            SEVERAL: taken > 1,
+        }
+        flag_keys = [key for key in stored if key in (self.keys.done, self.keys.terminated, self.keys.truncated)]
+        flags = tensordict.get(LAST_FLAGS).reshape(len(steps), -1).split(1, dim=1)
+        last = dict(zip(flag_keys, flags, strict=True))
+        new |= last
+        if self.keys.truncated in last:
+            new[self.keys.truncated] = last[self.keys.truncated] & (taken == steps)
+        if self.tells_ends:
+            new[self.keys.terminated] = ends.any(1, keepdim=True)
+            new[self.keys.done] = new[self.keys.terminated] | new.get(self.keys.truncated, False)
+        for key, value in stored.items():
+            if key in new:
+                kept = last[key].view_as(value) if key in last else value
+                tensordict.set(key, where(relabelled, new[key].to(value.dtype), kept))
+
+    def _evaluate(self, desired: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
+        """Ask the reward module for each outcome: rewards ``float64 [n, longest]``, and which end the episode."""
+        shape, goal_shape = outcomes.shape[:2], outcomes.shape[2:]
+        desired = desired.reshape(-1, 1, *goal_shape).expand_as(outcomes).flatten(0, 1)
+        steps = TensorDict(batch_size=[shape.numel()], device=outcomes.device)
+        for key, goals in (
+            (self.keys.next_achieved, outcomes.flatten(0, 1)),
+            (self.keys.desired, desired),
+            (self.keys.next_desired, desired),
+        ):
+            steps.set(key, goals)
+        with torch.no_grad():
+            steps = self.reward(steps)
+        rewards = steps.get(self.keys.reward).reshape(shape).double()
+        if not self.tells_ends:
+            return rewards, torch.zeros_like(rewards, dtype=torch.bool)
+        return rewards, steps.get(self.keys.terminated).reshape(shape).bool()
+
+
+def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
+    """Choose by transition, ``bool [*batch, 1]``, between entries ``[*batch, ...]``."""
+    if stored.ndim != relabelled.ndim:
+        batch = relabelled.shape[:-1]
+        relabelled = relabelled.view(*batch, *[1] * (stored.ndim - len(batch)))
+    if new.shape != stored.shape:  # new goals come with the batch dimensions flattened to one
+        new = new.reshape(stored.shape)
+    return torch.where(relabelled, new, stored)
