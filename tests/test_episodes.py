@@ -13,8 +13,8 @@ def written(rows, ids=None, begins=None):
     count = len(rows)
     return Written(
         goals=torch.tensor([[float(after)] for _, after, _ in rows]),
-        start=np.array([[before] for before, _, _ in rows], dtype=np.uint8),
-        outcome=np.array([[after] for _, after, _ in rows], dtype=np.uint8),
+        start=np.array([before for before, _, _ in rows], dtype=np.uint8).view("V1"),
+        outcome=np.array([after for _, after, _ in rows], dtype=np.uint8).view("V1"),
         done=np.array([done for _, _, done in rows]),
         begins=np.zeros(count, dtype=bool) if begins is None else np.array(begins),
         trajectory=None if ids is None else np.array(ids),
@@ -26,7 +26,7 @@ def track(tracker, opened, *args, **kwargs):
     tracked = tracker.track(written(*args, **kwargs), first_episode=len(opened) + 1)
     opened.extend(range(tracked.opened))
     published = {p.episode: p.goals.flatten().tolist() for p in tracked.publications}
-    return tracked.episode.tolist(), tracked.step.tolist(), published
+    return tracked.stamps[:, 0].tolist(), tracked.stamps[:, 1].tolist(), published
 
 
 def test_of_lanes_that_stand_at_the_same_goals_the_one_that_waited_longest_is_continued():

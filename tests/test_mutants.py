@@ -33,24 +33,20 @@ MUTANTS = {
         ("strategies.py", "choice.start + choice.length - 1", "choice.start + (choice.length - 2).clamp(min=0)"),
     ],
     "ignores lanes": [
-        ("reading.py", "trajectory=None if trajectory is None else trajectory[kept]", "trajectory=None"),
-        ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
-        (
-            "reading.py",
-            "begins=(np.arange(count) % row_length == 0)[kept]",
-            "begins=np.zeros(count, bool)[kept]",
-        ),
+        ("reading.py", "done, begins, trajectory)", "done, begins, None)"),
+        ("episodes.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
+        ("reading.py", "np.arange(count) % row_length == 0", "np.zeros(count, bool)"),
     ],
     "joins episodes across a seam": [
-        ("episodes.py", "begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)", "begins[1:] |= done[:-1]"),
+        ("episodes.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
     ],
     "joins episodes across a seam between two writes": [
-        ("episodes.py", "self._take((trajectory, written.start[at].tobytes()))", 'self._take((trajectory, b""))'),
+        ("episodes.py", "self._take((trajectory, written.start[begin].tobytes()))", 'self._take((trajectory, b""))'),
         ("episodes.py", "return self.trajectory, self.outcome", 'return self.trajectory, b""'),
     ],
     "ignores the end of episodes": [
-        ("episodes.py", "if written.done[order[cut - 1]] or", "if"),
-        ("episodes.py", "begins[1:] |= done[:-1] | (start", "begins[1:] |= (start"),
+        ("episodes.py", "if written.done[cut - 1] or", "if"),
+        ("episodes.py", "begins[1:] |= written.done[:-1]", ""),
     ],
     "reads a lane backwards": [
         ("episodes.py", 'np.argsort(trajectory, kind="stable")', 'np.argsort(-trajectory, kind="stable")[::-1].copy()'),

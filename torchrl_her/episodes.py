@@ -20,11 +20,22 @@ class Written(NamedTuple):
     """The transitions of one write, in the order of writing."""
 
     goals: Tensor  # [n, *goal], the achieved goals under "next"
-    start: np.ndarray  # uint8 [n, bytes], what stands under the goals' keys at the root, achieved and desired
-    outcome: np.ndarray  # uint8 [n, bytes], the same under "next"
+    start: np.ndarray  # void [n], the bytes that stand under the goals' keys at the root, achieved and desired
+    outcome: np.ndarray  # void [n], the same under "next"
     done: np.ndarray  # bool [n], the transition ends its episode
     begins: np.ndarray  # bool [n], it does not continue the one before it; not used where there are ids
     trajectory: np.ndarray | None  # int64 [n], trajectory ids
+
+    def at(self, index: np.ndarray) -> Written:
+        """Return the transitions at an index, or where a mask is True."""
+        return Written(
+            goals=self.goals[torch.from_numpy(index).to(self.goals.device)],
+            start=self.start[index],
+            outcome=self.outcome[index],
+            done=self.done[index],
+            begins=self.begins[index],
+            trajectory=None if self.trajectory is None else self.trajectory[index],
+        )
 
 
 class Publication(NamedTuple):
@@ -38,8 +49,7 @@ class Publication(NamedTuple):
 class Tracked(NamedTuple):
     """What the tracker says of the transitions of one write, in the order of writing."""
 
-    episode: np.ndarray  # int64 [n], the id of each transition's episode
-    step: np.ndarray  # int64 [n], its step in the episode
+    stamps: np.ndarray  # int64 [n, 2], the id of each transition's episode and its step in it
     publications: list[Publication]  # at most one of each episode
     opened: int  # how many episodes began
 
@@ -115,16 +125,15 @@ class EpisodeTracker:
 
         The work in Python is per run of transitions that continue each other, not per transition.
         """
-        order, goals, runs = _cut_into_runs(written)
+        order, written, runs = _cut_into_runs(written)
         before = self.written
-        self.written += len(order)
-        pieces: list[tuple[int, int, int, int]] = []  # where it begins in that order, episode, first step, steps
+        self.written += len(written.done)
+        stamps = np.empty((len(written.done), 2), dtype=np.int64)
         publications: dict[int, Publication] = {}
         opened = 0
         for begin, end in runs:
-            at = order[begin]
-            trajectory = None if written.trajectory is None else int(written.trajectory[at])
-            lane = self._take((trajectory, written.start[at].tobytes()))
+            trajectory = None if written.trajectory is None else int(written.trajectory[begin])
+            lane = self._take((trajectory, written.start[begin].tobytes()))
             if lane is not None:
                 self.longest_wait = max(self.longest_wait, before - lane.written)
             while begin < end:
@@ -132,19 +141,22 @@ class EpisodeTracker:
                     lane = Lane(first_episode + opened, trajectory)
                     opened += 1
                 cut = min(end, begin + self.max_steps - lane.steps)
-                pieces.append((begin, lane.episode, lane.steps, cut - begin))
-                lane.extend(goals[begin:cut].clone())  # the caller may go on to use his tensors
+                stamps[begin:cut, 0] = lane.episode
+                stamps[begin:cut, 1] = np.arange(lane.steps, lane.steps + cut - begin)
+                lane.extend(written.goals[begin:cut].clone())  # the caller may go on to use his tensors
                 begin = cut
-                if written.done[order[cut - 1]] or lane.steps == self.max_steps:
+                if written.done[cut - 1] or lane.steps == self.max_steps:
                     lane.publish_into(publications)
                     lane = None
             if lane is not None:
-                lane.outcome = written.outcome[order[end - 1]].tobytes()
+                lane.outcome = written.outcome[end - 1].tobytes()
                 self._leave_open(lane)
                 if lane.has_doubled:
                     lane.publish_into(publications)
         self._leave_idle(publications)
-        return Tracked(*_stamps(order, pieces), list(publications.values()), opened)
+        if order is not None:
+            stamps[order] = stamps.copy()
+        return Tracked(stamps, list(publications.values()), opened)
 
     def flush(self) -> list[Publication]:
         """End the running episodes and hand over their goals."""
@@ -218,32 +230,27 @@ class EpisodeTracker:
         self.written, self.longest_wait = state["written"], state["longest_wait"]
 
 
-def _cut_into_runs(written: Written) -> tuple[np.ndarray, Tensor, list[tuple[int, int]]]:
-    """Order transitions by lane and time, and cut that order where one does not continue the one before."""
-    goals, start, outcome, done, begins, trajectory = written
-    order = np.arange(len(done))
-    if trajectory is not None:
-        begins = np.diff(trajectory, prepend=trajectory[:1])
-        if (begins < 0).any():  # not lane after lane already
-            order = np.argsort(trajectory, kind="stable")
-            start, outcome, done, trajectory = start[order], outcome[order], done[order], trajectory[order]
-            goals = goals[torch.from_numpy(order).to(goals.device)]
-            begins = np.diff(trajectory, prepend=trajectory[:1])
-        begins = begins != 0
+def _cut_into_runs(written: Written) -> tuple[np.ndarray | None, Written, list[tuple[int, int]]]:
+    """Order transitions by lane and time, and cut that order where one does not continue the one before.
+
+    Returns:
+        The order, None for that of writing; the transitions in it; and where each run begins and ends.
+    """
+    order = None
+    trajectory = written.trajectory
+    if trajectory is not None and (trajectory[1:] < trajectory[:-1]).any():  # not lane after lane already
+        order = np.argsort(trajectory, kind="stable")
+        written = written.at(order)
+        trajectory = written.trajectory
+    begins = written.begins.copy()
     begins[:1] = True
-    begins[1:] |= done[:-1] | (start[1:] != outcome[:-1]).any(axis=1)
+    if trajectory is not None:
+        begins[1:] = trajectory[1:] != trajectory[:-1]
+    begins[1:] |= written.done[:-1]
+    begins[1:] |= written.start[1:] != written.outcome[:-1]
     first = begins.nonzero()[0].tolist()
-    runs = list(zip(first, [*first[1:], len(order)], strict=False))
-    # Episodes are published in the order of writing, so that they leave the table as they leave the storage.
-    runs.sort(key=lambda run: order[run[0]])
-    return order, goals, runs
-
-
-def _stamps(order: np.ndarray, pieces: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Spread the pieces' episodes and steps over their transitions, in the order of writing."""
-    _, episodes, first_steps, lengths = np.array(sorted(pieces), dtype=np.int64).reshape(-1, 4).T
-    ends = np.cumsum(lengths)
-    episode, step = np.empty_like(order), np.empty_like(order)
-    episode[order] = np.repeat(episodes, lengths)
-    step[order] = np.arange(len(order)) - np.repeat(ends - lengths - first_steps, lengths)
-    return episode, step
+    runs = list(zip(first, [*first[1:], len(begins)], strict=False))
+    if order is not None:
+        # Episodes are published in the order of writing, so that they leave the table as they leave the storage.
+        runs.sort(key=lambda run: order[run[0]])
+    return order, written, runs

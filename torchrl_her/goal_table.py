@@ -94,9 +94,9 @@ class GoalTable:
         first = self._reserve(0, len(goals))
         owners = self._tensor(np.repeat(ids, lengths))
         for ring, part in _slices(self.capacity, first, len(goals)):
-            self.owners[ring] = -1
-            self.goals[ring] = goals[part]
-            self.owners[ring] = owners[part]
+            self.owners[ring].fill_(-1)
+            self.goals[ring].copy_(goals[part])
+            self.owners[ring].copy_(owners[part])
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 

@@ -59,11 +59,11 @@ def read_written(
     keys: Keys,
     goal_fn: Callable[[Tensor], Tensor] | None,
     goal_of_table: Tensor | None,
-) -> tuple[Written, np.ndarray | slice]:
+) -> tuple[Written, np.ndarray | None]:
     """Check transitions ``[*batch]`` and flatten them, in the order of writing.
 
     Returns:
-        What of them counts, and which these are: all, or, with a mask, ``bool [n]``.
+        What of them counts, and which these are, ``bool [n]``; None for all.
     """
     checks.check_single_steps(tensordict)
     batch, count = tensordict.batch_size, tensordict.batch_size.numel()
@@ -83,22 +83,15 @@ def read_written(
     trajectory = None
     if tensordict.get(keys.trajectory, None) is not None:
         trajectory = _flatten(tensordict, keys.trajectory, np.int64, "trajectory_key")
-    kept: np.ndarray | slice = slice(None)
+    start, outcome = _as_bytes(count, achieved, desired, next_achieved, next_desired)
+    row_length = batch[-1] if len(batch) > 1 else count
+    begins = np.arange(count) % row_length == 0
+    written = Written(goals, start, outcome, done, begins, trajectory)
+    kept = None
     if keys.mask is not None:
         kept = _flatten(tensordict, keys.mask, np.bool_, "mask_key")
-        goals = goals[torch.from_numpy(kept).to(goals.device)]
-    checks.check_finite(goals)
-    row_length = batch[-1] if len(batch) > 1 else count
-    goal_bytes = _as_bytes(count, achieved, desired, next_achieved, next_desired)[kept]
-    half = goal_bytes.shape[1] // 2
-    written = Written(
-        goals=goals,
-        start=goal_bytes[:, :half],
-        outcome=goal_bytes[:, half:],
-        done=done[kept],
-        begins=(np.arange(count) % row_length == 0)[kept],
-        trajectory=None if trajectory is None else trajectory[kept],
-    )
+        written = written.at(kept)
+    checks.check_finite(written.goals)
     return written, kept
 
 
@@ -109,7 +102,11 @@ def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: s
     return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
 
 
-def _as_bytes(count: int, *entries: Tensor) -> np.ndarray:
-    """Put entries of ``count`` transitions next to each other, as ``uint8 [count, bytes]``."""
-    rows = [entry.reshape(count, -1).contiguous().view(torch.uint8) for entry in entries]
-    return torch.cat(rows, dim=1).numpy(force=True)
+def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Put entries of ``count`` transitions next to each other: the first half of them, and the other, ``void [n]``."""
+    rows = [entry.reshape(count, -1) for entry in entries]
+    if len({row.dtype for row in rows}) > 1:
+        rows = [row.contiguous().view(torch.uint8) for row in rows]
+    joined = torch.cat(rows, dim=1).view(torch.uint8).numpy(force=True)  # [n, bytes]
+    halves = joined.view(f"V{joined.shape[1] // 2}")  # [n, 2]
+    return halves[:, 0], halves[:, 1]

@@ -180,8 +180,10 @@ class HERTransform(Transform):
             table.publish(tracked.publications)
         self._tell_of_capacity()
 
-        stamps = np.zeros((batch.numel(), 2), dtype=np.int64)
-        stamps[kept, 0], stamps[kept, 1] = tracked.episode, tracked.step
+        stamps = tracked.stamps
+        if kept is not None:  # padding has the episode 0
+            stamps = np.zeros((batch.numel(), 2), dtype=np.int64)
+            stamps[kept] = tracked.stamps
         stamp = torch.from_numpy(stamps).to(written.goals.device)
         if self._n_step_return is not None:
             self._n_step_return.keep_flags(tensordict)
