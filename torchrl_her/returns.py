@@ -89,7 +89,7 @@ class NStepReturn:
         self.keys = keys
         self.tells_ends = keys.terminated in reward.out_keys
         self.gamma = 1.0
-        self._last: tuple[np.ndarray, ...] | None = None
+        self._last: tuple[np.ndarray, ...] = ()  # of each row, where it stands: outcome, trajectory id, done
 
     # Writing
 
@@ -112,19 +112,16 @@ class NStepReturn:
         """
         rows = int(written.begins.sum())
         trajectory = np.zeros(len(written.done), np.int64) if written.trajectory is None else written.trajectory
-        columns = (written.start, trajectory, written.outcome, trajectory, written.done)
-        start, starts_in, outcome, stops_in, done = (column.reshape(rows, -1, *column.shape[1:]) for column in columns)
-        last = tuple(column[:, -1:] for column in (outcome, stops_in, done))
-        if self._last is not None:
-            checks.check_as_many_rows(rows, len(self._last[0]))
-            before = (np.concatenate(pair, 1) for pair in zip(self._last, (outcome, stops_in, done), strict=True))
-            outcome, stops_in, done = (column[:, :-1] for column in before)
-        else:
-            start, starts_in = start[:, 1:], starts_in[:, 1:]
-            outcome, stops_in, done = outcome[:, :-1], stops_in[:, :-1], done[:, :-1]
-        goes_on = (start == outcome).all(-1) & (starts_in == stops_in)
-        checks.check_one_lane_per_row(goes_on | done)
-        self._last = last
+        columns = (written.start, written.outcome, trajectory, written.done)
+        start, outcome, trajectory, done = (column.reshape(rows, -1) for column in columns)
+        before = self._last or (start[:, :1], trajectory[:, :1], done[:, :1])  # the first write follows itself
+        checks.check_as_many_rows(rows, len(before[0]))
+        stood, was_in, ended = (
+            np.concatenate((last, column[:, :-1]), axis=1)
+            for last, column in zip(before, (outcome, trajectory, done), strict=True)
+        )
+        checks.check_one_lane_per_row((start == stood) & (trajectory == was_in) | ended)
+        self._last = outcome[:, -1:], trajectory[:, -1:], done[:, -1:]
 
     def keep_flags(self, tensordict: TensorDictBase) -> None:
         """Write each step's flags once more, where ``MultiStepTransform`` takes them from a window's last step."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her import checks
+from torchrl_her.capacity import CapacityWatch
 from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
 from torchrl_her.order import Order
@@ -136,10 +135,8 @@ class HERTransform(Transform):
         if goal_spec is not None:
             self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
         self._lock: Any = threading.Lock()
-        self._writes = 0
         self._order = Order([], [])
-        self._told_of_capacity = False
-        self._looked_at = np.zeros(2)  # transitions that were to be relabelled, and those that were
+        self._capacity_watch = CapacityWatch(capacity)
 
     def _make_reward(self, reward: Any) -> TensorDictModuleBase:
         if isinstance(reward, (EnvBase, gymnasium.Env)):
@@ -168,7 +165,7 @@ class HERTransform(Transform):
             return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
         goal_of_table = None if self.table is None else self.table.goals[0]
         written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
-        if not self._writes:
+        if not self._capacity_watch.writes:
             self._check_first_write(tensordict)
         if self._n_step_return is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
@@ -178,7 +175,7 @@ class HERTransform(Transform):
             tracked = self.tracker.track(written, first_episode=table.next_episode)
             table.open_episodes(tracked.opened)
             table.publish(tracked.publications)
-        self._tell_of_capacity()
+        self._capacity_watch.after_write(table.last_draw)
 
         stamps = tracked.stamps
         if kept is not None:  # padding has the episode 0
@@ -291,29 +288,6 @@ class HERTransform(Transform):
                 self.table.to(desired.device)
                 table = self.table
         return table
-
-    def _tell_of_capacity(self) -> None:
-        """Now and then, look at the last draw: were goals lost that had been there?"""
-        self._writes += 1
-        if self._told_of_capacity or self._writes % 16 or self.table is None:
-            return
-        self._looked_at += np.array([int(flags.sum()) for flags in self.table.last_draw])
-        wanted, relabelled = self._looked_at
-        if wanted < 1000:
-            return
-        self._looked_at[:] = 0
-        if wanted - relabelled < 0.2 * wanted:
-            return
-        self._told_of_capacity = True
-        lost = 1 - relabelled / wanted
-        least = math.ceil(self.capacity / (1 - lost)) if relabelled else self.capacity + 1
-        warnings.warn(
-            f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
-            f"the goal table: HERTransform(capacity={self.capacity}) is too small for what the storage holds. Pass the "
-            "max_size of the storage, or up to three times that where episodes have 64 steps and more; it takes at "
-            f"least {least}.",
-            stacklevel=2,
-        )
 
     # In an environment, between processes, on disk
 
