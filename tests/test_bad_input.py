@@ -4,6 +4,7 @@ Bad writes are tried between good ones: afterwards the buffer is compared with a
 """
 
 import copy
+import gc
 import math
 import re
 import warnings
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
+from torchrl.data import Composite, LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 from torchrl.envs import (
     Compose,
     DTypeCastTransform,
@@ -297,7 +298,18 @@ def test_goals_that_goal_fn_gives_another_shape_are_refused():
     is_refused(rb, lambda: rb.extend(transitions()), ValueError, message)
 
 
+def test_a_goal_fn_that_returns_nothing_is_refused():
+    rb = make_buffer(goal_fn=lambda state: None)
+    is_refused(rb, lambda: rb.extend(transitions()), TypeError, "goal_fn must return a tensor.*returned NoneType")
+
+
 # Rewards
+
+
+def test_a_reward_function_that_returns_nothing_is_refused():
+    rb = make_buffer(lambda achieved, desired: None)
+    is_refused(rb, lambda: rb.extend(transitions()), TypeError, "returned None: it must return one value per row")
+
 
 WRONG_REWARDS = {
     "of all pairs": (lambda achieved, desired: (achieved[:, None] - desired[None]).norm(dim=-1), ""),
@@ -417,9 +429,9 @@ def test_a_module_that_writes_no_reward_is_refused():
 # Arguments
 
 
-@pytest.mark.parametrize("her_ratio", [-0.1, 1.0001, 4, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("her_ratio", [-0.1, 1.0001, 4, math.nan, math.inf, -math.inf, "0.8", None])
 def test_a_her_ratio_that_is_no_probability_is_refused(her_ratio):
-    with pytest.raises(ValueError, match=rf"her_ratio .*in \[0, 1\], got {her_ratio}\..*k / \(k \+ 1\)"):
+    with pytest.raises(ValueError, match=rf"her_ratio .*in \[0, 1\], got {her_ratio!r}\..*k / \(k \+ 1\)"):
         HERTransform(distance, her_ratio=her_ratio)
 
 
@@ -541,7 +553,7 @@ def test_a_wrong_order_that_comes_about_later_is_refused(name):
 @pytest.mark.parametrize("count", [1, 10])  # n steps before the first transition comes out of a MultiStepTransform
 def test_n_steps_after_it_are_refused(count):
     rb = make_buffer(after=[lambda: MultiStepTransform(3, 0.9)])
-    with pytest.raises(ValueError, match="listed after HERTransform.*list it before"):
+    with pytest.raises(ValueError, match=r"listed after HERTransform.*list it before"):
         rb.extend(transitions(count=count))
     assert len(rb) == 0
 
@@ -565,7 +577,21 @@ def test_a_sample_that_is_not_made_of_whole_sequences_is_refused(count):
     assert len(rb.sample(12)) == 12
 
 
+def test_the_order_is_not_looked_up_in_a_container_that_is_gone():
+    transform = HERTransform(distance, capacity=100)
+    container = Compose(transform)
+    del container
+    gc.collect()
+    assert transform.inv(transitions()).batch_size == (10,)
+
+
 # goal_spec and shared buffers
+
+
+@pytest.mark.parametrize("goal_spec", [Composite(achieved_goal=Unbounded(2)), (2,)])
+def test_a_goal_spec_that_is_not_that_of_one_tensor_is_refused(goal_spec):
+    with pytest.raises(TypeError, match=r'spec of one goal, got a .*env\.observation_spec\["achieved_goal"\]'):
+        HERTransform(distance, goal_spec=goal_spec)
 
 
 def test_a_shared_buffer_without_goal_spec_is_refused():

@@ -506,6 +506,16 @@ def test_a_batch_of_environments_is_refused(name, transformed):
 
 
 @pytest.mark.parametrize(
+    "make", [lambda: gymnasium.make_vec(f"torchrl_her.envs:{POINT_REACH}", 2), lambda: MAKE_ONE(num_envs=2)]
+)
+def test_a_vectorized_environment_is_refused(make):
+    env = make()
+    with pytest.raises(TypeError, match="one environment, not a batch of them: pass a function that makes one"):
+        EnvReward(env)
+    env.close()
+
+
+@pytest.mark.parametrize(
     "env",
     [lambda: gymnasium.make("CartPole-v1"), lambda: GymEnv("CartPole-v1"), lambda: lambda: GymEnv("CartPole-v1")],
 )

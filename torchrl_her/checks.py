@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.data import Composite, TensorSpec
 
 from torchrl_her.rewards import GoalReward
 
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 def check_her_ratio(her_ratio: float) -> float:
     """Check that the ratio is a probability."""
-    if not 0.0 <= her_ratio <= 1.0:
+    if not isinstance(her_ratio, Real) or not 0.0 <= her_ratio <= 1.0:
         raise ValueError(
             f"her_ratio is the probability that a sampled transition is relabelled and must be in [0, 1], "
-            f"got {her_ratio}. For k relabelled transitions to each original one it is k / (k + 1)."
+            f"got {her_ratio!r}. For k relabelled transitions to each original one it is k / (k + 1)."
         )
     return her_ratio
 
@@ -30,6 +31,23 @@ def check_at_least_one(name: str, value: int) -> None:
     """Check that a number of things is a whole number and at least one."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def check_goal_spec(spec: TensorSpec) -> TensorSpec:
+    """Check that the spec is that of one tensor."""
+    if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
+        raise TypeError(
+            f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
+            'env.observation_spec["achieved_goal"], of one environment.'
+        )
+    return spec
+
+
+def check_is_tensor(value: object, name: str) -> Tensor:
+    """Check what a function of the user's returned."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must return a tensor with one entry per row, and returned {type(value).__name__}.")
+    return value
 
 
 def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:

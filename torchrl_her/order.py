@@ -21,11 +21,11 @@ class Order(NamedTuple):
         before: list[Transform] = []
         after: list[Transform] = []
         # Transform.container would do, but raises where no environment contains it.
-        while (container := transform.__dict__["_container"]) is not None:
-            listed = list(container())
+        while (reference := transform.__dict__["_container"]) is not None and (container := reference()) is not None:
+            listed = list(container)
             before[:0] = listed[: listed.index(transform)]
             after += listed[listed.index(transform) + 1 :]
-            transform = container()
+            transform = container
         return cls(before, after)
 
     def multi_step(self) -> MultiStepTransform | None:

@@ -75,7 +75,7 @@ def read_written(
     checks.check_same_shape("desired goal", desired, next_desired)
     goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
     if goal_fn is not None:
-        goals = goal_fn(goals)  # [n, *goal]
+        goals = checks.check_is_tensor(goal_fn(goals), "goal_fn")  # [n, *goal]
     checks.check_goals(goals[0], desired.reshape(count, *desired.shape[len(batch) :])[0], goal_of_table)
     goals = goals.detach().to(desired.dtype)
 

@@ -100,7 +100,7 @@ class GoalReward(TensorDictModuleBase):
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the values of the functions, the reward's first."""
-        return [torch.as_tensor(function(achieved, desired)) for function in self.functions]
+        return [_as_tensor(function(achieved, desired)) for function in self.functions]
 
 
 class SparseReward(GoalReward):
@@ -187,7 +187,7 @@ class EnvReward(GoalReward):
         return [
             function(achieved, desired, info)
             if isinstance(function, _EnvFunction)
-            else torch.as_tensor(function(achieved, desired))
+            else _as_tensor(function(achieved, desired))
             for function in self.functions
         ]
 
@@ -251,12 +251,20 @@ def _goal_environment(env: Any) -> Any:
             "its environments."
         )
     base = getattr(env, "unwrapped", env)
+    if isinstance(base, gymnasium.vector.VectorEnv) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1):
+        raise TypeError("EnvReward needs one environment, not a batch of them: pass a function that makes one.")
     if not hasattr(base, "compute_reward"):
         raise TypeError(
             f"EnvReward needs a goal environment, with compute_reward(achieved_goal, desired_goal, info); "
             f"{type(base).__name__} has none. Pass the reward as a function: GoalReward(reward_fn)."
         )
     return base
+
+
+def _as_tensor(values: Any) -> Tensor:
+    if values is None:
+        raise TypeError("A function of achieved and desired goals returned None: it must return one value per row.")
+    return torch.as_tensor(values)
 
 
 def _with_two_arguments(function: GoalFunction, name: str) -> GoalFunction:

@@ -133,6 +133,7 @@ class HERTransform(Transform):
         self.tracker = EpisodeTracker(capacity, max_episode_steps)
         self.table: GoalTable | None = None
         if goal_spec is not None:
+            checks.check_goal_spec(goal_spec)
             self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
         self._lock: Any = threading.Lock()
         self._order = Order([], [])
