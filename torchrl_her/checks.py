@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -151,12 +152,12 @@ def check_reads_goals_alone(reward: TensorDictModuleBase, goals: set[NestedKey],
         )
 
 
-def check_n_step_entries(summed: set[NestedKey], reward: NestedKey, ends: NestedKey, done: NestedKey) -> None:
+def check_n_step_entries(summed: list[NestedKey], reward: NestedKey, ends: NestedKey, done: NestedKey) -> None:
     """Check that n-step transform and HERTransform mean the same reward and the same flag."""
-    if reward not in summed or ends != done:
+    if summed != [reward] or ends != done:
         raise ValueError(
-            f"MultiStepTransform sums {sorted(map(str, summed))} up to {ends!r}, HERTransform computes {reward!r} and "
-            f"reads {done!r}: pass both the same reward and done keys."
+            f"MultiStepTransform sums {summed} up to {ends!r}, HERTransform computes {reward!r} and reads {done!r}: "
+            "pass both the same reward key, one alone, and the same done key."
         )
 
 
@@ -183,12 +184,13 @@ def check_has_multi_step(n_step_return: NStepReturn | None) -> NStepReturn:
     return n_step_return
 
 
-def check_as_many_rows(rows: int, before: int) -> None:
-    """Check that a write has as many rows as the one before."""
-    if rows != before:
+def check_same_rows(rows: torch.Size, before: torch.Size | None) -> None:
+    """Check that a write has the same rows as the one before."""
+    if before is not None and rows != before:
         raise ValueError(
-            f"This write has {rows} row(s) and the one before had {before}: MultiStepTransform makes its windows "
-            "along the rows, so each environment needs its own. Extend with [environments, steps], always the same."
+            f"This write has {rows.numel()} row(s), {list(rows)}, and the one before had {before.numel()}, "
+            f"{list(before)}: MultiStepTransform makes its windows along the rows, so each environment needs its own. "
+            "Extend with [environments, steps], always the same."
         )
 
 

@@ -29,8 +29,17 @@ class Order(NamedTuple):
         return cls(before, after)
 
     def multi_step(self) -> MultiStepTransform | None:
-        """Return the transform that makes windows of several steps, if there is one."""
-        return next((each for each in flatten(self.before) if isinstance(each, MultiStepTransform)), None)
+        """Return the transform that makes windows of several steps, if there is one.
+
+        Raises:
+            ValueError: if there are two.
+        """
+        found = [each for each in flatten(self.before) if isinstance(each, MultiStepTransform)]
+        if len(found) > 1:
+            raise ValueError(
+                f"{len(found)} MultiStepTransforms are listed before HERTransform, which would sum sums: keep one."
+            )
+        return found[0] if found else None
 
     def check(self, replaced: set[NestedKey]) -> None:
         """Check that no transform undoes the work of another.

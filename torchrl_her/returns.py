@@ -89,6 +89,7 @@ class NStepReturn:
         self.keys = keys
         self.tells_ends = keys.terminated in reward.out_keys
         self.gamma = 1.0
+        self._rows: torch.Size | None = None
         self._last: tuple[np.ndarray, ...] = ()  # of each row, where it stands: outcome, trajectory id, done
 
     # Writing
@@ -99,29 +100,29 @@ class NStepReturn:
         Raises:
             ValueError: if its entries are not those of HERTransform.
         """
-        summed = {unravel_key(("next", key)) for key in multi_step.reward_keys}
+        summed = [unravel_key(("next", key)) for key in multi_step.reward_keys]
         ends = unravel_key(("next", multi_step.done_key))
         checks.check_n_step_entries(summed, self.keys.reward, ends, self.keys.done)
         self.gamma = multi_step.gamma
 
-    def check(self, written: Written) -> None:
-        """Check that each row of ``[rows, steps]`` transitions goes on where it stopped, or after an end.
+    def check(self, written: Written, batch: torch.Size) -> None:
+        """Check that each row of ``[*rows, steps]`` transitions goes on where it stopped, or after an end.
 
         Raises:
             ValueError: if a window would mix episodes.
         """
-        rows = int(written.begins.sum())
+        checks.check_same_rows(batch[:-1], self._rows)
+        rows = batch[:-1].numel()
         trajectory = np.zeros(len(written.done), np.int64) if written.trajectory is None else written.trajectory
         columns = (written.start, written.outcome, trajectory, written.done)
         start, outcome, trajectory, done = (column.reshape(rows, -1) for column in columns)
         before = self._last or (start[:, :1], trajectory[:, :1], done[:, :1])  # the first write follows itself
-        checks.check_as_many_rows(rows, len(before[0]))
         stood, was_in, ended = (
             np.concatenate((last, column[:, :-1]), axis=1)
             for last, column in zip(before, (outcome, trajectory, done), strict=True)
         )
         checks.check_one_lane_per_row((start == stood) & (trajectory == was_in) | ended)
-        self._last = outcome[:, -1:], trajectory[:, -1:], done[:, -1:]
+        self._rows, self._last = batch[:-1], (outcome[:, -1:], trajectory[:, -1:], done[:, -1:])
 
     def keep_flags(self, tensordict: TensorDictBase) -> None:
         """Write each step's flags once more, where ``MultiStepTransform`` takes them from a window's last step."""
@@ -224,7 +225,7 @@ def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     """Choose by transition, ``bool [*batch, 1]``, between entries ``[*batch, ...]``."""
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
-        relabelled = relabelled.view(*batch, *[1] * (stored.ndim - len(batch)))
+        relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
     if new.shape != stored.shape:  # new goals come with the batch dimensions flattened to one
         new = new.reshape(stored.shape)
     return torch.where(relabelled, new, stored)

@@ -170,7 +170,7 @@ class HERTransform(Transform):
             self._check_first_write(tensordict)
         if self._n_step_return is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
-            self._n_step_return.check(written)
+            self._n_step_return.check(written, batch)
         with self._lock:
             table = self._table_for(written.goals)
             tracked = self.tracker.track(written, first_episode=table.next_episode)
