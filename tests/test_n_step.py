@@ -1,0 +1,1325 @@
+"""n-step returns under the new goal, against an oracle in plain Python that keeps every lane in a list.
+
+Goals are ``(episode, cell)``: a goal tells which episode it is of. Where cells count the steps, it also tells the step;
+where they are few, episodes come back to them, so that new goals are reached on the way all the time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import tape
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.collectors import Collector, MultiAsyncCollector
+from torchrl.data import (
+    LazyTensorStorage,
+    MultiStep,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import Compose, MultiStepTransform, RewardScaling, SerialEnv
+from torchrl.modules import OneHotCategorical, ProbabilisticActor, QValueActor, TanhNormal
+from torchrl.objectives import (
+    CQLLoss,
+    CrossQLoss,
+    DDPGLoss,
+    DiscreteCQLLoss,
+    DiscreteIQLLoss,
+    DiscreteSACLoss,
+    DQNLoss,
+    IQLLoss,
+    REDQLoss,
+    SACLoss,
+    TD3Loss,
+    TQCLoss,
+)
+
+import torchrl_her
+from torchrl_her import EnvReward, GoalReward, HERTransform
+
+Goal = tuple[float, float]
+NEXT_FLAGS = [("next", "terminated"), ("next", "truncated"), ("next", "done")]
+
+
+def reward_of(achieved: Any, desired: Any) -> Any:
+    """A reward that tells pairs of goals apart, of tensors and of tuples."""
+    (episode, cell), (other, goal) = (x.unbind(-1) if isinstance(x, torch.Tensor) else x for x in (achieved, desired))
+    return 16 * cell - goal + 256 * (episode != other)
+
+
+def reached(achieved: Any, desired: Any) -> Any:
+    equal = achieved == desired
+    return equal.all(-1) if isinstance(equal, torch.Tensor) else equal
+
+
+# The oracle
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an environment."""
+
+    uid: int
+    trajectory: int
+    episode: int
+    at: int
+    start: Goal  # what was achieved before
+    outcome: Goal
+    desired: Goal
+    terminated: bool
+    truncated: bool
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+    @property
+    def observation(self) -> float:
+        return self.uid * 0.5
+
+    @property
+    def next_observation(self) -> float:
+        return self.uid * 0.5 + 0.25
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How environments run, and how what they do is written."""
+
+    n: int
+    gamma: float
+    lanes: int
+    chunk: int  # steps of each lane in a write
+    writes: int
+    episodes: tuple[tuple[int, str], ...]  # longest lengths and ends, which the lanes take in turn
+    cells: tuple[int, ...] | None = None  # the cells that episodes come by, over and over; by default none twice
+    layout: str = "[lanes, time]"
+    rows: int = 10_000  # of each lane in the storage
+    capacity: int = 100_000  # of the goal table
+    strategy: str = "future"
+    her_ratio: float = 1.0
+    tells_terminated: bool = True
+    first_publication: int = 64  # the design's number, written down a second time on purpose
+
+    def __iter__(self) -> Iterator[list[list[Step]]]:
+        """The writes: for each lane its next ``chunk`` steps."""
+        uids, numbers = itertools.count(), itertools.count()
+        lanes = [self._lane(lane, uids, numbers) for lane in range(self.lanes)]
+        for _ in range(self.writes):
+            yield [list(itertools.islice(lane, self.chunk)) for lane in lanes]
+
+    def _lane(self, lane: int, uids: Iterator[int], numbers: Iterator[int]) -> Iterator[Step]:
+        for trajectory in itertools.count(lane, self.lanes):
+            episode = next(numbers)
+            length, end = self.episodes[episode % len(self.episodes)]
+            cells = range(length + 1) if self.cells is None else list(itertools.islice(self._walk(episode), length + 1))
+            asked = -1 if self.cells is None else (*self.cells, -1)[episode % (len(self.cells) + 1)]
+            for at in range(length):
+                step = Step(
+                    uid=next(uids),
+                    trajectory=trajectory,
+                    episode=episode,
+                    at=at,
+                    start=(episode, cells[at]),
+                    outcome=(episode, cells[at + 1]),
+                    desired=(episode, asked),
+                    terminated=cells[at + 1] == asked or (at == length - 1 and end in ("terminated", "both")),
+                    truncated=at == length - 1 and end in ("truncated", "both"),
+                )
+                yield step
+                if step.done:
+                    break
+
+    def _walk(self, episode: int) -> Iterator[int]:
+        return itertools.islice(itertools.cycle(self.cells), episode, None)
+
+
+def expected_of(window: list[Step], goal: Goal | None, gamma: float, tells_terminated: bool = True) -> dict:
+    """What comes out of a window that was relabelled with a goal, or, with none, was not."""
+    total, count, stops = 0.0, 0, False
+    for step in window:
+        total += gamma**count * reward_of(step.outcome, goal or step.desired)
+        count += 1
+        if goal is not None and tells_terminated and reached(step.outcome, goal):
+            stops = True
+            break
+    first, last = window[0], window[-1]
+    terminated = last.terminated if goal is None or not tells_terminated else stops
+    truncated = last.truncated if count == len(window) else False
+    desired = goal or first.desired
+    return {
+        "uid": first.uid,
+        "observation": first.observation,
+        "achieved_goal": first.start,
+        "desired_goal": desired,
+        "steps_to_next_obs": count,
+        "gamma": gamma**count,
+        ("next", "observation"): last.next_observation,
+        ("next", "achieved_goal"): last.outcome,
+        ("next", "desired_goal"): desired,
+        ("next", "reward"): total,
+        ("next", "original_reward"): reward_of(first.outcome, desired),
+        ("next", "terminated"): terminated,
+        ("next", "truncated"): truncated,
+        ("next", "done"): terminated or truncated,
+    }
+
+
+@dataclass
+class Oracle:
+    """Every lane in a list, what an n-step transform has let out of it, and what of each episode is known."""
+
+    stream: Stream
+    n: int = 0
+    lanes: list[list[Step]] = field(default_factory=list)
+    windows: dict[int, list[Step]] = field(default_factory=dict)  # by the uid of the first step
+    episodes: dict[int, list[Step]] = field(default_factory=dict)
+    published: dict[int, int] = field(default_factory=dict)  # episode -> how many of its outcomes may be drawn
+    let_out: list[int] = field(default_factory=list)  # of each lane
+
+    def __post_init__(self):
+        self.n = self.stream.n
+        self.lanes = [[] for _ in range(self.stream.lanes)]
+        self.let_out = [0] * self.stream.lanes
+
+    def write(self, rows: list[list[Step]]) -> None:
+        for lane, (steps, new) in enumerate(zip(self.lanes, rows, strict=True)):
+            steps.extend(new)
+            for step in new:
+                self.episodes.setdefault(step.episode, []).append(step)
+            for episode in {step.episode for step in new}:
+                known = self.episodes[episode]
+                doubled = max(self.stream.first_publication, 2 * self.published.get(episode, 0))
+                if known[-1].done or len(known) >= doubled:
+                    self.published[episode] = len(known)
+            for first in range(self.let_out[lane], len(steps) - self.n):
+                window = steps[first : first + self.n]
+                ends = [index for index, step in enumerate(window) if step.done]
+                self.windows[steps[first].uid] = window[: ends[0] + 1] if ends else window
+                self.let_out[lane] = first + 1
+
+    def lose_what_is_held_back(self) -> None:
+        """What an n-step transform that starts afresh makes of the lanes."""
+        self.let_out = [len(steps) for steps in self.lanes]
+
+    def end_episodes(self) -> None:
+        self.published = {episode: len(steps) for episode, steps in self.episodes.items()}
+
+    def allowed_goals(self, window: list[Step]) -> list[Goal]:
+        """The goals that the strategy may draw for a window, all of whose outcomes are known."""
+        first, last = window[0], window[-1]
+        length = self.published.get(first.episode, 0)
+        if last.at >= length:
+            return []
+        steps = {
+            "future": range(first.at, length),
+            "final": [length - 1],
+            "episode": range(length),
+            "random": range(length),
+        }[self.stream.strategy]
+        if self.stream.strategy == "random":
+            return [step.outcome for episode, end in self.published.items() for step in self.episodes[episode][:end]]
+        return [self.episodes[first.episode][at].outcome for at in steps]
+
+    def check(self, sample: TensorDictBase) -> Counter:
+        """Check transitions ``[*batch]`` one by one, and count the kinds of them that there were."""
+        count: Counter = Counter()
+        for row in rows_of(sample):
+            relabelled = row.pop(("hindsight", "relabelled"))
+            window = self.windows[row["uid"]]
+            goal = row["desired_goal"] if relabelled else None
+            assert row == expected(window, goal, self.stream), f"{'relabelled' if relabelled else 'original'} {window}"
+            allowed = self.allowed_goals(window)
+            if relabelled:
+                assert goal in allowed, f"{window} was given the goal {goal}"
+            elif self.stream.her_ratio == 1.0 and self.stream.capacity >= 10_000:
+                assert not allowed, f"{window} was not relabelled"
+            count[kind_of(goal, row)] += 1
+            count["relabelled" if relabelled else "original"] += 1
+        return count
+
+
+def expected(window: list[Step], goal: Goal | None, stream: Stream) -> dict:
+    """What `expected_of` says, with sums that need not be equal to the last bit."""
+    row = expected_of(window, goal, stream.gamma, stream.tells_terminated)
+    for key in ("gamma", ("next", "reward")):
+        row[key] = pytest.approx(row[key], rel=1e-5, abs=1e-3 if key != "gamma" else 1e-6)
+    return row
+
+
+def kind_of(goal: Goal | None, row: dict) -> str:
+    """Which of the cases a transition is, told from the oracle's side of it."""
+    whose = "original" if goal is None else "new goal"
+    if row["next", "terminated"]:
+        if row["steps_to_next_obs"] == 1:
+            return f"{whose}: terminated at once"
+        return f"{whose}: terminated {'and truncated' if row['next', 'truncated'] else 'on the way'}"
+    return f"{whose}: {'truncated' if row['next', 'truncated'] else 'goes on'}"
+
+
+CASES = ("goes on", "truncated", "terminated at once", "terminated on the way", "terminated and truncated")
+
+
+def missing(count: Counter, whose: tuple[str, ...] = ("original", "new goal"), strategy: str = "future") -> set[str]:
+    """The cases that did not come up."""
+    cases = {f"{who}: {case}" for who in whose for case in CASES}
+    if strategy in ("future", "final"):  # a goal that is ahead is reached before the episode ends
+        cases -= {"new goal: truncated"}
+    return cases - {case for case, times in count.items() if times}
+
+
+KEYS = list(expected_of([Step(0, 0, 0, 0, (0, 0), (0, 1), (0, 2), False, False)], None, 1.0))
+
+
+def rows_of(sample: TensorDictBase) -> list[dict]:
+    """Transitions as dictionaries; goals are tuples, all else numbers."""
+    rows = sample.reshape(-1)
+    columns = {}
+    for key in [*KEYS, ("hindsight", "relabelled")]:
+        values = rows[key].reshape(len(rows), -1).tolist()
+        columns[key] = [tuple(value) if len(value) > 1 else value[0] for value in values]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+# Writing
+
+
+def make_tensordict(steps: list[Step], with_ids: bool = True) -> TensorDict:
+    def column(values: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype).reshape(len(steps), -1)
+
+    data = TensorDict(
+        {
+            "uid": column((step.uid for step in steps), torch.int64).squeeze(-1),
+            "observation": column(step.observation for step in steps),
+            "action": torch.eye(2)[[step.uid % 2 for step in steps]],
+            "achieved_goal": column(step.start for step in steps),
+            "desired_goal": column(step.desired for step in steps),
+            "next": {
+                "observation": column(step.next_observation for step in steps),
+                "achieved_goal": column(step.outcome for step in steps),
+                "desired_goal": column(step.desired for step in steps),
+                "reward": column(reward_of(step.outcome, step.desired) for step in steps),
+                "terminated": column((step.terminated for step in steps), torch.bool),
+                "truncated": column((step.truncated for step in steps), torch.bool),
+                "done": column((step.done for step in steps), torch.bool),
+            },
+        },
+        batch_size=len(steps),
+    )
+    if with_ids:
+        data["collector", "traj_ids"] = torch.tensor([step.trajectory for step in steps])
+    return data
+
+
+def make_transform(stream: Stream, **kwargs: Any) -> Compose:
+    reward = GoalReward(reward_of, terminated_fn=reached if stream.tells_terminated else None)
+    arguments = {"strategy": stream.strategy, "her_ratio": stream.her_ratio, "capacity": stream.capacity} | kwargs
+    return Compose(MultiStepTransform(stream.n, stream.gamma), HERTransform(reward, **arguments))
+
+
+def make_buffer(stream: Stream, transform: Any = None, kind: Any = ReplayBuffer, **kwargs: Any) -> ReplayBuffer:
+    ndim = 2 if stream.layout.startswith("[lanes") else 1
+    storage = LazyTensorStorage(stream.rows * stream.lanes, ndim=ndim)
+    transform = make_transform(stream) if transform is None else transform
+    return kind(storage=storage, transform=transform, **kwargs)
+
+
+def write(rb: ReplayBuffer, lanes: list[list[Step]], layout: str) -> None:
+    steps = list(itertools.chain(*lanes))
+    data = make_tensordict(steps, with_ids="ids" in layout)
+    if layout.startswith("[lanes"):
+        rb.extend(data.reshape(len(lanes), -1))
+    elif layout.startswith("[time"):
+        rb.extend(data)
+    else:
+        for row in data.unbind(0):
+            rb.add(row)
+
+
+def filled(stream: Stream, **kwargs: Any) -> tuple[ReplayBuffer, Oracle]:
+    rb, oracle = make_buffer(stream, **kwargs), Oracle(stream)
+    for lanes in stream:
+        write(rb, lanes, stream.layout)
+        oracle.write(lanes)
+    return rb, oracle
+
+
+def sample_of(rb: ReplayBuffer, count: int = 2_000) -> TensorDictBase:
+    torch.manual_seed(0)
+    return rb.sample(count)
+
+
+WALK = Stream(
+    n=3,
+    gamma=0.9,
+    lanes=3,
+    chunk=7,
+    writes=30,
+    episodes=((7, "truncated"), (4, "terminated"), (9, "both"), (1, "truncated")),
+    cells=(0, 1, 0, 2, 3, 1, 1, 2),
+    layout="[lanes, time] with ids",
+    her_ratio=0.8,
+)
+
+
+# The oracle itself
+
+
+def hand_made(*outcomes: int, asked: int = 9, end: str = "truncated") -> list[Step]:
+    cells = [0, *outcomes]
+    return [
+        Step(at, 0, 0, at, (0, cells[at]), (0, cells[at + 1]), (0, asked), end == "terminated" and last, not_terminated)
+        for at in range(len(outcomes))
+        for last in [at == len(outcomes) - 1]
+        for not_terminated in [end == "truncated" and last]
+    ]
+
+
+BY_HAND = {
+    # outcomes 1, 2, 3 and the goal 9: 16 * cell - goal = 7, 23, 39
+    "original": (hand_made(1, 2, 3, end=""), None, 7 + 0.5 * 23 + 0.25 * 39, 3, False, False),
+    "original, truncated": (hand_made(1, 2), None, 7 + 0.5 * 23, 2, False, True),
+    "original, terminated": (hand_made(1, 2, end="terminated"), None, 7 + 0.5 * 23, 2, True, False),
+    "reached at once": (hand_made(1, 2, 3), (0, 1), 15, 1, True, False),
+    "reached on the way": (hand_made(1, 2, 3), (0, 2), 14 + 0.5 * 30, 2, True, False),
+    "reached twice": (hand_made(1, 2, 1), (0, 1), 15, 1, True, False),
+    "reached at a truncation": (hand_made(1, 2, 3), (0, 3), 13 + 0.5 * 29 + 0.25 * 45, 3, True, True),
+    "not reached": (hand_made(1, 2, 3), (0, 4), 12 + 0.5 * 28 + 0.25 * 44, 3, False, True),
+    "the old goal's end does not end it": (
+        hand_made(1, 2, end="terminated"),
+        (0, 4),
+        12 + 0.5 * 28,
+        2,
+        False,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_oracle_agrees_with_sums_by_hand(name):
+    window, goal, reward, steps, terminated, truncated = BY_HAND[name]
+    row = expected_of(window, goal, 0.5)
+    assert row["next", "reward"] == reward
+    assert (row["steps_to_next_obs"], row["gamma"]) == (steps, 0.5**steps)
+    assert [row[key] for key in NEXT_FLAGS] == [terminated, truncated, terminated or truncated]
+
+
+# However the data arrives
+
+
+@st.composite
+def streams(draw):
+    ends = st.sampled_from(["terminated", "truncated", "both"])
+    cells = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=2, max_size=9).map(tuple))
+    layout = draw(st.sampled_from(["[lanes, time]", "[lanes, time] with ids", "[time]", "[time] with ids", "add"]))
+    return Stream(
+        n=draw(st.integers(1, 5)),
+        gamma=draw(st.sampled_from([0.9, 0.5, 1.0, 0.0])),
+        lanes=draw(st.integers(1, 4)) if layout.startswith("[lanes") else 1,
+        chunk=draw(st.integers(1, 9)),
+        writes=draw(st.integers(1, 12)),
+        episodes=tuple(draw(st.lists(st.tuples(st.integers(1, 12), ends), min_size=1, max_size=6))),
+        cells=draw(cells),
+        layout=layout,
+        rows=draw(st.sampled_from([10, 17, 10_000])),
+        capacity=draw(st.sampled_from([15, 40, 100_000, 100_000])),
+        strategy=draw(st.sampled_from(["future", "future", "final", "episode", "random"])),
+        her_ratio=draw(st.sampled_from([1.0, 1.0, 0.5])),
+        tells_terminated=draw(st.sampled_from([True, True, False])),
+        first_publication=draw(st.sampled_from([3, 64])),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*left the goal table")
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(streams())
+def test_however_the_data_arrives_returns_and_flags_are_those_of_the_new_goal(stream):
+    rb, oracle = make_buffer(stream), Oracle(stream)
+    with mock.patch.object(torchrl_her.episodes, "FIRST_PUBLICATION", stream.first_publication):
+        for lanes in stream:
+            write(rb, lanes, stream.layout)
+            oracle.write(lanes)
+            assert len(rb) == min(len(oracle.windows), stream.rows * stream.lanes)
+            if not len(rb):
+                continue
+            stored = rb.storage[:].clone()
+            oracle.check(rb.sample(32))
+            oracle.check(rb[:])
+            assert (rb.storage[:] == stored).all(), "sampling changed what is stored"
+            newest = sorted(oracle.windows)[-1]
+            assert newest in rb.storage[:]["uid"], "the last transition that came out of the window is not stored"
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer, "prioritized"])
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_every_case_comes_up_and_is_right_in_a_buffer_that_wrapped_many_times(kind, strategy):
+    if kind == "prioritized":
+        kind = functools.partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5)
+    stream = Stream(**(vars(WALK) | {"rows": 40, "strategy": strategy}))
+    rb, oracle = filled(stream, kind=kind)
+    count = oracle.check(sample_of(rb))
+    # At random, a goal is seldom one of the own episode's.
+    assert not missing(count, ("original",) if strategy == "random" else ("original", "new goal"), strategy)
+    assert 0.7 < count["relabelled"] / (count["relabelled"] + count["original"]) < 0.85
+
+
+def test_goals_are_drawn_uniformly_from_the_transitions_own_step_on():
+    stream = Stream(n=3, gamma=0.9, lanes=1, chunk=20, writes=1, episodes=((6, "truncated"),), layout="[time]")
+    rb, _ = filled(stream)
+    rows = rows_of(sample_of(rb, 28_000))
+    for at in range(6):  # of the first episode
+        drawn = Counter(row["desired_goal"][1] - 1 for row in rows if row["uid"] == at)
+        assert sorted(drawn) == list(range(at, 6))
+        share = drawn.total() / (6 - at)
+        assert all(abs(times - share) < 5 * share**0.5 for times in drawn.values())
+
+
+def test_more_than_two_dimensions_of_lanes_are_as_good_as_one():
+    stream = Stream(**(vars(WALK) | {"lanes": 4, "layout": "[lanes, time]"}))
+    oracle = Oracle(stream)
+    rb = ReplayBuffer(storage=LazyTensorStorage(100_000, ndim=3), transform=make_transform(stream))
+    for lanes in stream:
+        rb.extend(make_tensordict(list(itertools.chain(*lanes)), with_ids=False).reshape(2, 2, -1))
+        oracle.write(lanes)
+    count = oracle.check(rb[:])
+    assert not missing(count)
+    assert rb[:]["next", "reward"].shape == (2, 2, len(oracle.windows) // 4, 1)
+
+
+def test_one_transition_can_be_read_by_its_index():
+    rb, oracle = filled(Stream(**(vars(WALK) | {"lanes": 1, "layout": "[time]"})))
+    count: Counter = Counter()
+    for index in range(50):
+        count += oracle.check(rb[index].unsqueeze(0))
+    assert 30 < count["relabelled"] < 50
+
+
+def test_the_window_can_be_changed_while_writing():
+    oracle = Oracle(WALK)
+    rb = make_buffer(WALK)
+    for number, lanes in enumerate(WALK):
+        rb.transform[0].n_steps = oracle.n = (3, 5, 2)[number % 3]
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    assert len(rb) == len(oracle.windows)
+    count = oracle.check(sample_of(rb))
+    assert not missing(count)
+
+
+@pytest.mark.parametrize("max_steps", [2, 3, 5, 8])
+def test_a_window_over_the_end_that_max_episode_steps_sets_is_not_relabelled(max_steps):
+    stream = Stream(n=3, gamma=0.9, lanes=1, chunk=10, writes=6, episodes=((1000, ""),), layout="[time]")
+    rb, oracle = filled(stream, transform=make_transform(stream, max_episode_steps=max_steps))
+    for row in rows_of(rb[:]):
+        window = oracle.windows[row["uid"]]
+        first, last = window[0].at, window[-1].at
+        is_cut = first // max_steps != last // max_steps
+        relabelled = row.pop(("hindsight", "relabelled"))
+        assert relabelled == (not is_cut and last < 60 // max_steps * max_steps)
+        goal = row["desired_goal"] if relabelled else None
+        assert row == expected(window, goal, stream)
+        if goal:
+            assert first < goal[1] <= (first // max_steps + 1) * max_steps
+
+
+def test_long_episodes_are_relabelled_while_they_run_as_far_as_their_windows_are_known():
+    stream = Stream(n=5, gamma=0.9, lanes=2, chunk=10, writes=15, episodes=((1000, ""),))
+    rb, oracle = make_buffer(stream), Oracle(stream)
+    relabelled = []
+    for lanes in stream:
+        write(rb, lanes, stream.layout)
+        oracle.write(lanes)
+        oracle.check(rb[:])
+        relabelled.append(int(rb[:]["hindsight", "relabelled"].sum()) // 2)
+    # With 70 steps all are known, of which the n-step transform holds five back. Of the next sixty steps, none is
+    # known: the 66 windows of five steps that lie in the first 70. With 140 all are known again.
+    assert relabelled == [0] * 6 + [65] + [66] * 6 + [135, 136]
+
+
+@pytest.mark.parametrize("without", [["truncated"], ["truncated", "terminated"]])
+def test_flags_that_the_data_does_not_have_are_not_needed(without):
+    stream = Stream(**(vars(WALK) | {"tells_terminated": "terminated" not in without}))
+    rb, oracle = make_buffer(stream, kind=TensorDictReplayBuffer), Oracle(stream)
+    for lanes in stream:
+        data = make_tensordict(list(itertools.chain(*lanes)), with_ids=False).reshape(len(lanes), -1)
+        rb.extend(data.exclude(*(("next", name) for name in without)))
+        oracle.write(lanes)
+    batch = sample_of(rb)
+    relabelled = batch["hindsight", "relabelled"].flatten().tolist()
+    done, reward = batch["next", "done"].flatten().tolist(), batch["next", "reward"].flatten().tolist()
+    goals = [tuple(goal) for goal in batch["desired_goal"].tolist()]
+    for index, uid in enumerate(batch["uid"].tolist()):
+        window = oracle.windows[uid]
+        row = expected(window, goals[index] if relabelled[index] else None, stream)
+        if relabelled[index] and stream.tells_terminated:
+            assert done[index] == row["next", "terminated"]  # as for single steps: that is all there is to be told
+        else:
+            assert done[index] == window[-1].done
+        assert reward[index] == row["next", "reward"]
+
+
+def test_keys_can_have_other_names():
+    stream = WALK
+    names = {"reward": ("agent", "return"), "done": ("agent", "done")}
+    transform = Compose(
+        MultiStepTransform(
+            stream.n,
+            stream.gamma,
+            reward_keys=[names["reward"]],
+            done_key=names["done"],
+            done_keys=[("agent", flag) for flag in ("done", "terminated", "truncated")],
+        ),
+        HERTransform(
+            GoalReward(reward_of, terminated_fn=reached),
+            reward_key=names["reward"],
+            done_key=names["done"],
+            achieved_goal_key=("goals", "achieved"),
+            desired_goal_key=("goals", "desired"),
+            trajectory_key="lane",
+            capacity=1000,
+        ),
+    )
+    renamed = {
+        "achieved_goal": ("goals", "achieved"),
+        "desired_goal": ("goals", "desired"),
+        ("next", "achieved_goal"): ("next", "goals", "achieved"),
+        ("next", "desired_goal"): ("next", "goals", "desired"),
+        ("next", "reward"): ("next", "agent", "return"),
+        ("next", "done"): ("next", "agent", "done"),
+        ("next", "terminated"): ("next", "agent", "terminated"),
+        ("next", "truncated"): ("next", "agent", "truncated"),
+        ("collector", "traj_ids"): "lane",
+    }
+    rb, oracle = make_buffer(stream, transform), Oracle(stream)
+    for lanes in stream:
+        data = make_tensordict(list(itertools.chain(*lanes))).reshape(len(lanes), -1)
+        for old, new in renamed.items():
+            data.rename_key_(old, new)
+        rb.extend(data)
+        oracle.write(lanes)
+    batch = sample_of(rb)
+    for old, new in renamed.items():
+        batch.rename_key_(new, old)
+    count = oracle.check(batch)
+    assert not missing(count)
+
+
+@pytest.mark.parametrize("done_keys", [["done"], ["terminated", "truncated"], []])
+def test_whichever_flags_torchrls_transform_leaves_alone_they_are_right(done_keys):
+    transform = Compose(MultiStepTransform(WALK.n, WALK.gamma, done_keys=done_keys), *make_transform(WALK)[1:])
+    rb, oracle = filled(WALK, transform=transform)
+    assert not missing(oracle.check(sample_of(rb)))
+
+
+def test_transforms_after_it_see_the_return_of_the_new_goal():
+    scale = RewardScaling(loc=0.0, scale=2.0, in_keys=[("next", "reward")], out_keys=["scaled"])
+    rb, oracle = filled(WALK, transform=Compose(*make_transform(WALK), scale))
+    batch = sample_of(rb)
+    assert not missing(oracle.check(batch))
+    torch.testing.assert_close(batch["scaled"], 2 * batch["next", "reward"])
+
+
+def test_goal_fn_maps_each_outcome_on_the_way_once():
+    """What is achieved are states, ``(cell, episode, more)``: to map a goal again would swap it back."""
+    stream = WALK
+    transform = make_transform(stream, goal_fn=lambda state: state[..., [1, 0]])
+    rb, oracle = make_buffer(stream, transform), Oracle(stream)
+    achieved = ["achieved_goal", ("next", "achieved_goal")]
+    for lanes in stream:
+        data = make_tensordict(list(itertools.chain(*lanes))).reshape(len(lanes), -1)
+        for key in achieved:
+            data[key] = torch.cat([data[key].flip(-1), data[key].sum(-1, keepdim=True)], -1)
+        rb.extend(data)
+        oracle.write(lanes)
+    batch = sample_of(rb)
+    for key in achieved:
+        batch[key] = batch[key][..., [1, 0]]
+    count = oracle.check(batch)
+    assert not missing(count)
+
+
+def test_a_module_that_reads_goals_alone_is_as_good_as_a_function():
+    module = TensorDictModule(
+        lambda achieved, desired: (
+            reward_of(achieved, desired).float().unsqueeze(-1),
+            reached(achieved, desired).unsqueeze(-1),
+        ),
+        in_keys=[("next", "achieved_goal"), "desired_goal"],
+        out_keys=[("next", "reward"), ("next", "terminated")],
+    )
+    transform = Compose(MultiStepTransform(WALK.n, WALK.gamma), HERTransform(module, capacity=1000))
+    rb, oracle = filled(WALK, transform=transform)
+    count = oracle.check(sample_of(rb))
+    assert not missing(count)
+
+
+def test_appended_one_after_the_other_they_work_as_composed():
+    composed = make_transform(WALK)
+    rb = ReplayBuffer(storage=LazyTensorStorage(10_000, ndim=2))
+    for transform in list(composed):
+        rb.append_transform(transform.clone() if transform is composed[0] else copy.deepcopy(transform))
+    oracle = Oracle(WALK)
+    for lanes in WALK:
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    count = oracle.check(sample_of(rb))
+    assert not missing(count)
+
+
+# What TorchRL's own transform makes of it
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_without_hindsight_only_the_flags_differ_from_torchrls_transform(n):
+    """Which also shows the oracle's rewards and windows to be TorchRL's."""
+    stream = Stream(**(vars(WALK) | {"her_ratio": 0.0, "n": n, "rows": 40}))
+    rb, oracle = filled(stream)
+    plain, _ = filled(stream, transform=MultiStepTransform(stream.n, stream.gamma))
+    ours, theirs = rb[:], plain[:]
+    for key in theirs.keys(include_nested=True, leaves_only=True):
+        if key not in NEXT_FLAGS:
+            assert (ours[key] == theirs[key]).all(), key
+    count = oracle.check(ours)
+    assert count["relabelled"] == 0
+    wrong = [key for key in NEXT_FLAGS if (ours[key] != theirs[key]).any()]
+    assert wrong == ([] if n == 1 else NEXT_FLAGS)
+
+
+# The target that the loss computes
+
+NETWORK_KEYS = ["observation", "desired_goal"]
+LOSS_GAMMA = 0.95
+
+
+def value_of(observation: Any, goal: Any) -> Any:
+    """The value of a state: the next one's alone decides where the target stands."""
+    return 0.7 * observation - 0.3 * goal[0] + 20 * goal[1]
+
+
+class Value(nn.Module):
+    """`value_of`, less ``slope`` for each action after the first; it depends on no other parameter."""
+
+    def __init__(self, outputs: int = 1, slope: float = 0.0):
+        super().__init__()
+        self.below = slope * torch.arange(outputs)
+        self.parameter = nn.Parameter(torch.zeros(1))  # losses look for one
+
+    def forward(self, observation, goal, action=None):
+        return value_of(observation, goal.unsqueeze(-2).unbind(-1)) - self.below + 0 * self.parameter
+
+
+class Actor(nn.Module):
+    """A policy, of which the values do not depend."""
+
+    def __init__(self, outputs: int, last: nn.Module):
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, outputs), last
+
+    def forward(self, observation, goal):
+        return self.last(self.linear(torch.cat([observation / 100, goal], -1)))
+
+
+def deterministic() -> TensorDictModule:
+    return TensorDictModule(Actor(2, nn.Tanh()), in_keys=NETWORK_KEYS, out_keys=["action"])
+
+
+def stochastic() -> ProbabilisticActor:
+    module = TensorDictModule(Actor(4, NormalParamExtractor()), in_keys=NETWORK_KEYS, out_keys=["loc", "scale"])
+    return ProbabilisticActor(module, in_keys=["loc", "scale"], distribution_class=TanhNormal, return_log_prob=True)
+
+
+def categorical() -> ProbabilisticActor:
+    module = TensorDictModule(Actor(2, nn.Identity()), in_keys=NETWORK_KEYS, out_keys=["logits"])
+    return ProbabilisticActor(module, in_keys=["logits"], distribution_class=OneHotCategorical, return_log_prob=True)
+
+
+def critic(outputs: int = 1, out_key: str = "state_action_value", action: bool = True) -> TensorDictModule:
+    keys = [*NETWORK_KEYS, "action"] if action else NETWORK_KEYS
+    return TensorDictModule(Value(outputs), in_keys=keys, out_keys=[out_key])
+
+
+def greedy() -> QValueActor:
+    return QValueActor(Value(2, slope=1.0), in_keys=NETWORK_KEYS, action_space="one-hot")
+
+
+SOFT = {"alpha_init": 1e-30, "fixed_alpha": True, "target_entropy": -2.0}  # the entropy's share is nothing
+LOSSES = {
+    "DQN": lambda: DQNLoss(greedy(), action_space="one-hot", delay_value=True),
+    "double DQN": lambda: DQNLoss(greedy(), action_space="one-hot", delay_value=True, double_dqn=True),
+    "DDPG": lambda: DDPGLoss(deterministic(), critic(), delay_actor=True, delay_value=True),
+    "TD3": lambda: TD3Loss(deterministic(), critic(), bounds=(-1.0, 1.0)),
+    "SAC": lambda: SACLoss(stochastic(), critic(), **SOFT),
+    "discrete SAC": lambda: DiscreteSACLoss(
+        categorical(), critic(2, "action_value", action=False), action_space="one-hot", num_actions=2, **SOFT
+    ),
+    "TQC": lambda: TQCLoss(stochastic(), critic(5), **SOFT),
+    "CrossQ": lambda: CrossQLoss(stochastic(), critic(), **SOFT),
+    "CQL": lambda: CQLLoss(stochastic(), critic(), **SOFT),
+    "discrete CQL": lambda: DiscreteCQLLoss(greedy(), action_space="one-hot"),
+}
+LOSSES_THAT_IGNORE_THE_WINDOW = {
+    "REDQ": lambda: REDQLoss(stochastic(), critic(), min_alpha=1e-30, **SOFT),
+    "IQL": lambda: IQLLoss(stochastic(), critic(), critic(1, "state_value", action=False)),
+    "discrete IQL": lambda: DiscreteIQLLoss(
+        categorical(), critic(2, action=False), critic(1, "state_value", action=False), action_space="one-hot"
+    ),
+}
+
+
+def targets_of(loss: nn.Module, batch: TensorDictBase) -> list[float]:
+    """The targets that a loss computes on its way, recorded where it does."""
+    loss.make_value_estimator(gamma=LOSS_GAMMA)
+    estimate, recorded = loss.value_estimator.value_estimate, []
+
+    def record(*args, **kwargs):
+        recorded.append(estimate(*args, **kwargs))
+        return recorded[-1]
+
+    with mock.patch.object(loss.value_estimator, "value_estimate", record):
+        loss(batch)
+    (targets,) = recorded
+    targets = targets.reshape(len(batch), -1)
+    assert (targets == targets[:, :1]).all()  # the quantiles of TQC
+    return targets[:, 0].tolist()
+
+
+def count_targets(oracle: Oracle, loss: nn.Module, batch: TensorDictBase) -> tuple[Counter, Counter]:
+    """Count by kind the targets of a loss that are the oracle's, and those that are not."""
+    relabelled = batch.get(("hindsight", "relabelled"), torch.zeros(len(batch), 1, dtype=torch.bool)).flatten().tolist()
+    goals = [tuple(goal) for goal in batch["desired_goal"].tolist()]
+    right, wrong = Counter(), Counter()
+    for index, target in enumerate(targets_of(loss, batch.clone())):
+        goal = goals[index] if relabelled[index] else None
+        window = oracle.windows[int(batch["uid"][index])]
+        row = expected_of(window, goal, oracle.stream.gamma)
+        bootstrap = 0 if row["next", "terminated"] else LOSS_GAMMA ** row["steps_to_next_obs"]
+        due = row["next", "reward"] + bootstrap * value_of(row["next", "observation"], row["desired_goal"])
+        (right if target == pytest.approx(due, rel=1e-4, abs=1e-2) else wrong)[kind_of(goal, row)] += 1
+    return right, wrong
+
+
+@functools.cache
+def batch_for_losses(hindsight: bool) -> tuple[Oracle, TensorDictBase]:
+    transform = None if hindsight else MultiStepTransform(WALK.n, WALK.gamma)
+    rb, oracle = filled(WALK, transform=transform, kind=TensorDictReplayBuffer)
+    return oracle, sample_of(rb, 1_000)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_target_that_a_loss_computes_is_the_n_step_target_of_the_returned_goal(name):
+    oracle, batch = batch_for_losses(hindsight=True)
+    right, wrong = count_targets(oracle, LOSSES[name](), batch)
+    assert not wrong
+    assert not missing(right)
+
+
+def test_with_torchrls_transform_alone_the_loss_bootstraps_through_terminations_inside_the_window():
+    """Why the flags of transitions that are not relabelled are put right, too."""
+    oracle, batch = batch_for_losses(hindsight=False)
+    right, wrong = count_targets(oracle, LOSSES["DQN"](), batch)
+    assert set(wrong) == {"original: terminated on the way", "original: terminated and truncated"}
+    assert not set(wrong) & set(right)
+    assert not missing(right + wrong, ("original",))
+
+
+@pytest.mark.parametrize("name", LOSSES_THAT_IGNORE_THE_WINDOW)
+def test_losses_that_ignore_the_window_discount_the_next_value_as_if_it_were_one_step_away(name):
+    """TorchRL's own: the same with windows that it made alone. If this fails, the losses can be used."""
+    oracle, batch = batch_for_losses(hindsight=False)
+    next_value = value_of(batch["next", "observation"], batch["next", "desired_goal"].unsqueeze(-2).unbind(-1))
+    one_step = batch["next", "reward"] + LOSS_GAMMA * next_value * ~batch["next", "terminated"]
+    assert (batch["steps_to_next_obs"] > 1).any()
+    targets = targets_of(LOSSES_THAT_IGNORE_THE_WINDOW[name](), batch.clone())
+    torch.testing.assert_close(torch.tensor(targets), one_step.squeeze(-1), rtol=1e-4, atol=1e-2)
+    _, wrong = count_targets(oracle, LOSSES_THAT_IGNORE_THE_WINDOW[name](), batch)
+    assert wrong["original: goes on"] > 0
+
+
+# Real environments and collectors
+
+
+def check_tape(batch: TensorDictBase, n: int, gamma: float) -> Counter:
+    """Check windows of `tape.Tape`, whose goals and observations are ``(environment, episode, state)``."""
+    assert gamma == 0.5, "with halves and whole numbers sums are exact"
+    rows = batch.reshape(-1)
+    keys = [*KEYS[1:], ("hindsight", "relabelled")]
+    columns = {key: rows[key].reshape(len(rows), -1).tolist() for key in keys}
+    count: Counter = Counter()
+    for index in range(len(rows)):
+        row = {key: columns[key][index] for key in keys}
+        number, episode, state = row["observation"]
+        length = tape.length_of(int(number), int(episode))
+        steps = int(min(n, length - state))
+        relabelled, goal = row["hindsight", "relabelled"][0], row["desired_goal"]
+        asked = [number, episode, tape.ASKED]
+        assert goal == [number, episode, goal[-1]]
+        assert state < goal[-1] <= length if relabelled else goal == asked
+        rewards = []
+        for later in range(1, steps + 1):
+            outcome = [number, episode, state + later]
+            rewards.append(sum(int(w) * (a - 2 * g) for w, a, g in zip(tape.WEIGHTS, outcome, goal, strict=True)))
+            if outcome == goal:
+                break
+        stops = relabelled and outcome == goal
+        at_end = state + steps == length
+        terminated = stops if relabelled else at_end and episode % 2 == 0
+        truncated = at_end and episode % 2 == 1 and len(rewards) == steps
+        last = [number, episode, state + steps]
+        assert row == {
+            "observation": row["observation"],
+            "achieved_goal": row["observation"],
+            "desired_goal": goal,
+            "steps_to_next_obs": [len(rewards)],
+            "gamma": [gamma ** len(rewards)],
+            ("next", "observation"): last,
+            ("next", "achieved_goal"): last,
+            ("next", "desired_goal"): goal,
+            ("next", "reward"): [sum(gamma**i * reward for i, reward in enumerate(rewards))],
+            ("next", "original_reward"): rewards[:1],
+            ("next", "terminated"): [terminated],
+            ("next", "truncated"): [truncated],
+            ("next", "done"): [terminated or truncated],
+            ("hindsight", "relabelled"): [relabelled],
+        }
+        count["relabelled" if relabelled else "original"] += 1
+        count["reached on the way"] += stops and len(rewards) > 1
+        count["sampled"] += 1
+    return count
+
+
+def tape_transform(n: int = 3, **kwargs: Any) -> Compose:
+    reward = EnvReward(functools.partial(tape.make_tape, 0))
+    return Compose(MultiStepTransform(n, 0.5), HERTransform(reward, **({"capacity": 10_000} | kwargs)))
+
+
+def serial(count: int) -> SerialEnv:
+    return SerialEnv(count, [functools.partial(tape.make_tape, number) for number in range(count)])
+
+
+@pytest.mark.parametrize("frames", [6, 60])  # less than the window and more
+@pytest.mark.parametrize("how", ["yields", "writes"])
+def test_what_a_collector_of_a_batch_of_environments_makes_is_right(how, frames):
+    rb = ReplayBuffer(storage=LazyTensorStorage(600, ndim=2), transform=tape_transform(), batch_size=600)
+    direct = {"replay_buffer": rb} if how == "writes" else {}
+    collector = Collector(serial(3), frames_per_batch=frames, total_frames=960, **direct)
+    for data in collector:
+        if how == "yields":
+            rb.extend(data)
+    collector.shutdown()
+    assert len(rb) == 600
+    count = check_tape(rb.sample(), n=3, gamma=0.5)
+    assert 0.7 < count["relabelled"] / count["sampled"] < 0.85
+    assert count["reached on the way"] > 50
+
+
+@pytest.mark.parametrize("how", ["yields", "writes", "adds"])
+def test_a_collector_of_one_environment_is_right(how):
+    kind = ReplayBuffer if how == "adds" else TensorDictReplayBuffer
+    rb = kind(storage=LazyTensorStorage(400), transform=tape_transform(), batch_size=600)
+    direct = {"replay_buffer": rb} if how == "writes" else {}
+    collector = Collector(tape.make_tape(1), frames_per_batch=20, total_frames=600, **direct)
+    for data in collector:
+        if how == "yields":
+            rb.extend(data)
+        elif how == "adds":
+            for row in data.unbind(0):
+                rb.add(row)
+    collector.shutdown()
+    assert len(rb) == 400
+    count = check_tape(rb.sample(), n=3, gamma=0.5)
+    assert 0.7 < count["relabelled"] / count["sampled"] < 0.85
+    assert count["reached on the way"] > 50
+
+
+def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own():
+    spec = tape.make_tape().observation_spec["achieved_goal"]
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(2000, shared_init=True),
+        transform=tape_transform(goal_spec=spec),
+        shared=True,
+        batch_size=500,
+    )
+    workers = [functools.partial(tape.make_tape, number) for number in range(2)]
+    collector = MultiAsyncCollector(workers, frames_per_batch=100, total_frames=1500, replay_buffer=rb)
+    for _ in collector:
+        pass
+    collector.shutdown()
+    batch = rb.sample()
+    count = check_tape(batch, n=3, gamma=0.5)
+    assert len(batch["observation"][:, 0].unique()) == 2
+    assert 0.7 < count["relabelled"] / count["sampled"] < 0.85
+    assert count["reached on the way"] > 50
+
+
+@pytest.mark.parametrize("transform", [lambda: MultiStepTransform(3, 0.5), tape_transform], ids=["plain", "hindsight"])
+def test_a_shared_buffer_that_its_processes_do_not_set_up_is_beyond_torchrls_transform(transform):
+    """The transition that TorchRL sets the storage up with is held back."""
+    spec = tape.make_tape().observation_spec["achieved_goal"]
+    transform = transform(goal_spec=spec) if transform is tape_transform else transform()
+    rb = ReplayBuffer(storage=LazyTensorStorage(2000), transform=transform, shared=True)
+    with pytest.raises(RuntimeError, match="if it has not been initialized yet"):
+        MultiAsyncCollector([tape.make_tape] * 2, frames_per_batch=100, total_frames=1500, replay_buffer=rb)
+
+
+# Sequences, saving, devices
+
+
+def test_the_windows_of_a_sequence_get_one_goal():
+    sampler = SliceSampler(slice_len=4, end_key=("next", "done"), truncated_key=None)
+    stream = Stream(**(vars(WALK) | {"lanes": 1, "layout": "[time]", "cells": None, "her_ratio": 1.0}))
+    transform = make_transform(stream, sequence_length=4)
+    rb, oracle = filled(stream, transform=transform, sampler=sampler)
+    torch.manual_seed(0)
+    batch = rb.sample(400)
+    count: Counter = Counter()
+    for slice_ in batch.reshape(100, 4).unbind(0):
+        assert (slice_["uid"].diff() == 1).all()
+        assert (slice_["desired_goal"] == slice_["desired_goal"][0]).all()
+        assert slice_["desired_goal"][0, 1] > oracle.windows[int(slice_["uid"][-1])][0].at
+        count += oracle.check(slice_)
+    assert count["relabelled"] == 400
+    assert count["new goal: terminated on the way"] > 0
+
+
+def saved_and_loaded(rb: ReplayBuffer, loaded: ReplayBuffer, how: str, path: Any) -> ReplayBuffer:
+    if how == "dumps":
+        rb.dumps(path)
+        loaded.loads(path)
+    else:
+        loaded.load_state_dict(rb.state_dict())
+    return loaded
+
+
+@pytest.mark.parametrize("how", ["dumps", "state_dict"])
+def test_what_was_saved_is_continued_and_only_what_was_held_back_is_missing(how, tmp_path):
+    """The frames that the n-step transform holds back are in no state dict: they are never stored."""
+    writes = list(WALK)
+    rb, oracle = make_buffer(WALK), Oracle(WALK)
+    for lanes in writes[:15]:
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    rb = saved_and_loaded(rb, make_buffer(WALK), how, tmp_path)
+    oracle.check(rb[:])
+    oracle.lose_what_is_held_back()
+    for lanes in writes[15:]:
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    count = oracle.check(rb[:])
+    assert len(rb) == len(oracle.windows) == WALK.lanes * (WALK.chunk * WALK.writes - 2 * WALK.n)
+    assert not missing(count)
+
+
+@pytest.mark.parametrize("how", ["dumps", "state_dict"])
+def test_after_loading_all_environments_can_be_reset(how, tmp_path):
+    """A process that resumes holds nothing back that a window could join to what comes next."""
+    writes = list(WALK)
+    rb, oracle = make_buffer(WALK), Oracle(WALK)
+    for lanes in writes[:15]:
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    rb = saved_and_loaded(rb, make_buffer(WALK), how, tmp_path)
+    oracle.lose_what_is_held_back()
+    oracle.end_episodes()
+    lanes = [list(itertools.chain(*steps)) for steps in zip(*writes[15:], strict=True)]
+    lanes = [list(itertools.dropwhile(lambda step: step.at, steps))[:80] for steps in lanes]
+    for first in range(0, 80, 8):
+        chunk = [steps[first : first + 8] for steps in lanes]
+        write(rb, chunk, WALK.layout)
+        oracle.write(chunk)
+    count = oracle.check(rb[:])
+    assert len(rb) == len(oracle.windows)
+    assert not missing(count)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_windows_that_were_saved_are_right_with_another_window(n, tmp_path):
+    rb, oracle = filled(WALK)
+    other = Stream(**(vars(WALK) | {"n": n}))
+    rb = saved_and_loaded(rb, make_buffer(other), "dumps", tmp_path)
+    count: Counter = Counter()
+    for row in rows_of(sample_of(rb)):
+        relabelled = row.pop(("hindsight", "relabelled"))
+        window = oracle.windows[row["uid"]]
+        goal = row["desired_goal"] if relabelled else None
+        assert row == expected(window, goal, WALK)
+        count["relabelled"] += relabelled
+    assert count["relabelled"] > 100
+
+
+def test_an_older_checkpoint_is_not_joined_to_what_was_held_back_since(tmp_path):
+    writes = list(SEVENS)
+    rb, oracle = make_buffer(SEVENS), Oracle(SEVENS)
+    for number, lanes in enumerate(writes[:6]):
+        write(rb, lanes, SEVENS.layout)
+        if number < 4:
+            oracle.write(lanes)
+        if number == 3:
+            rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    oracle.check(rb[:])
+    is_refused(rb, lambda: write(rb, writes[4], SEVENS.layout), "MultiStep")
+
+
+def test_a_copy_of_the_buffer_goes_on_as_the_original_does():
+    writes = list(WALK)
+    rb, oracle = make_buffer(WALK), Oracle(WALK)
+    for lanes in writes[:15]:
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    transform = copy.deepcopy(rb.transform)
+    copied = make_buffer(WALK, transform)
+    other = copy.deepcopy(oracle)
+    for lanes in writes[15:]:
+        write(copied, lanes, WALK.layout)
+        other.write(lanes)
+    assert other.check(copied[:]).total() > 0
+    for lanes in writes[15:18]:  # the original has not noticed
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    oracle.check(rb[:])
+
+
+class NoSynchronisation(TorchDispatchMode):
+    """Forbids what makes the host wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"), name
+        if name in ("aten::index.Tensor", "aten::index", "aten::index_put_", "aten::index_put"):
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_sampling_reads_no_tensor_on_the_host():
+    rb, _ = filled(WALK)
+    batch = rb.storage[:].reshape(-1).clone()
+    rb.transform(batch.clone())
+    with NoSynchronisation():
+        sample = rb.transform(batch)
+    assert sample["hindsight", "relabelled"].any()
+
+
+# What is refused
+
+
+def is_refused(rb: ReplayBuffer, make_write: Any, message: str) -> None:
+    """Check that a write is refused, and that nothing has changed."""
+    before = len(rb)
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_write()
+    assert len(rb) == before
+
+
+def action_reward() -> TensorDictModule:
+    return TensorDictModule(
+        lambda achieved, desired, action: reward_of(achieved, desired).unsqueeze(-1) - action[..., :1],
+        in_keys=[("next", "achieved_goal"), "desired_goal", "action"],
+        out_keys=[("next", "reward")],
+    )
+
+
+def observation_reward() -> TensorDictModule:
+    return TensorDictModule(
+        lambda desired, observation: observation - desired[..., :1],
+        in_keys=["desired_goal", ("next", "observation")],
+        out_keys=[("next", "reward")],
+    )
+
+
+def root_reward() -> TensorDictModule:
+    """How far a step went: what was achieved before is not an outcome of the window."""
+    return TensorDictModule(
+        lambda before, after: (after - before)[..., :1],
+        in_keys=["achieved_goal", ("next", "achieved_goal")],
+        out_keys=[("next", "reward")],
+    )
+
+
+def goal_module() -> TensorDictModule:
+    return TensorDictModule(
+        lambda achieved, desired: reward_of(achieved, desired).unsqueeze(-1),
+        in_keys=[("next", "achieved_goal"), "desired_goal"],
+        out_keys=[("next", "reward")],
+    )
+
+
+def her(reward: Any = None, **kwargs: Any) -> HERTransform:
+    return HERTransform(reward or GoalReward(reward_of, terminated_fn=reached), **({"capacity": 1000} | kwargs))
+
+
+def n_step(**kwargs: Any) -> MultiStepTransform:
+    return MultiStepTransform(3, 0.9, **kwargs)
+
+
+REFUSED_TRANSFORMS = {
+    "the wrong order": lambda: Compose(her(), n_step()),
+    "the wrong order, nested": lambda: Compose(Compose(her()), Compose(n_step())),
+    "n steps on both sides": lambda: Compose(n_step(), her(), n_step()),
+    "n steps of n steps": lambda: Compose(n_step(), n_step(), her()),
+    "a reward of the action": lambda: Compose(n_step(), her(action_reward())),
+    "a reward of the observation": lambda: Compose(n_step(), her(observation_reward())),
+    "a reward of what was achieved before": lambda: Compose(n_step(), her(root_reward())),
+    "a reward of the info": lambda: Compose(
+        n_step(), her(EnvReward(functools.partial(tape.make_tape, 0), info_keys=["observation"]))
+    ),
+    "goal_fn and a module": lambda: Compose(n_step(), her(goal_module(), goal_fn=lambda state: state)),
+    "rewards of another name": lambda: Compose(n_step(reward_keys=["income"]), her()),
+    "more rewards than one": lambda: Compose(n_step(reward_keys=["reward", "income"]), her()),
+    "an end of another name": lambda: Compose(n_step(done_key="truncated"), her()),
+}
+
+
+@pytest.mark.parametrize("chunk", [2, 20])  # less than the window, of which TorchRL stores nothing, and more
+@pytest.mark.parametrize("name", REFUSED_TRANSFORMS)
+def test_transforms_that_cannot_give_right_returns_are_refused(name, chunk):
+    stream = Stream(**(vars(WALK) | {"chunk": chunk, "writes": 1}))
+    rb = make_buffer(stream, REFUSED_TRANSFORMS[name]())
+    (lanes,) = stream
+    data = make_tensordict(list(itertools.chain(*lanes))).reshape(stream.lanes, -1)
+    data["next", "income"] = data["next", "reward"].clone()
+    is_refused(rb, lambda: rb.extend(data), "MultiStepTransform")
+
+
+# Episodes of seven steps in writes of five: after two, three and four writes all lanes are inside an episode.
+SEVENS = Stream(
+    n=3, gamma=0.9, lanes=4, chunk=5, writes=12, episodes=((7, "truncated"),), layout="[lanes, time] with ids"
+)
+
+
+def block(lanes: list[list[Step]], with_ids: bool) -> TensorDict:
+    return make_tensordict(list(itertools.chain(*lanes)), with_ids).reshape(len(lanes), -1)
+
+
+# From the writes (each ``[lanes, time]``), and how many were written before, to a write that must not follow them.
+MIXED = {
+    "flattened": lambda writes, k: writes[k].reshape(-1),
+    "flattened, time first": lambda writes, k: writes[k].transpose(0, 1).reshape(-1),
+    "one step of all lanes": lambda writes, k: writes[k][:, 0],
+    "a reset inside a row": lambda writes, k: torch.cat([writes[k][:, :2], writes[k + 4][:, 1:]], 1),
+    "a reset inside one row": lambda writes, k: torch.cat(
+        [writes[k][:-1], torch.cat([writes[k][-1:, :2], writes[k + 4][-1:, 2:]], 1)]
+    ),
+    "n steps": lambda writes, k: writes[k].set("steps_to_next_obs", torch.ones(4, 5, dtype=torch.int64)),
+}
+MIXED_LATER = {
+    "the rows of another worker": lambda writes, k: writes[k].roll(2, 0),
+    "a reset between writes": lambda writes, k: torch.cat(writes, 1)[:, 7 * (5 * k // 7 + 1) :][:, :5],
+    "fewer rows": lambda writes, k: writes[k][:3],
+    "more rows": lambda writes, k: torch.cat([writes[k], writes[k]]),
+    "rows of rows": lambda writes, k: writes[k].reshape(2, 2, 5),
+    "a single row": lambda writes, k: writes[k][0],
+}
+
+
+@pytest.mark.parametrize("with_ids", [True, False], ids=["with ids", "without ids"])
+@pytest.mark.parametrize(
+    ("name", "before"), [*itertools.product(MIXED, [0, 2, 3, 4]), *itertools.product(MIXED_LATER, [2, 3, 4])]
+)
+def test_a_write_that_would_mix_lanes_in_a_window_is_refused_and_leaves_no_trace(name, before, with_ids):
+    stream = Stream(**(vars(SEVENS) | {"layout": "[lanes, time] with ids" if with_ids else "[lanes, time]"}))
+    rb, oracle = make_buffer(stream), Oracle(stream)
+    steps = list(stream)
+    bad = (MIXED | MIXED_LATER)[name]([block(lanes, with_ids) for lanes in steps], before)
+    for lanes in steps[:before]:
+        write(rb, lanes, stream.layout)
+        oracle.write(lanes)
+    is_refused(rb, lambda: rb.extend(bad), "MultiStep")
+    for lanes in steps[before:]:
+        write(rb, lanes, stream.layout)
+        oracle.write(lanes)
+    oracle.check(rb[:])
+    assert len(rb) == len(oracle.windows) == 4 * (60 - 3)
+
+
+@pytest.mark.parametrize("with_ids", [True, False], ids=["with ids", "without ids"])
+def test_lanes_that_follow_each_other_after_an_end_are_not_refused(with_ids):
+    """Whole episodes one after the other: no window reaches over an end."""
+    stream = Stream(**(vars(SEVENS) | {"chunk": 7}))
+    joined = Stream(**(vars(stream) | {"lanes": 1, "layout": "[time] with ids" if with_ids else "[time]"}))
+    rb, oracle = make_buffer(joined), Oracle(joined)
+    for lanes in stream:
+        lanes = [list(itertools.chain(*lanes))]
+        write(rb, lanes, joined.layout)
+        oracle.write(lanes)
+    oracle.check(rb[:])
+    assert len(rb) == len(oracle.windows) == 4 * 12 * 7 - 3
+
+
+def test_flattened_data_of_a_collector_is_refused():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(600), transform=tape_transform())
+    collector = Collector(serial(3), frames_per_batch=60, total_frames=60)
+    is_refused(rb, lambda: [rb.extend(data.reshape(-1)) for data in collector], "MultiStep")
+    collector.shutdown()
+
+
+def test_collectors_in_turn_are_refused():
+    """As an asynchronous collector yields the batches of its workers; here the workers' ids collide, too."""
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(600, ndim=2), transform=tape_transform())
+    workers = [
+        Collector(
+            SerialEnv(2, [functools.partial(tape.make_tape, number + other) for number in range(2)]),
+            frames_per_batch=20,
+            total_frames=200,
+        )
+        for other in (0, 2)
+    ]
+    first, second = (next(iter(worker)) for worker in workers)
+    rb.extend(first)
+    is_refused(rb, lambda: rb.extend(second), "MultiStep")
+    for worker in workers:
+        worker.shutdown()
+
+
+def test_resets_that_nothing_announces_are_refused():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(600, ndim=2), transform=tape_transform())
+    collector = Collector(serial(2), frames_per_batch=20, total_frames=200, reset_at_each_iter=True)
+    first, second = itertools.islice(collector, 2)
+    collector.shutdown()
+    rb.extend(first)
+    is_refused(rb, lambda: rb.extend(second), "MultiStep")
+
+
+def test_n_step_data_from_a_collectors_postprocessing_is_refused():
+    postproc = MultiStep(gamma=0.5, n_steps=3)
+    collector = Collector(serial(2), frames_per_batch=20, total_frames=20, postproc=postproc)
+    (data,) = collector
+    collector.shutdown()
+    for transform in (tape_transform(), tape_transform()[1]):
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(600, ndim=2), transform=transform)
+        is_refused(rb, lambda rb=rb: rb.extend(data.clone()), "MultiStep")
+
+
+def test_torchrls_own_limits():
+    """A TensorDictReplayBuffer can neither ``add`` through a MultiStepTransform, nor take one step of several lanes."""
+    single = Stream(**(vars(WALK) | {"layout": "add", "lanes": 1}))
+    rb = make_buffer(single, n_step(), kind=TensorDictReplayBuffer)
+    with pytest.raises(RuntimeError, match="Not enough dimensions"):
+        write(rb, next(iter(single)), "add")
+    rb = make_buffer(single, kind=TensorDictReplayBuffer)
+    is_refused(rb, lambda: write(rb, next(iter(single)), "add"), "MultiStepTransform.*use extend")
+
+    steps = list(Stream(**(vars(WALK) | {"chunk": 1})))
+    for transform in (n_step(), make_transform(WALK)):
+        rb = make_buffer(WALK, transform, kind=TensorDictReplayBuffer)
+        for lanes in steps[:3]:
+            write(rb, lanes, WALK.layout)
+        with pytest.raises(RuntimeError, match="tensor shape is incompatible"):
+            write(rb, steps[3], WALK.layout)
