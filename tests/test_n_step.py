@@ -53,6 +53,12 @@ from torchrl.objectives import (
 import torchrl_her
 from torchrl_her import EnvReward, GoalReward, HERTransform
 
+BEGIN_ANEW = pytest.mark.xfail(
+    strict=True,
+    raises=(ValueError, RuntimeError),
+    reason="HERTransform goes on to expect the rows that MultiStepTransform holds back",
+)
+
 Goal = tuple[float, float]
 NEXT_FLAGS = [("next", "terminated"), ("next", "truncated"), ("next", "done")]
 
@@ -949,22 +955,29 @@ def test_a_collector_of_one_environment_is_right(how):
     assert count["reached on the way"] > 50
 
 
-def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own():
+@pytest.mark.parametrize(
+    "filled_before", [False, pytest.param(True, marks=BEGIN_ANEW)], ids=["empty before", "filled before"]
+)
+def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own(filled_before):
+    """Of a buffer that the main process filled, TorchRL's transform joins what that holds back to each worker's."""
     spec = tape.make_tape().observation_spec["achieved_goal"]
     rb = ReplayBuffer(
-        storage=LazyTensorStorage(2000, shared_init=True),
+        storage=LazyTensorStorage(2000, shared_init=not filled_before),
         transform=tape_transform(goal_spec=spec),
         shared=True,
         batch_size=500,
     )
+    if filled_before:
+        (data,) = Collector(tape.make_tape(2), frames_per_batch=103, total_frames=103)
+        rb.extend(data)
     workers = [functools.partial(tape.make_tape, number) for number in range(2)]
     collector = MultiAsyncCollector(workers, frames_per_batch=100, total_frames=1500, replay_buffer=rb)
     for _ in collector:
         pass
     collector.shutdown()
-    batch = rb.sample()
-    count = check_tape(batch, n=3, gamma=0.5)
-    assert len(batch["observation"][:, 0].unique()) == 2
+    check_tape(rb[:], n=3, gamma=0.5)
+    count = check_tape(rb.sample(), n=3, gamma=0.5)
+    assert len(rb[:]["observation"][:, 0].unique()) == 2 + filled_before
     assert 0.7 < count["relabelled"] / count["sampled"] < 0.85
     assert count["reached on the way"] > 50
 
@@ -1027,28 +1040,6 @@ def test_what_was_saved_is_continued_and_only_what_was_held_back_is_missing(how,
     assert not missing(count)
 
 
-@pytest.mark.parametrize("how", ["dumps", "state_dict"])
-def test_after_loading_all_environments_can_be_reset(how, tmp_path):
-    """A process that resumes holds nothing back that a window could join to what comes next."""
-    writes = list(WALK)
-    rb, oracle = make_buffer(WALK), Oracle(WALK)
-    for lanes in writes[:15]:
-        write(rb, lanes, WALK.layout)
-        oracle.write(lanes)
-    rb = saved_and_loaded(rb, make_buffer(WALK), how, tmp_path)
-    oracle.lose_what_is_held_back()
-    oracle.end_episodes()
-    lanes = [list(itertools.chain(*steps)) for steps in zip(*writes[15:], strict=True)]
-    lanes = [list(itertools.dropwhile(lambda step: step.at, steps))[:80] for steps in lanes]
-    for first in range(0, 80, 8):
-        chunk = [steps[first : first + 8] for steps in lanes]
-        write(rb, chunk, WALK.layout)
-        oracle.write(chunk)
-    count = oracle.check(rb[:])
-    assert len(rb) == len(oracle.windows)
-    assert not missing(count)
-
-
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_windows_that_were_saved_are_right_with_another_window(n, tmp_path):
     rb, oracle = filled(WALK)
@@ -1064,18 +1055,59 @@ def test_windows_that_were_saved_are_right_with_another_window(n, tmp_path):
     assert count["relabelled"] > 100
 
 
-def test_an_older_checkpoint_is_not_joined_to_what_was_held_back_since(tmp_path):
-    writes = list(SEVENS)
-    rb, oracle = make_buffer(SEVENS), Oracle(SEVENS)
-    for number, lanes in enumerate(writes[:6]):
-        write(rb, lanes, SEVENS.layout)
-        if number < 4:
-            oracle.write(lanes)
-        if number == 3:
-            rb.dumps(tmp_path)
+def reset_all(lanes: list[list[Step]]) -> list[list[Step]]:
+    """What comes after the next reset of every environment."""
+    lanes = [list(itertools.dropwhile(lambda step: step.at, steps)) for steps in lanes]
+    return [steps[: min(map(len, lanes))] for steps in lanes]
+
+
+def begins_anew(rb: ReplayBuffer, oracle: Oracle, lanes: list[list[Step]]) -> None:
+    """Check that lanes can begin anywhere, and that nothing held back is joined to them."""
+    oracle.lose_what_is_held_back()
+    oracle.end_episodes()
+    before = len(rb)
+    for first in range(0, len(lanes[0]) - 7, 8):
+        chunk = [steps[first : first + 8] for steps in lanes]
+        write(rb, chunk, WALK.layout)
+        oracle.write(chunk)
+    assert len(rb) > before
+    assert len(rb) == len(oracle.windows)
+    assert not missing(oracle.check(rb[:]))
+
+
+def half_written() -> tuple[ReplayBuffer, Oracle, list[list[Step]]]:
+    """A buffer, and what is not written yet of each lane."""
+    writes = list(WALK)
+    rb, oracle = make_buffer(WALK), Oracle(WALK)
+    for lanes in writes[:15]:
+        write(rb, lanes, WALK.layout)
+        oracle.write(lanes)
+    return rb, oracle, [list(itertools.chain(*steps)) for steps in zip(*writes[15:], strict=True)]
+
+
+@pytest.mark.parametrize("how", ["dumps", "state_dict"])
+def test_after_loading_all_environments_can_be_reset(how, tmp_path):
+    """A process that resumes holds nothing back that a window could join to what comes next."""
+    rb, oracle, lanes = half_written()
+    rb = saved_and_loaded(rb, make_buffer(WALK), how, tmp_path)
+    begins_anew(rb, oracle, reset_all(lanes))
+
+
+@BEGIN_ANEW
+def test_after_flush_all_environments_can_be_reset():
+    rb, oracle, lanes = half_written()
+    rb.transform[1].flush()
+    begins_anew(rb, oracle, reset_all(lanes))
+
+
+@BEGIN_ANEW
+def test_an_older_checkpoint_is_continued_and_not_joined_to_what_was_held_back_since(tmp_path):
+    rb, oracle, lanes = half_written()
+    rb.dumps(tmp_path)
+    write(rb, [steps[:9] for steps in lanes], WALK.layout)
     rb.loads(tmp_path)
     oracle.check(rb[:])
-    is_refused(rb, lambda: write(rb, writes[4], SEVENS.layout), "MultiStep")
+    begins_anew(rb, oracle, lanes)
 
 
 def test_a_copy_of_the_buffer_goes_on_as_the_original_does():
@@ -1097,18 +1129,22 @@ def test_a_copy_of_the_buffer_goes_on_as_the_original_does():
     oracle.check(rb[:])
 
 
+FORBIDDEN = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh")
+
+
 class NoSynchronisation(TorchDispatchMode):
-    """Forbids what makes the host wait for a device."""
+    """Forbids what makes the host wait for a device; to make a tensor there of a Python number does."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"), name
+        assert name not in FORBIDDEN, name
         if name in ("aten::index.Tensor", "aten::index", "aten::index_put_", "aten::index_put"):
             assert not any(index is not None and index.dtype == torch.bool for index in args[1]), name
         return func(*args, **(kwargs or {}))
 
 
-def test_sampling_reads_no_tensor_on_the_host():
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the discount is made a tensor of the device")
+def test_sampling_makes_no_device_wait():
     rb, _ = filled(WALK)
     batch = rb.storage[:].reshape(-1).clone()
     rb.transform(batch.clone())
