@@ -11,7 +11,13 @@ from tape import check, make_tape
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+)
 from torchrl.data import Sequence as SequenceUnit
 from torchrl.data.replay_buffers.samplers import (
     PrioritizedSliceSampler,
@@ -191,6 +197,50 @@ def test_a_trajectory_that_is_one_row_of_the_storage_is_a_sequence():
         batch = rb.sample()
         assert batch.shape == (16, 12)
         assert check_sequences(batch.reshape(-1), oracle, 12) == (16, 16)
+
+
+def test_prioritized_slices_of_a_full_storage_of_lanes_cross_episodes_and_have_no_wrong_goals():
+    """TorchRL's PrioritizedSliceSampler with ndim=2 crosses them, with hindsight and without."""
+    some = dataclasses.replace(STREAM, her_ratio=0.5)  # what is of another episode, the oracle must not ask for
+    for hindsight in (False, True):
+        rb = TensorDictReplayBuffer(
+            storage=LANES(SIZE),
+            sampler=PrioritizedSliceSampler(SIZE, 0.7, 0.5, **SLICES),
+            transform=make_transform() if hindsight else None,
+            batch_size=LENGTH * 16,
+        )
+        oracle = Oracle(some)
+        for lanes in some:
+            write(rb, lanes)
+            oracle.write(rows_of(lanes))
+        batch = rb.sample()
+        episodes = torch.tensor([oracle.transitions[uid].episode for uid in batch["uid"].tolist()]).view(-1, LENGTH)
+        of_last = episodes == episodes[:, -1:]
+        assert not of_last.all()
+        if hindsight:
+            assert oracle.check(batch) > 0
+            assert not (batch["hindsight", "relabelled"].view(-1, LENGTH) & ~of_last).any()
+
+
+@pytest.mark.parametrize("truncated_key", [None, ("next", "truncated")])
+def test_an_ensemble_of_buffers_samples_sequences_and_overwrites_flags_as_its_members_do(truncated_key):
+    sampler = partial(SliceSampler, slice_len=LENGTH, truncated_key=truncated_key)
+    members = [make(sampler=sampler()) for _ in range(STREAM.lanes)]
+    rb, oracle = ReplayBufferEnsemble(*members, batch_size=LENGTH * 16), Oracle(STREAM)
+    for lanes in STREAM:
+        for member, lane in zip(members, lanes, strict=True):
+            member.extend(make_tensordict(lane, with_ids=True))
+        oracle.write(rows_of(lanes))
+    batch = rb.sample()
+    assert batch.shape[:2] == (4, LENGTH * 4)
+    batch = batch.reshape(-1)
+    if truncated_key is None:
+        sequences, relabelled = check_sequences(batch, oracle)
+        assert relabelled > 0.7 * sequences
+    else:
+        stored = [oracle.transitions[uid].terminated for uid in batch["uid"].flatten().tolist()]
+        assert batch["next", "terminated"].flatten().tolist() == stored
+        assert (batch["next", "achieved_goal"] == batch["desired_goal"]).flatten().tolist() != stored
 
 
 def test_sequences_of_lanes_that_alternate_in_the_storage_have_one_goal():
