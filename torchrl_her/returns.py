@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.envs import MultiStepTransform
 
 from torchrl_her import checks
-from torchrl_her.episodes import Written
 from torchrl_her.goal_table import GoalTable
 from torchrl_her.reading import Keys
 from torchrl_her.rewards import GoalReward
+from torchrl_her.windows import LAST_FLAGS, flag_keys
 
 # What MultiStepTransform writes besides the reward: how many steps a window has, gamma to that power, whether they
 # are several, and the reward of the first.
@@ -23,8 +21,6 @@ STEPS = "steps_to_next_obs"
 GAMMA = "gamma"
 SEVERAL = "nonterminal"
 FIRST_REWARD = ("next", "original_reward")
-# Where the flags of a window's last step stand: bool [*batch, flags].
-LAST_FLAGS = ("next", "hindsight_flags")
 
 
 class StepReward:
@@ -88,57 +84,11 @@ class NStepReturn:
         self.reward = reward
         self.keys = keys
         self.tells_ends = keys.terminated in reward.out_keys
-        self.gamma = 1.0
-        self._rows: torch.Size | None = None
-        self._last: tuple[np.ndarray, ...] = ()  # of each row, where it stands: outcome, trajectory id, done
-
-    # Writing
-
-    def follow(self, multi_step: MultiStepTransform) -> None:
-        """Take over the discount, which can change while training.
-
-        Raises:
-            ValueError: if its entries are not those of HERTransform.
-        """
-        summed = [unravel_key(("next", key)) for key in multi_step.reward_keys]
-        ends = unravel_key(("next", multi_step.done_key))
-        checks.check_n_step_entries(summed, self.keys.reward, ends, self.keys.done)
-        self.gamma = multi_step.gamma
-
-    def check(self, written: Written, batch: torch.Size) -> None:
-        """Check that each row of ``[*rows, steps]`` transitions goes on where it stopped, or after an end.
-
-        Raises:
-            ValueError: if a window would mix episodes.
-        """
-        checks.check_same_rows(batch[:-1], self._rows)
-        rows = batch[:-1].numel()
-        trajectory = np.zeros(len(written.done), np.int64) if written.trajectory is None else written.trajectory
-        columns = (written.start, written.outcome, trajectory, written.done)
-        start, outcome, trajectory, done = (column.reshape(rows, -1) for column in columns)
-        before = self._last or (start[:, :1], trajectory[:, :1], done[:, :1])  # the first write follows itself
-        stood, was_in, ended = (
-            np.concatenate((last, column[:, :-1]), axis=1)
-            for last, column in zip(before, (outcome, trajectory, done), strict=True)
-        )
-        checks.check_one_lane_per_row((start == stood) & (trajectory == was_in) | ended)
-        self._rows, self._last = batch[:-1], (outcome[:, -1:], trajectory[:, -1:], done[:, -1:])
-
-    def keep_flags(self, tensordict: TensorDictBase) -> None:
-        """Write each step's flags once more, where ``MultiStepTransform`` takes them from a window's last step."""
-        flags = [tensordict.get(key).reshape(*tensordict.batch_size, 1) for key in self._flag_keys(tensordict)]
-        tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
-
-    def _flag_keys(self, tensordict: TensorDictBase) -> list[NestedKey]:
-        keys = (self.keys.done, self.keys.terminated, self.keys.truncated)
-        return [key for key in keys if tensordict.get(key, None) is not None]
-
-    # Sampling
 
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the entries that are set."""
         written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
-        return [self.keys.reward, STEPS, *written, *self._flag_keys(tensordict)]
+        return [self.keys.reward, STEPS, *written, *flag_keys(tensordict, self.keys)]
 
     def outcomes(
         self, table: GoalTable, episode: Tensor, step: Tensor, steps: Tensor, longest: int
@@ -164,7 +114,12 @@ class NStepReturn:
         return goals.view(*rows.shape, *table.goal_shape), whole
 
     def recompute(
-        self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor], outcomes: Tensor
+        self,
+        tensordict: TensorDictBase,
+        relabelled: Tensor,
+        stored: dict[NestedKey, Tensor],
+        outcomes: Tensor,
+        gamma: float,
     ) -> None:
         """Set the returns of relabelled windows, ``bool [*batch, 1]``, and where they end; others get their flags.
 
@@ -173,24 +128,24 @@ class NStepReturn:
             relabelled: which of its windows have one.
             stored: the entries of `replaced`, as stored.
             outcomes: ``[n, longest, *goal]``, from `outcomes`, with the batch dimensions flattened to one.
+            gamma: the discount.
         """
         steps = stored[STEPS].reshape(-1, 1)  # [n, 1]
         rewards, ends = self._evaluate(tensordict.get(self.keys.desired), outcomes)
         ahead = torch.arange(rewards.shape[1], device=steps.device)
         ends = ends & (ahead < steps)
         counts = (ahead < steps) & (ends.cumsum(1) - ends.long() == 0)  # up to the first end, and with it
-        discounts = torch.as_tensor(self.gamma, dtype=torch.float64, device=steps.device) ** ahead
+        discounts = gamma ** ahead.double()
         taken = counts.sum(1, keepdim=True)  # [n, 1]
         new = {
             self.keys.reward: torch.where(counts, rewards * discounts, 0).sum(1, keepdim=True),
             FIRST_REWARD: rewards[:, :1],
             STEPS: taken,
-            GAMMA: torch.as_tensor(self.gamma, dtype=torch.float64, device=steps.device) ** taken,
+            GAMMA: gamma ** taken.double(),
             SEVERAL: taken > 1,
         }
-        flag_keys = [key for key in stored if key in (self.keys.done, self.keys.terminated, self.keys.truncated)]
         flags = tensordict.get(LAST_FLAGS).reshape(len(steps), -1).split(1, dim=1)
-        last = dict(zip(flag_keys, flags, strict=True))
+        last = dict(zip(list(stored)[-len(flags) :], flags, strict=True))
         new |= last
         if self.keys.truncated in last:
             new[self.keys.truncated] = last[self.keys.truncated] & (taken == steps)

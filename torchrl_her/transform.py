@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch import multiprocessing as mp
 from torchrl.data import TensorSpec
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import EnvBase, MultiStepTransform, Transform
 
 from torchrl_her import checks
 from torchrl_her.capacity import CapacityWatch
@@ -26,6 +26,7 @@ from torchrl_her.reading import Keys, read_written
 from torchrl_her.returns import STEPS, NStepReturn, StepReward, where
 from torchrl_her.rewards import GoalReward
 from torchrl_her.strategies import Choice, GoalStrategy, make_strategy
+from torchrl_her.windows import Windows, check_entries, keep_flags
 
 # Where the stamps stand: int64 [*batch, 2], episode and step. Two entries in a tensordict of their own would
 # add a fifth to the price of a write.
@@ -129,7 +130,9 @@ class HERTransform(Transform):
         self.reward = self._make_reward(reward)
         self._step_reward = StepReward(self.reward, self.keys)
         self._n_step_return: NStepReturn | None = None
+        self._windows = Windows()
         self.longest_window = 1  # the most steps that a transition spans
+        self.gamma = 1.0  # of n-step returns
         self.tracker = EpisodeTracker(capacity, max_episode_steps)
         self.table: GoalTable | None = None
         if goal_spec is not None:
@@ -160,7 +163,7 @@ class HERTransform(Transform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
-        self._look_around()
+        multi_step = self._look_around()
         batch = tensordict.batch_size
         if not batch.numel():
             return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
@@ -168,9 +171,9 @@ class HERTransform(Transform):
         written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
         if not self._capacity_watch.writes:
             self._check_first_write(tensordict)
-        if self._n_step_return is not None:
+        if multi_step is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
-            self._n_step_return.check(written, batch)
+            self._windows.follow(written, batch, multi_step)
         with self._lock:
             table = self._table_for(written.goals)
             tracked = self.tracker.track(written, first_episode=table.next_episode)
@@ -183,8 +186,8 @@ class HERTransform(Transform):
             stamps = np.zeros((batch.numel(), 2), dtype=np.int64)
             stamps[kept] = tracked.stamps
         stamp = torch.from_numpy(stamps).to(written.goals.device)
-        if self._n_step_return is not None:
-            self._n_step_return.keep_flags(tensordict)
+        if multi_step is not None:
+            keep_flags(tensordict, self.keys)
         return tensordict.set(STAMP, stamp.view(*batch, 2))
 
     def _check_first_write(self, tensordict: TensorDictBase) -> None:
@@ -195,8 +198,8 @@ class HERTransform(Transform):
         with torch.no_grad():
             checks.check_reward(self.reward(two.copy()), two, self.keys.reward)
 
-    def _look_around(self) -> None:
-        """Look at the transforms before and after this one, and check them where they are not those of before."""
+    def _look_around(self) -> MultiStepTransform | None:
+        """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
         order = Order.around(self)
         if order != self._order:
             replaced = {self.keys.desired, self.keys.next_desired, *self._step_reward.replaced}
@@ -204,10 +207,12 @@ class HERTransform(Transform):
             self._order = order
         multi_step = order.multi_step()
         if multi_step is not None:
+            check_entries(multi_step, self.keys)
             if self._n_step_return is None:
                 self._n_step_return = NStepReturn(self.reward, self.keys, self.goal_fn is not None)
-            self._n_step_return.follow(multi_step)
             self.longest_window = max(self.longest_window, multi_step.n_steps)
+            self.gamma = multi_step.gamma
+        return multi_step
 
     def _table_for(self, goals: Tensor) -> GoalTable:
         if self.table is None:
@@ -217,6 +222,7 @@ class HERTransform(Transform):
     def flush(self) -> None:
         """End the running episodes: their goals become known, and what is written next begins new ones."""
         with self._lock:
+            self._windows.may_begin_anew = True
             if self.table is not None:
                 self.table.publish(self.tracker.flush())
 
@@ -243,7 +249,7 @@ class HERTransform(Transform):
         if n_step is None:
             self._step_reward.recompute(tensordict, relabelled, stored)
         else:
-            n_step.recompute(tensordict, relabelled, stored, outcomes)
+            n_step.recompute(tensordict, relabelled, stored, outcomes, self.gamma)
         return tensordict.set(RELABELLED, relabelled)
 
     def _n_step_for(self, tensordict: TensorDictBase) -> NStepReturn | None:
@@ -338,12 +344,14 @@ class HERTransform(Transform):
             self.table = table
             self.tracker.load_state_dict(state["lanes"])
             self.longest_window = state["longest_window"]
+            self._windows.may_begin_anew = True
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self.table is not None and self.table.is_shared:
             # Lanes belong to the process that writes them.
             state["tracker"] = EpisodeTracker(self.tracker.capacity, self.tracker.max_steps)
+            state["_windows"] = Windows()
         else:
             del state["_lock"]
         return state
