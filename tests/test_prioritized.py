@@ -26,7 +26,7 @@ from torchrl.data import Sequence as SequenceUnit
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
 from torchrl.envs import SerialEnv
 from torchrl.modules import MLP, QValueModule
-from torchrl.objectives import DQNLoss
+from torchrl.objectives import DQNLoss, SoftUpdate
 
 from torchrl_her import EnvReward, GoalReward, HERTransform
 
@@ -224,6 +224,7 @@ def test_the_loop_with_a_loss_gives_priorities_under_the_goals_that_it_saw():
         delay_value=True,
     )
     loss.make_value_estimator(gamma=0.9)
+    target = SoftUpdate(loss, tau=0.5)
     optimizer = torch.optim.SGD(loss.parameters(), lr=1e-9)  # rewards are large
     transform = HERTransform(EnvReward(make_tape(discrete=True)), capacity=1000)
     rb = whole(storage=LazyTensorStorage(SIZE), transform=transform, batch_size=32)
@@ -242,6 +243,7 @@ def test_the_loop_with_a_loss_gives_priorities_under_the_goals_that_it_saw():
             torch.testing.assert_close(batch["td_error"].squeeze(-1), before, rtol=1e-4, atol=0)
             optimizer.step()
             optimizer.zero_grad()
+            target.step()
             relabelled += check(batch).relabelled
             rb.update_tensordict_priority(batch)
             priorities.update(identities(batch), before.tolist())
