@@ -412,13 +412,26 @@ def test_a_plain_dump_does_not_wait_for_a_process_that_writes(tmp_path):
         assert not in_time(rb.sample)
 
 
-def killed_while_holding(lock):
-    """Start a process that takes a lock and is killed."""
+def forked(function):
+    """Run a function in a copy of this process, and return how that ended."""
     process = os.fork()
     if process == 0:
-        lock.acquire()
+        try:
+            function()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(process, 0)[1]
+
+
+def killed_while_holding(lock):
+    """Start a process that takes a lock and is killed."""
+
+    def take_and_die():
+        lock.__enter__()
         os.kill(os.getpid(), signal.SIGKILL)
-    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+
+    assert os.WTERMSIG(forked(take_and_die)) == signal.SIGKILL
 
 
 def test_a_process_killed_in_a_write_blocks_a_plain_shared_buffer_for_ever():
@@ -432,7 +445,7 @@ def test_a_process_killed_in_a_write_blocks_a_plain_shared_buffer_for_ever():
 
 
 def test_a_process_killed_in_a_write_of_the_table_is_told_of(monkeypatch):
-    monkeypatch.setattr("torchrl_her.transform.PATIENCE", 0.1, raising=False)
+    monkeypatch.setattr("torchrl_her.locking.PATIENCE", 0.1)
     rb = walk(goal_spec=Unbounded((1,)))
     rb.share()
     rb.extend(episode(3))
@@ -455,11 +468,7 @@ def test_a_forked_process_does_not_go_on_with_the_episodes_of_its_parent():
     rb.share()
     rb.extend(episode(3, done=False))
     rb.storage._storage.share_memory_()
-    process = os.fork()
-    if process == 0:
-        rb.extend(episode(3, begin=3))  # begins where the parent's stands
-        os._exit(0)
-    assert os.waitpid(process, 0)[1] == 0
+    assert forked(lambda: rb.extend(episode(3, begin=3))) == 0  # begins where the parent's stands
     assert len(rb) == 6
     rb.extend(episode(4, begin=3))
     assert goals_of(rb, slice(0, 3)) == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0}

@@ -1,0 +1,184 @@
+"""What a buffer of 100 k holds in memory while ten million transitions go through it, with hindsight and without.
+
+Both buffers get the same transitions, each in a process of its own: a 25-float observation, 3-float goals, a 4-float
+action, from 64 environments whose episodes have 60 steps on average. One reset in eight is told of by nothing, and
+16 more environments each write the beginning of an episode that nobody goes on with, so that lanes are left open all
+the time. The buffer is sampled after every 10,000 transitions.
+
+Writes `memory.csv` and `memory.png`. Fails where memory still grows after the first million. Linux only.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import os
+import platform
+import re
+import sys
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torchrl import torchrl_logger
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from tqdm import tqdm
+
+from torchrl_her import HERTransform, SparseReward
+
+SIZE = 100_000
+LANES, STEPS = 64, 150  # a chunk has so many steps of each of these
+STRAYS, STRAY_STEPS = 16, 25  # and so many of lanes that are left open
+CHUNK = LANES * STEPS + STRAYS * STRAY_STEPS
+BUFFERS = {"with hindsight": True, "without": False}
+COLOURS = {"with hindsight": "#d62728", "without": "#8c8c8c"}
+TOLERANCE = 8.0  # MiB by which the memory of a process varies
+
+Measured = list[tuple[int, float]]  # transitions written, MiB
+
+
+class Lanes:
+    """Environments that run side by side; their goals count the steps."""
+
+    def __init__(self, first: int, count: int, rng: np.random.Generator):
+        self.numbers = np.arange(first, first + count)[:, None]
+        self.rng = rng
+        self.counter = np.zeros((count, 1), dtype=np.int64)
+        self.episode = np.zeros((count, 1), dtype=np.int64)
+        self.trajectory = np.zeros((count, 1), dtype=np.int64)
+
+    def next(self, steps: int) -> TensorDict:
+        """The next transitions ``[count * steps]``, lane after lane."""
+        ends = self.rng.random((len(self.numbers), steps)) < 1 / 60
+        told = ends & (self.rng.random(ends.shape) < 7 / 8)
+        # Where an episode ends, the next transition starts elsewhere.
+        counter = self.counter + np.arange(steps) + np.cumsum(ends, axis=1) - ends
+        episode = self.episode + np.cumsum(ends, axis=1) - ends
+        trajectory = self.trajectory + np.cumsum(told, axis=1) - told
+        self.counter, self.episode, self.trajectory = (
+            column[:, -1:] + step[:, -1:] for column, step in ((counter, 1 + ends), (episode, ends), (trajectory, told))
+        )
+
+        def goals(of: np.ndarray) -> torch.Tensor:
+            parts = np.stack([np.broadcast_to(self.numbers, of.shape), of // 4096, of % 4096], axis=-1)
+            return torch.from_numpy(parts.reshape(-1, 3).astype(np.float32))
+
+        count = ends.size
+        desired, done = goals(-1 - episode), torch.from_numpy(told.reshape(-1, 1))
+        return TensorDict(
+            {
+                "observation": torch.zeros(count, 25),
+                "achieved_goal": goals(counter),
+                "desired_goal": desired,
+                "action": torch.zeros(count, 4),
+                "collector": {"traj_ids": torch.from_numpy((trajectory * 2**20 + self.numbers).reshape(-1))},
+                "next": {
+                    "observation": torch.zeros(count, 25),
+                    "achieved_goal": goals(counter + 1),
+                    "desired_goal": desired.clone(),
+                    "reward": -torch.ones(count, 1),
+                    "done": done,
+                    "terminated": torch.zeros_like(done),
+                    "truncated": done.clone(),
+                },
+            },
+            [count],
+        )
+
+
+def resident() -> float:
+    """What this process holds in memory, in MiB."""
+    return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) / 1024
+
+
+def measure(name: str, transitions: int) -> tuple[Measured, float]:
+    """Write and sample; returns how the memory went on, and the relabelled share of what was sampled."""
+    torch.set_num_threads(1)
+    torchrl_logger.setLevel("WARNING")
+    warnings.filterwarnings("ignore", message=".*left the goal table")
+    libraries = resident()
+    transform = HERTransform(SparseReward(0.05), capacity=SIZE) if BUFFERS[name] else None
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(SIZE), transform=transform, batch_size=256)
+    rng = np.random.default_rng(1)
+    lanes = Lanes(0, LANES, rng)
+    measured, relabelled, sampled = [], 0, 0
+    for chunk in tqdm(range(1, transitions // CHUNK + 1), desc=name, unit_scale=CHUNK, unit="transition"):
+        strays = Lanes(LANES + chunk * STRAYS, STRAYS, rng)
+        rb.extend(torch.cat([lanes.next(STEPS), strays.next(STRAY_STEPS)]))
+        batch = rb.sample()
+        sampled += len(batch)
+        if transform is not None:
+            relabelled += int(batch["hindsight", "relabelled"].sum())
+        measured.append((chunk * CHUNK, resident() - libraries))
+    assert rb.write_count == transitions
+    return measured, relabelled / sampled
+
+
+def at(measured: Measured, millions: float) -> float:
+    """The memory around a time: the median over a tenth of a million."""
+    near = [mib for count, mib in measured if abs(count / 1e6 - millions) <= 0.05]
+    return float(np.median(near))
+
+
+def growth(measured: Measured) -> float:
+    """By how much it grew from the first million to the end."""
+    return at(measured, measured[-1][0] / 1e6) - at(measured, 1.0)
+
+
+def draw(results: dict[str, Measured], path: Path) -> None:
+    figure, panel = plt.subplots(figsize=(6.5, 3.8), layout="constrained")
+    for name, measured in results.items():
+        counts, mib = np.array(measured).T
+        panel.plot(counts / 1e6, mib, color=COLOURS[name], label=name)
+    panel.set(xlabel="transitions written, millions", ylabel="memory beyond the libraries, MiB", ylim=(0, None))
+    panel.set_title(f"A buffer of {SIZE:,}")
+    panel.grid(axis="y", alpha=0.25)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=130)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Memory while many transitions go through a buffer of 100 k.")
+    parser.add_argument("--millions", type=int, default=10, help="of transitions")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    arguments = parser.parse_args()
+    if arguments.millions < 2:
+        parser.error("the first million is the warm-up: two are needed, and ten make a picture")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    packages = "torch", "torchrl", "tensordict", "numpy"
+    print(", ".join(f"{package} {version(package)}" for package in packages))
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, chunks of {CHUNK:,}")
+    results, shares, begin = {}, {}, time.monotonic()
+    for name in BUFFERS:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            results[name], shares[name] = pool.apply(measure, (name, arguments.millions * 1_000_000))
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with open(arguments.output / "memory.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("buffer", "transitions", "mib"))
+        writer.writerows((name, count, round(mib, 2)) for name in results for count, mib in results[name])
+    draw(results, arguments.output / "memory.png")
+
+    print("\nResident memory beyond that of the imported libraries in MiB, by millions of transitions written")
+    print(" " * 16 + "".join(f"{millions:>8}" for millions in range(1, arguments.millions + 1)))
+    for name, measured in results.items():
+        cells = "".join(f"{at(measured, millions):>8.1f}" for millions in range(1, arguments.millions + 1))
+        print(f"{name:<16}{cells}   growth {growth(measured):+.1f}, {shares[name]:.3f} relabelled")
+    print(f"{time.monotonic() - begin:.0f} s")
+    if failures := [name for name, measured in results.items() if growth(measured) > TOLERANCE]:
+        sys.exit(f"After the first million, memory grew by more than {TOLERANCE} MiB: {', '.join(failures)}")
+
+
+if __name__ == "__main__":
+    main()
