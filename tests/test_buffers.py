@@ -178,9 +178,6 @@ def test_every_buffer_relabels_rightly(name):
     go_through(make_buffer(), write)
 
 
-IN_LISTS = pytest.mark.xfail(strict=True, reason="an ensemble hands its members' transforms lists of transitions")
-
-
 @pytest.mark.parametrize(
     ("storage", "in_members"),
     [
@@ -188,9 +185,9 @@ IN_LISTS = pytest.mark.xfail(strict=True, reason="an ensemble hands its members'
         (LazyMemmapStorage, False),
         (LazyStackStorage, True),
         (LazyStackStorage, False),
-        pytest.param(ListStorage, True, marks=IN_LISTS),
+        (ListStorage, True),
         (ListStorage, False),
-        pytest.param(CompressedListStorage, True, marks=IN_LISTS),
+        (CompressedListStorage, True),
         (CompressedListStorage, False),
     ],
 )
@@ -383,16 +380,13 @@ def samples(*buffers):
     return drawn
 
 
-SAME_IDS = pytest.mark.xfail(strict=True, reason="two goal tables give the same episode ids")
-
-
 @pytest.mark.parametrize(
     ("way", "in_members"),
     [
         (by_dumps, True),
         (by_dumps, False),
         (by_state_dict, False),
-        pytest.param(by_state_dict, True, marks=SAME_IDS),
+        (by_state_dict, True),
     ],
 )
 def test_a_restored_ensemble_has_no_wrong_goals(way, in_members, tmp_path):
@@ -712,7 +706,6 @@ def with_a_transform_of_its_own(rb, path):
     return make(storage=lambda size: rb.storage)
 
 
-@SAME_IDS
 @pytest.mark.parametrize("other", [loaded_without_its_transform, with_a_transform_of_its_own])
 def test_stamps_that_another_transform_gave_are_not_taken_for_ones_own(other, tmp_path):
     rb, oracle = make(), Oracle(SOME)

@@ -52,7 +52,7 @@ MUTANTS = {
         ("episodes.py", 'np.argsort(trajectory, kind="stable")', 'np.argsort(-trajectory, kind="stable")[::-1].copy()'),
     ],
     "serves stale rows": [
-        ("transform.py", "relabelled = wanted & (owners == episode)", "relabelled = wanted"),
+        ("transform.py", "wanted & (owners == episode) & table.start_at(episode, start)", "wanted"),
     ],
     "forgets the goal under next": [
         (

@@ -247,7 +247,7 @@ def test_flush_ends_the_running_episodes():
     assert rb[:]["hindsight", "relabelled"].all()
     rb.extend(second)
     stamps = rb[:]["hindsight_stamp"]
-    assert stamps[:, 0].tolist() == [1] * 5 + [2] * 7
+    assert stamps[:, 0].diff().tolist() == [0] * 4 + [1] + [0] * 6
     assert stamps[:, 1].tolist() == [*range(5), *range(7)]
 
 

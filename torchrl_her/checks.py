@@ -15,6 +15,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl_her.rewards import GoalReward
 
 if TYPE_CHECKING:
+    from torchrl_her.goal_table import GoalTable
     from torchrl_her.returns import NStepReturn
 
 
@@ -222,6 +223,15 @@ def check_rows(rows: Tensor, steps: Tensor, strategy: object) -> None:
         raise ValueError(
             f"{strategy!r} must select one row of the goal table per transition, {steps.dtype} {tuple(steps.shape)}, "
             f"and returned {rows.dtype} {tuple(rows.shape)}."
+        )
+
+
+def check_may_move(table: GoalTable, device: torch.device) -> None:
+    """Check that the goal table is where the samples are, or can come there."""
+    if table.is_shared and table.device != device:
+        raise RuntimeError(
+            f"The sampled transitions are on {device}, and the goal table, which processes share, on {table.device}: "
+            "give HERTransform the goal_spec on the device of the storage."
         )
 
 

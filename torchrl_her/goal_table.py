@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ class GoalTable:
     So the outcome of step j is ``goals[starts[episode] + j]``; rows and episode ids are taken modulo the
     capacity.
 
-    Readers take no lock. Before a row is overwritten its owner becomes -1, and after that its new episode,
-    once and for all. So a goal is whole, and of episode e, if its owner was e before the goal was read and is e
-    after; whatever a reader met on the way there, in a record that was just being replaced, cannot lead it to
-    another episode's goal. Writers exclude each other (the caller holds a lock).
+    Readers take no lock. Before a row is overwritten its owner becomes -1, and after that its new episode. So a
+    goal is whole, and of episode e, if its owner was e before the goal was read and is e after; whatever a reader
+    met on the way there, in a record that was just being replaced, cannot lead it to another episode's goal. And it
+    is that of step j if the episode still starts j rows before: an episode that is published anew, longer, gets its
+    new start before its rows. Writers exclude each other (the caller holds a lock).
 
     Args:
         capacity (int): how many goals are kept.
@@ -47,7 +49,11 @@ class GoalTable:
         self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.size = torch.zeros((), dtype=torch.int64, device=device)  # how many rows are filled, from row 0 on
-        self.counters = torch.zeros(2, dtype=torch.int64)  # rows and episode ids that were ever given away
+        # Ids begin anywhere, so that transitions of another table, loaded without it, are not taken for own ones; at a
+        # multiple of the capacity, so that they fill the rings from the front.
+        before_first = secrets.randbelow(2**62 // capacity) * capacity
+        # How many rows and how many episode ids were ever given away, and the id before the first.
+        self.counters = torch.tensor([0, 0, before_first])
         # Which transitions of the last sample were to be relabelled, and which of them were.
         self.last_draw = (torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
 
@@ -66,11 +72,14 @@ class GoalTable:
     @property
     def next_episode(self) -> int:
         """The first episode id that was not given away."""
-        return int(self.counters.numpy()[1]) + 1
+        _, given_away, before_first = self.counters.tolist()
+        return before_first + given_away + 1
 
     def open_episodes(self, count: int) -> int:
         """Give away episode ids, of which no two are the same, and return the first; 0 is none."""
-        return self._reserve(1, count) + 1
+        first = self.next_episode
+        self._reserve(1, count)
+        return first
 
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
         """Write the goals of episodes behind the newest ones, and make the episodes known.
@@ -92,6 +101,8 @@ class GoalTable:
                 self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
 
         first = self._reserve(0, len(goals))
+        index = self._tensor(ids % self.capacity)
+        self.starts.index_copy_(0, index, self._tensor(first + np.cumsum(lengths) - lengths))
         owners = self._tensor(np.repeat(ids, lengths))
         for ring, part in _slices(self.capacity, first, len(goals)):
             self.owners[ring].fill_(-1)
@@ -100,8 +111,6 @@ class GoalTable:
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 
-        index = self._tensor(ids % self.capacity)
-        self.starts.index_copy_(0, index, self._tensor(first + np.cumsum(lengths) - lengths))
         self.lengths.index_copy_(0, index, self._tensor(lengths))
 
     def _reserve(self, counter: int, count: int) -> int:
@@ -118,8 +127,7 @@ class GoalTable:
     def find(self, episodes: Tensor) -> tuple[Tensor, Tensor]:
         """Return where episodes ``int64 [batch]`` start and how long they are, or what is there in their place."""
         index = episodes % self.capacity
-        # The length first, which is written last: with the start of a longer version a shorter length is right, with
-        # the start of a shorter version a longer length would point at other steps.
+        # The length first, which is written last: with the start of a longer version a shorter length is right.
         lengths = self.lengths.index_select(0, index)
         return self.starts.index_select(0, index), lengths
 
@@ -130,6 +138,10 @@ class GoalTable:
         goals = self.goals.index_select(0, index)
         after = self.owners.index_select(0, index)
         return goals, torch.where(before == after, after, -1)
+
+    def start_at(self, episodes: Tensor, starts: Tensor) -> Tensor:
+        """Say which episodes start where they did when `find` was asked: ``bool [batch]``."""
+        return self.starts.index_select(0, episodes % self.capacity) == starts
 
     def owners_of(self, rows: Tensor) -> Tensor:
         """Return the episodes ``[batch]`` that the goals in rows were achieved in, -1 where there are none."""
@@ -145,6 +157,11 @@ class GoalTable:
         for name in self._tensors:
             setattr(self, name, getattr(self, name).to(device))
 
+    def clear(self) -> None:
+        """Forget the goals; ids and rows that were given away stay given away."""
+        self.owners.fill_(-1)
+        self.lengths.fill_(0)
+
     def share_memory_(self) -> None:
         """Move the table into memory that processes share."""
         for name in (*self._tensors, "counters"):
@@ -157,7 +174,7 @@ class GoalTable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is filled of the table, in tensors that later writes do not change."""
-        rows, episodes = self.counters.tolist()
+        rows, episodes, _ = self.counters.tolist()
         filled = {"goals": rows, "owners": rows, "starts": episodes + 1, "lengths": episodes + 1}
         state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
         return state | {

@@ -110,7 +110,8 @@ class NStepReturn:
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [batch, longest]
         rows = (start + step).unsqueeze(1) + ahead
         goals, owners = table.read(rows.flatten())
-        whole = (owners.view_as(rows) == episode.unsqueeze(1)).all(1) & (step + steps <= length)
+        whole = (owners.view_as(rows) == episode.unsqueeze(1)).all(1) & table.start_at(episode, start)
+        whole = whole & (step + steps <= length)
         return goals.view(*rows.shape, *table.goal_shape), whole
 
     def recompute(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torch import multiprocessing as mp
 from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase, MultiStepTransform, Transform
 
@@ -21,6 +20,7 @@ from torchrl_her import checks
 from torchrl_her.capacity import CapacityWatch
 from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
+from torchrl_her.locking import WriteLock
 from torchrl_her.order import Order
 from torchrl_her.reading import Keys, read_written
 from torchrl_her.returns import STEPS, NStepReturn, StepReward, where
@@ -138,7 +138,8 @@ class HERTransform(Transform):
         if goal_spec is not None:
             checks.check_goal_spec(goal_spec)
             self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
-        self._lock: Any = threading.Lock()
+        self._lock = WriteLock()
+        self._process = os.getpid()
         self._order = Order([], [])
         self._capacity_watch = CapacityWatch(capacity)
 
@@ -175,6 +176,7 @@ class HERTransform(Transform):
             checks.check_n_step_rows(self.keys.mask, len(batch))
             self._windows.follow(written, batch, multi_step)
         with self._lock:
+            self._leave_lanes_of_parent()
             table = self._table_for(written.goals)
             tracked = self.tracker.track(written, first_episode=table.next_episode)
             table.open_episodes(tracked.opened)
@@ -222,6 +224,7 @@ class HERTransform(Transform):
     def flush(self) -> None:
         """End the running episodes: their goals become known, and what is written next begins new ones."""
         with self._lock:
+            self._leave_lanes_of_parent()
             self._windows.may_begin_anew = True
             if self.table is not None:
                 self.table.publish(self.tracker.flush())
@@ -230,6 +233,8 @@ class HERTransform(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Relabel transitions ``[*batch]``; what is given is not written into."""
+        if isinstance(tensordict, list):  # an ensemble of list storages calls its members' transforms before it stacks
+            return list(self.forward(torch.stack(tensordict)).unbind(0))
         stamp = checks.get_stamp(tensordict, STAMP)
         n_step = self._n_step_for(tensordict)
         replaced = self._step_reward.replaced if n_step is None else n_step.replaced(tensordict)
@@ -278,7 +283,7 @@ class HERTransform(Transform):
         wanted = (torch.rand(step.shape, device=step.device) < self.her_ratio) & (step < length)
         goals, owners = table.read(rows)
         if self.strategy.same_episode:
-            relabelled = wanted & (owners == episode)
+            relabelled = wanted & (owners == episode) & table.start_at(episode, start)
         else:
             wanted = wanted & (table.owners_of(start + step) == episode)
             relabelled = wanted & (owners > 0)
@@ -286,12 +291,17 @@ class HERTransform(Transform):
         return goals, relabelled
 
     def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
-        """The table, moved to where the samples are: data can be written elsewhere than it is stored."""
+        """The table, moved to where the samples are: data can be written elsewhere than it is stored.
+
+        Raises:
+            RuntimeError: if processes share it, and it cannot move.
+        """
         table = self.table
         if table is None or table.device != desired.device:
             with self._lock:
                 if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
                     self.table = GoalTable(self.capacity, desired.shape[dimensions:], desired.dtype, desired.device)
+                checks.check_may_move(self.table, desired.device)
                 self.table.to(desired.device)
                 table = self.table
         return table
@@ -321,8 +331,19 @@ class HERTransform(Transform):
             )
         if not self.table.is_shared:
             self.table.share_memory_()
-            self._lock = mp.Lock()
+            self._lock.share_memory_()
         return self
+
+    def _leave_lanes_of_parent(self) -> None:
+        """In a forked process, leave the lanes to the process that opened them."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            if self._lock.is_shared:
+                self._begin_without_lanes()
+
+    def _begin_without_lanes(self) -> None:
+        self.tracker = EpisodeTracker(self.tracker.capacity, self.tracker.max_steps)
+        self._windows = Windows()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the goal table and the running episodes, for ``state_dict``."""
@@ -336,28 +357,31 @@ class HERTransform(Transform):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load what `get_extra_state` returned."""
         with self._lock:
-            table = None
-            if state["table"] is not None:
-                goals = state["table"]["goals"]
+            saved = state["table"]
+            if saved is not None:
+                goals = saved["goals"]
                 table = self.table or GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
-                table.load_state_dict(state["table"])
-            self.table = table
+                table.load_state_dict(saved)
+                self.table = table
+            elif self.table is not None:
+                self.table.clear()
             self.tracker.load_state_dict(state["lanes"])
             self.longest_window = state["longest_window"]
             self._windows.may_begin_anew = True
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if self.table is not None and self.table.is_shared:
-            # Lanes belong to the process that writes them.
-            state["tracker"] = EpisodeTracker(self.tracker.capacity, self.tracker.max_steps)
-            state["_windows"] = Windows()
-        else:
-            del state["_lock"]
-        return state
+        return super().__getstate__() | {"_order": Order([], [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_lock": threading.Lock(), **state})
+        super().__setstate__(state)
+        if self._lock.is_shared:  # lanes belong to the process that writes them
+            self._begin_without_lanes()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        Transform.__setstate__(copied, copy.deepcopy(self.__getstate__(), memo))  # its lanes are its own
+        return copied
 
     def __repr__(self) -> str:
         return (
