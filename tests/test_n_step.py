@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -52,12 +52,6 @@ from torchrl.objectives import (
 
 import torchrl_her
 from torchrl_her import EnvReward, GoalReward, HERTransform
-
-BEGIN_ANEW = pytest.mark.xfail(
-    strict=True,
-    raises=(ValueError, RuntimeError),
-    reason="HERTransform goes on to expect the rows that MultiStepTransform holds back",
-)
 
 Goal = tuple[float, float]
 NEXT_FLAGS = [("next", "terminated"), ("next", "truncated"), ("next", "done")]
@@ -176,6 +170,7 @@ def expected_of(window: list[Step], goal: Goal | None, gamma: float, tells_termi
         "desired_goal": desired,
         "steps_to_next_obs": count,
         "gamma": gamma**count,
+        "nonterminal": count > 1,  # TorchRL's name for a window of several steps
         ("next", "observation"): last.next_observation,
         ("next", "achieved_goal"): last.outcome,
         ("next", "desired_goal"): desired,
@@ -367,6 +362,12 @@ def filled(stream: Stream, **kwargs: Any) -> tuple[ReplayBuffer, Oracle]:
     return rb, oracle
 
 
+def read_often(rb: ReplayBuffer, oracle: Oracle) -> Counter:
+    """Check every transition ten times: goals are drawn afresh."""
+    torch.manual_seed(0)
+    return sum((oracle.check(rb[:]) for _ in range(10)), Counter())
+
+
 def sample_of(rb: ReplayBuffer, count: int = 2_000) -> TensorDictBase:
     torch.manual_seed(0)
     return rb.sample(count)
@@ -378,7 +379,7 @@ WALK = Stream(
     lanes=3,
     chunk=7,
     writes=30,
-    episodes=((7, "truncated"), (4, "terminated"), (9, "both"), (1, "truncated")),
+    episodes=((7, "truncated"), (4, "terminated"), (3, "both"), (1, "truncated")),
     cells=(0, 1, 0, 2, 3, 1, 1, 2),
     layout="[lanes, time] with ids",
     her_ratio=0.8,
@@ -505,7 +506,7 @@ def test_more_than_two_dimensions_of_lanes_are_as_good_as_one():
     for lanes in stream:
         rb.extend(make_tensordict(list(itertools.chain(*lanes)), with_ids=False).reshape(2, 2, -1))
         oracle.write(lanes)
-    count = oracle.check(rb[:])
+    count = read_often(rb, oracle)
     assert not missing(count)
     assert rb[:]["next", "reward"].shape == (2, 2, len(oracle.windows) // 4, 1)
 
@@ -895,6 +896,7 @@ def check_tape(batch: TensorDictBase, n: int, gamma: float) -> Counter:
             "desired_goal": goal,
             "steps_to_next_obs": [len(rewards)],
             "gamma": [gamma ** len(rewards)],
+            "nonterminal": [len(rewards) > 1],
             ("next", "observation"): last,
             ("next", "achieved_goal"): last,
             ("next", "desired_goal"): goal,
@@ -955,9 +957,7 @@ def test_a_collector_of_one_environment_is_right(how):
     assert count["reached on the way"] > 50
 
 
-@pytest.mark.parametrize(
-    "filled_before", [False, pytest.param(True, marks=BEGIN_ANEW)], ids=["empty before", "filled before"]
-)
+@pytest.mark.parametrize("filled_before", [False, True], ids=["empty before", "filled before"])
 def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own(filled_before):
     """Of a buffer that the main process filled, TorchRL's transform joins what that holds back to each worker's."""
     spec = tape.make_tape().observation_spec["achieved_goal"]
@@ -1035,7 +1035,7 @@ def test_what_was_saved_is_continued_and_only_what_was_held_back_is_missing(how,
     for lanes in writes[15:]:
         write(rb, lanes, WALK.layout)
         oracle.write(lanes)
-    count = oracle.check(rb[:])
+    count = read_often(rb, oracle)
     assert len(rb) == len(oracle.windows) == WALK.lanes * (WALK.chunk * WALK.writes - 2 * WALK.n)
     assert not missing(count)
 
@@ -1072,17 +1072,19 @@ def begins_anew(rb: ReplayBuffer, oracle: Oracle, lanes: list[list[Step]]) -> No
         oracle.write(chunk)
     assert len(rb) > before
     assert len(rb) == len(oracle.windows)
-    assert not missing(oracle.check(rb[:]))
+    assert not missing(read_often(rb, oracle))
 
 
 def half_written() -> tuple[ReplayBuffer, Oracle, list[list[Step]]]:
-    """A buffer, and what is not written yet of each lane."""
+    """A buffer, and what is not written yet of each lane: all are inside an episode."""
     writes = list(WALK)
     rb, oracle = make_buffer(WALK), Oracle(WALK)
-    for lanes in writes[:15]:
+    for lanes in writes[:17]:
         write(rb, lanes, WALK.layout)
         oracle.write(lanes)
-    return rb, oracle, [list(itertools.chain(*steps)) for steps in zip(*writes[15:], strict=True)]
+    rest = [list(itertools.chain(*steps)) for steps in zip(*writes[17:], strict=True)]
+    assert all(steps[0].at for steps in rest)
+    return rb, oracle, rest
 
 
 @pytest.mark.parametrize("how", ["dumps", "state_dict"])
@@ -1093,14 +1095,24 @@ def test_after_loading_all_environments_can_be_reset(how, tmp_path):
     begins_anew(rb, oracle, reset_all(lanes))
 
 
-@BEGIN_ANEW
 def test_after_flush_all_environments_can_be_reset():
     rb, oracle, lanes = half_written()
     rb.transform[1].flush()
     begins_anew(rb, oracle, reset_all(lanes))
 
 
-@BEGIN_ANEW
+def test_after_flush_lanes_can_go_on_and_nothing_is_lost():
+    rb, oracle, lanes = half_written()
+    rb.transform[1].flush()
+    oracle.end_episodes()
+    for first in range(0, len(lanes[0]), WALK.chunk):
+        chunk = [steps[first : first + WALK.chunk] for steps in lanes]
+        write(rb, chunk, WALK.layout)
+        oracle.write(chunk)
+    assert len(rb) == len(oracle.windows) == WALK.lanes * (WALK.chunk * WALK.writes - WALK.n)
+    assert not missing(read_often(rb, oracle))
+
+
 def test_an_older_checkpoint_is_continued_and_not_joined_to_what_was_held_back_since(tmp_path):
     rb, oracle, lanes = half_written()
     rb.dumps(tmp_path)
@@ -1143,7 +1155,6 @@ class NoSynchronisation(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the discount is made a tensor of the device")
 def test_sampling_makes_no_device_wait():
     rb, _ = filled(WALK)
     batch = rb.storage[:].reshape(-1).clone()
@@ -1283,6 +1294,16 @@ def test_a_write_that_would_mix_lanes_in_a_window_is_refused_and_leaves_no_trace
         oracle.write(lanes)
     oracle.check(rb[:])
     assert len(rb) == len(oracle.windows) == 4 * (60 - 3)
+
+
+def test_lanes_that_stand_at_the_same_goals_are_told_apart_by_their_ids():
+    rb = make_buffer(SEVENS)
+    still = {"start": (0, 0), "outcome": (0, 0), "desired": (0, 1)}
+    first, second = ([[replace(step, **still) for step in steps] for steps in lanes] for lanes in list(SEVENS)[1:3])
+    write(rb, first, SEVENS.layout)
+    is_refused(rb, lambda: write(rb, second[1:] + second[:1], SEVENS.layout), "MultiStep")
+    write(rb, second, SEVENS.layout)
+    assert len(rb) == 4 * (10 - 3)
 
 
 @pytest.mark.parametrize("with_ids", [True, False], ids=["with ids", "without ids"])
