@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import re
 import signal
@@ -23,13 +24,13 @@ import torch
 from faults import traffic
 from faults.traffic import Source, check, check_one_by_one, make_buffer
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
 from torchrl.collectors import MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, Unbounded
 from torchrl.modules import RandomPolicy
 
 from torchrl_her import EnvReward, HERTransform, SparseReward
-from torchrl_her.strategies import Future
 
 MILLION = 1_000_000
 FAULTS = Path(__file__).parent / "faults"
@@ -150,30 +151,71 @@ def test_processes_that_write_and_processes_that_sample_never_make_a_goal_wrong(
         assert relabelled > 0.1 * sampled > 1000
 
 
-def test_an_episode_that_grows_over_its_own_rows_while_it_is_looked_up_gives_no_goal_of_the_past():
-    class Meanwhile(Future):
-        """Chooses rows, which another thread overwrites before their goals are read."""
+class Between(TorchDispatchMode):
+    """Does something else after the operations of a block, as another thread could."""
 
-        def select(self, choice):
-            rows = super().select(choice)
-            if meanwhile:
-                rb.extend(meanwhile.pop())
-            return rows
+    def __init__(self, do):
+        super().__init__()
+        self.do, self.operations = do, 0
 
-    rows = Source(0, 1, sum(traffic.LENGTHS)).next()
-    other, long = (rows[rows["observation"][:, 1] == episode] for episode in (1, 6))
-    assert [len(other), len(long)] == [90, 140]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        self.do(self.operations)
+        return result
 
-    transform = HERTransform(traffic.reward_of, strategy=Meanwhile(), her_ratio=1.0, capacity=180)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(500), transform=transform, batch_size=256)
-    rb.extend(long[:100])  # stands in the rows 0 to 99
-    # Step 0 comes to where step 10 stood.
-    meanwhile = [torch.cat([other, long[100:]])]
-    batch = rb.sample()
-    check(batch)
-    check_one_by_one(batch)
-    stored = rb[:]
-    assert stored[stored["observation"][:, 1] == 6]["hindsight", "relabelled"].all()
+
+def table_that_goes_round(strategy):
+    """A transform whose longest episodes come to stand on their own rows as they grow, and what is written to it."""
+    source = Source(0, 3, 30)
+    chunks = [source.next() for _ in range(40)]
+    return HERTransform(traffic.reward_of, strategy=strategy, her_ratio=1.0, capacity=145), chunks
+
+
+def check_sample(batch, strategy):
+    check_one_by_one(batch[::20], strategy)
+    return check(batch, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["future", "random"])
+def test_whatever_is_sampled_between_two_operations_of_a_write_is_right(strategy):
+    transform, chunks = table_that_goes_round(strategy)
+    stored, relabelled = transform.inv(chunks[0].copy()), 0
+    for chunk in chunks[1:]:
+
+        def sample(_, stored=stored):
+            nonlocal relabelled
+            relabelled += check_sample(transform(stored), strategy)
+
+        with Between(sample) as between:
+            written = transform.inv(chunk.copy())
+        assert between.operations > 20
+        stored = torch.cat([stored, written])[-360:]
+    assert relabelled > 10_000
+
+
+@pytest.mark.parametrize("strategy", ["future", "random"])
+def test_whatever_is_written_between_two_operations_of_a_sample_it_is_right(strategy):
+    transform, chunks = table_that_goes_round(strategy)
+    stored, relabelled = transform.inv(chunks[0].copy()), 0
+    for begun, chunk in enumerate(chunks[1:-3], start=2):
+        stored = torch.cat([stored, transform.inv(chunk.copy())])[-360:]
+        if begun % 4:
+            continue
+        for operation in itertools.count(1):
+            copied = copy.deepcopy(transform)
+
+            def write(at, copied=copied, operation=operation, following=chunks[begun : begun + 3]):
+                if at == operation:
+                    for each in following:
+                        copied.inv(each.copy())
+
+            with Between(write) as between:
+                batch = copied(stored)
+            relabelled += check_sample(batch, strategy)
+            if operation == between.operations:
+                break
+    assert relabelled > 10_000
 
 
 # Checkpoints
@@ -449,7 +491,7 @@ def test_a_process_killed_in_a_write_of_the_table_is_told_of(monkeypatch):
     rb = walk(goal_spec=Unbounded((1,)))
     rb.share()
     rb.extend(episode(3))
-    killed_while_holding(rb.transform[0]._lock)
+    killed_while_holding(rb.transform[0]._lock._lock)
     failures = []
 
     def write_again():
@@ -478,13 +520,13 @@ def test_a_forked_process_does_not_go_on_with_the_episodes_of_its_parent():
 
 def test_a_copy_of_a_shared_transform_is_independent_and_goes_on_where_it_stood():
     transform = HERTransform(SparseReward(0), her_ratio=1.0, capacity=100, goal_spec=Unbounded((1,))).share_memory_()
-    transform.inv(episode(3, done=False))
+    first = transform.inv(episode(3, done=False))["hindsight_stamp"][0, 0].item()
     before = str(transform.get_extra_state())
     copied = copy.deepcopy(transform)
     assert str(copied.get_extra_state()) == before
     assert not copied.table.is_shared
     stamps = copied.inv(episode(3, begin=3))["hindsight_stamp"]
-    assert stamps.tolist() == [[1, 3], [1, 4], [1, 5]]
+    assert stamps.tolist() == [[first, 3], [first, 4], [first, 5]]
     assert str(transform.get_extra_state()) == before
 
 
@@ -541,14 +583,14 @@ def test_memory_stays_constant_whatever_becomes_of_the_episodes():
         for at in range(writes):
             rb.extend(sources[0].next())
             rb.extend(sources[1].next().exclude("collector"))
-            rb.extend(Source(16 + first + at, 4, 3 + at % 5).next())  # that is never heard of again
+            rb.extend(Source(16 + first + at, 4, 20 + at % 5).next())  # that is never heard of again
             rb.sample()
 
     tracemalloc.start()
     try:
-        write_on(30, first=0)  # the buffer is full several times over
+        write_on(15, first=0)  # the buffer is full several times over
         before = held()
-        write_on(120, first=30)
+        write_on(45, first=15)
         after = held()
     finally:
         tracemalloc.stop()

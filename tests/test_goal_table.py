@@ -141,7 +141,7 @@ def test_the_goals_of_a_growing_episode_are_found_though_its_new_rows_overlap_it
     model = Model(10)
     model.publish([(None, 4)])
     model.publish([(0, 4)])  # 8 steps in rows 4 to 11, of which the last two are 0 and 1
-    assert model.found() == {(1, step): [1000.0 + step] for step in range(8)}
+    assert model.found() == {(model.first, step): [1000.0 + step] for step in range(8)}
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 4, 4)])
@@ -298,6 +298,8 @@ def test_the_state_of_another_kind_of_table_is_refused_and_changes_nothing(table
 def test_a_table_in_shared_memory_is_the_same_table(capacity, calls):
     model, shared = Model(capacity), Model(capacity)
     assert not shared.table.is_shared
+    shared.first = model.first
+    shared.table.counters.copy_(model.table.counters)
     for number, call in enumerate(calls):
         if number == len(calls) // 2:
             shared.table.share_memory_()

@@ -158,6 +158,10 @@ class EpisodeTracker:
             stamps[order] = stamps.copy()
         return Tracked(stamps, list(publications.values()), opened)
 
+    def without_lanes(self) -> EpisodeTracker:
+        """Return a tracker with the same settings, for another process."""
+        return EpisodeTracker(self.capacity, self.max_steps)
+
     def flush(self) -> list[Publication]:
         """End the running episodes and hand over their goals."""
         publications: dict[int, Publication] = {}

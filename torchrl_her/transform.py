@@ -339,11 +339,7 @@ class HERTransform(Transform):
         if self._process != os.getpid():
             self._process = os.getpid()
             if self._lock.is_shared:
-                self._begin_without_lanes()
-
-    def _begin_without_lanes(self) -> None:
-        self.tracker = EpisodeTracker(self.tracker.capacity, self.tracker.max_steps)
-        self._windows = Windows()
+                self.tracker, self._windows = self.tracker.without_lanes(), Windows()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the goal table and the running episodes, for ``state_dict``."""
@@ -370,17 +366,15 @@ class HERTransform(Transform):
             self._windows.may_begin_anew = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_order": Order([], [])}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        state = super().__getstate__() | {"_order": Order([], [])}
         if self._lock.is_shared:  # lanes belong to the process that writes them
-            self._begin_without_lanes()
+            state |= {"tracker": self.tracker.without_lanes(), "_windows": Windows()}
+        return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        Transform.__setstate__(copied, copy.deepcopy(self.__getstate__(), memo))  # its lanes are its own
+        copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))  # a copy is nobody else's, and has the lanes
         return copied
 
     def __repr__(self) -> str:
