@@ -15,9 +15,10 @@ from test_strategies import LEVEL, RIGHT, distribution, draw, draws_needed, make
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import CatTensors, Compose, MultiStepTransform, ObservationNorm, RewardScaling
+from torchrl.envs import CatTensors, Compose, GymWrapper, MultiStepTransform, ObservationNorm, RewardScaling
 
-from torchrl_her import GoalReward, GoalStrategy, HERTransform, SparseReward
+from torchrl_her import EnvReward, GoalReward, GoalStrategy, HERTransform, SparseReward
+from torchrl_her.envs import BitFlipping, PointReach
 
 WEIGHTS = torch.tensor(tape.WEIGHTS, dtype=torch.float32)
 
@@ -106,6 +107,19 @@ def test_it_compiles_in_one_piece_and_once_whatever_is_written_later(strategy, r
     assert count.share > 0.3
 
 
+@pytest.mark.parametrize("env", [PointReach, BitFlipping])
+def test_the_code_of_an_environment_compiles_where_it_can_be_traced(env):
+    env = GymWrapper(env())
+    rb = buffer(HERTransform(EnvReward(env)), env.rollout(100, break_when_any_done=False))
+    rows = some(rb)
+    relabel = torch.compile(rb.transform, fullgraph=True, backend="eager")
+    torch.manual_seed(0)
+    compiled = relabel(rows)
+    torch.manual_seed(0)
+    assert (compiled == rb.transform(rows)).all()
+    assert compiled["hindsight", "relabelled"].any()
+
+
 def test_batches_of_other_sizes_compile_it_once_more_at_most():
     rb = buffer(HERTransform(REWARDS["GoalReward"]), collected())
     graphs = Graphs()
@@ -137,6 +151,17 @@ def test_some_transforms_break_the_graph_by_themselves(transform):
     batch = rb.sample()
     batch["next", "reward"] *= 2.0
     assert check(batch, "future", "GoalReward").share > 0.5
+
+
+@pytest.mark.parametrize("transform", [None, HERTransform(REWARDS["GoalReward"])], ids=["no transform", "hindsight"])
+def test_a_buffer_takes_a_lock_that_does_not_compile(transform):
+    """TorchRL's own, with its compilable=True and without."""
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, compilable=True), transform=transform, batch_size=64, compilable=True
+    )
+    rb.extend(collected())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="RLock"):
+        torch.compile(rb.sample, fullgraph=True, backend="eager")()
 
 
 def test_it_compiles_together_with_n_step_returns():
