@@ -43,7 +43,8 @@ each_half = pytest.mark.parametrize(("strategy", "reward", "sequence_length"), H
 
 
 @pytest.fixture(autouse=True)
-def forget_what_was_compiled():
+def begin_anew():
+    torch.manual_seed(0)
     yield
     torch._dynamo.reset()
 
@@ -104,7 +105,7 @@ def test_it_compiles_in_one_piece_and_once_whatever_is_written_later(strategy, r
     her.flush()
     count += check(relabel(some(rb)), strategy, reward)
     assert graphs.count == 1
-    assert count.share > 0.3
+    assert count.share > 0.2  # most goals have left the table
 
 
 @pytest.mark.parametrize("env", [PointReach, BitFlipping])
@@ -283,7 +284,7 @@ def test_sampling_waits_for_no_value(strategy, reward, sequence_length):
     rows = some(rb)
     with NoWaits():
         batch = her(rows)
-    assert check(batch, strategy, reward).share > 0.3
+    assert check(batch, strategy, reward).share > 0.2
 
 
 def test_sampling_n_step_returns_waits_for_no_value():
