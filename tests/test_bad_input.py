@@ -550,6 +550,12 @@ def test_a_wrong_order_that_comes_about_later_is_refused(name):
     is_refused(rb, lambda: rb.extend(transitions(10)), ValueError, message)
 
 
+def test_n_steps_over_padding_are_refused():
+    rb = make_buffer(before=[lambda: MultiStepTransform(3, 0.9)], mask_key="mask")
+    chunk = transitions().set("mask", torch.ones(10, dtype=torch.bool))
+    is_refused(rb, lambda: rb.extend(chunk), ValueError, "padding that mask_key='mask' marks.*split_trajs=False")
+
+
 @pytest.mark.parametrize("count", [1, 10])  # n steps before the first transition comes out of a MultiStepTransform
 def test_n_steps_after_it_are_refused(count):
     rb = make_buffer(after=[lambda: MultiStepTransform(3, 0.9)])

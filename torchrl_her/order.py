@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tensordict import NestedKey
-from torchrl.envs import Compose, DTypeCastTransform, MultiStepTransform, Transform
+from tensordict import NestedKey, unravel_key
+from torchrl.envs import (
+    Compose,
+    DTypeCastTransform,
+    ExcludeTransform,
+    MultiStepTransform,
+    RenameTransform,
+    Transform,
+)
 
 
 class Order(NamedTuple):
@@ -41,11 +48,23 @@ class Order(NamedTuple):
             )
         return found[0] if found else None
 
-    def check(self, replaced: set[NestedKey]) -> None:
+    def written_after(self) -> set[NestedKey]:
+        """Return the entries that later transforms write anew, rename or take away."""
+        keys: set[NestedKey] = set()
+        for transform in flatten(self.after):
+            keys.update(transform.out_keys or ())
+            if isinstance(transform, RenameTransform):
+                keys.update(transform.in_keys)
+            if isinstance(transform, ExcludeTransform):
+                keys.update(map(unravel_key, transform.excluded_keys))
+        return keys
+
+    def check(self, replaced: set[NestedKey], outcome: NestedKey) -> None:
         """Check that no transform undoes the work of another.
 
         Args:
             replaced: the entries that relabelling takes from what was written.
+            outcome: the achieved goal under ``"next"``, which it compares goals with.
 
         Raises:
             ValueError: if the order would give wrong rewards or goals.
@@ -57,12 +76,21 @@ class Order(NamedTuple):
                     "it before, Compose(MultiStepTransform(...), HERTransform(...))."
                 )
         for transform in flatten(self.before):
-            overwritten = replaced.intersection(transform.out_keys)
-            if overwritten and not isinstance(transform, DTypeCastTransform):
+            reads, writes = set(transform.in_keys or ()), set(transform.out_keys or ())
+            if isinstance(transform, DTypeCastTransform) and reads == writes:
+                continue
+            if isinstance(transform, ExcludeTransform):
+                reads.update(map(unravel_key, transform.excluded_keys))
+            if overwritten := writes & {*replaced, outcome}:
                 raise ValueError(
                     f"{type(transform).__name__} is listed before HERTransform and writes "
                     f"{sorted(map(str, overwritten))}, which relabelling then replaces by raw values: list it after "
                     "HERTransform."
+                )
+            if stale := reads & replaced:
+                raise ValueError(
+                    f"{type(transform).__name__} is listed before HERTransform and works on "
+                    f"{sorted(map(str, stale))} of the original goal: list it after HERTransform."
                 )
 
 

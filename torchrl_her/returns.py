@@ -105,13 +105,12 @@ class NStepReturn:
         Returns:
             Goals ``[batch, longest, *goal]``, the last one of each window repeated, and ``bool [batch]``.
         """
-        start, length = table.find(episode)
+        start, _ = table.find(episode)
         ahead = torch.arange(longest, device=step.device).expand(len(step), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [batch, longest]
         rows = (start + step).unsqueeze(1) + ahead
         goals, owners = table.read(rows.flatten())
         whole = (owners.view_as(rows) == episode.unsqueeze(1)).all(1) & table.start_at(episode, start)
-        whole = whole & (step + steps <= length)
         return goals.view(*rows.shape, *table.goal_shape), whole
 
     def recompute(
@@ -134,7 +133,6 @@ class NStepReturn:
         steps = stored[STEPS].reshape(-1, 1)  # [n, 1]
         rewards, ends = self._evaluate(tensordict.get(self.keys.desired), outcomes)
         ahead = torch.arange(rewards.shape[1], device=steps.device)
-        ends = ends & (ahead < steps)
         counts = (ahead < steps) & (ends.cumsum(1) - ends.long() == 0)  # up to the first end, and with it
         discounts = gamma ** ahead.double()
         taken = counts.sum(1, keepdim=True)  # [n, 1]
@@ -184,4 +182,4 @@ def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
         relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
     if new.shape != stored.shape:  # new goals come with the batch dimensions flattened to one
         new = new.reshape(stored.shape)
-    return torch.where(relabelled, new, stored)
+    return torch.where(relabelled, new.to(stored.dtype), stored)  # one listed before may have cast what is stored

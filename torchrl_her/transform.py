@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase, MultiStepTransform, Transform
 
 from torchrl_her import checks
 from torchrl_her.capacity import CapacityWatch
+from torchrl_her.copies import GoalCopies
 from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
 from torchrl_her.locking import WriteLock
@@ -131,8 +132,8 @@ class HERTransform(Transform):
         self._step_reward = StepReward(self.reward, self.keys)
         self._n_step_return: NStepReturn | None = None
         self._windows = Windows()
-        self.longest_window = 1  # the most steps that a transition spans
-        self.gamma = 1.0  # of n-step returns
+        self._n_steps, self._gamma = 1, 1.0  # of n-step returns; they can change while training
+        self.longest_window = 1  # the most steps that a stored transition spans
         self.tracker = EpisodeTracker(capacity, max_episode_steps)
         self.table: GoalTable | None = None
         if goal_spec is not None:
@@ -141,6 +142,7 @@ class HERTransform(Transform):
         self._lock = WriteLock()
         self._process = os.getpid()
         self._order = Order([], [])
+        self._copies = GoalCopies()
         self._capacity_watch = CapacityWatch(capacity)
 
     def _make_reward(self, reward: Any) -> TensorDictModuleBase:
@@ -172,9 +174,12 @@ class HERTransform(Transform):
         written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
         if not self._capacity_watch.writes:
             self._check_first_write(tensordict)
+        if self._copies.undecided:
+            self._copies.check(tensordict, self.keys.achieved, self.keys.desired, self._order.written_after())
         if multi_step is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
             self._windows.follow(written, batch, multi_step)
+            self.longest_window = max(self.longest_window, self._n_steps)
         with self._lock:
             self._leave_lanes_of_parent()
             table = self._table_for(written.goals)
@@ -205,15 +210,14 @@ class HERTransform(Transform):
         order = Order.around(self)
         if order != self._order:
             replaced = {self.keys.desired, self.keys.next_desired, *self._step_reward.replaced}
-            order.check(replaced | {self.keys.next_achieved})
+            order.check(replaced, self.keys.next_achieved)
             self._order = order
         multi_step = order.multi_step()
         if multi_step is not None:
             check_entries(multi_step, self.keys)
             if self._n_step_return is None:
                 self._n_step_return = NStepReturn(self.reward, self.keys, self.goal_fn is not None)
-            self.longest_window = max(self.longest_window, multi_step.n_steps)
-            self.gamma = multi_step.gamma
+            self._n_steps, self._gamma = multi_step.n_steps, multi_step.gamma
         return multi_step
 
     def _table_for(self, goals: Tensor) -> GoalTable:
@@ -246,7 +250,8 @@ class HERTransform(Transform):
         goals, relabelled = self._draw(table, episode, step)
         if n_step is not None:
             steps = stored[STEPS].reshape(-1)
-            outcomes, whole = n_step.outcomes(table, episode, step, steps, self.longest_window)
+            longest = max(self.longest_window, self._n_steps)
+            outcomes, whole = n_step.outcomes(table, episode, step, steps, longest)
             relabelled = relabelled & whole
         relabelled = relabelled.view(*tensordict.batch_size, 1)
         for key in (self.keys.desired, self.keys.next_desired):
@@ -254,7 +259,7 @@ class HERTransform(Transform):
         if n_step is None:
             self._step_reward.recompute(tensordict, relabelled, stored)
         else:
-            n_step.recompute(tensordict, relabelled, stored, outcomes, self.gamma)
+            n_step.recompute(tensordict, relabelled, stored, outcomes, self._gamma)
         return tensordict.set(RELABELLED, relabelled)
 
     def _n_step_for(self, tensordict: TensorDictBase) -> NStepReturn | None:
@@ -366,7 +371,7 @@ class HERTransform(Transform):
             self._windows.may_begin_anew = True
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__() | {"_order": Order([], [])}
+        state = self._state_of_a_copy()
         if self._lock.is_shared:  # lanes belong to the process that writes them
             state |= {"tracker": self.tracker.without_lanes(), "_windows": Windows()}
         return state
@@ -374,8 +379,12 @@ class HERTransform(Transform):
     def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))  # a copy is nobody else's, and has the lanes
+        copied.__setstate__(copy.deepcopy(self._state_of_a_copy(), memo))  # it is nobody else's, and has the lanes
         return copied
+
+    def _state_of_a_copy(self) -> dict[str, Any]:
+        # What compile() made works on the table of this one.
+        return super().__getstate__() | {"_order": Order([], []), "_compiled_call_impl": None}
 
     def __repr__(self) -> str:
         return (
