@@ -33,6 +33,7 @@ from torchrl.modules import RandomPolicy
 from torchrl_her import EnvReward, HERTransform, SparseReward
 
 MILLION = 1_000_000
+REST = 0.002  # seconds that a process leaves the buffer's lock to others, as an update would
 FAULTS = Path(__file__).parent / "faults"
 PAGE = Path(__file__).parents[1] / "docs" / "checkpoints-and-faults.md"
 
@@ -49,7 +50,7 @@ def write(rb, first, steps, count):
         rb.extend(source.next())
 
 
-def sample_until(done, rb, strategy="future"):
+def sample_until(done, rb, strategy="future", rest=0.0):
     """Sample and check until others are done; returns how many transitions, and how many of them relabelled."""
     batches = relabelled = 0
     while not done.is_set():
@@ -58,6 +59,7 @@ def sample_until(done, rb, strategy="future"):
         if batches % 20 == 0:
             check_one_by_one(batch, strategy)
         batches += 1
+        time.sleep(rest)
     return batches * len(batch), relabelled
 
 
@@ -98,9 +100,9 @@ def frequent_switches():
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("strategy", ["future", "random"])
-def test_threads_that_write_and_threads_that_sample_never_make_a_goal_wrong(strategy):
-    rb = make_buffer(size=4096, capacity=2048, strategy=strategy)
+@pytest.mark.parametrize(("strategy", "prefetch"), [("future", None), ("random", 2)])
+def test_threads_that_write_and_threads_that_sample_never_make_a_goal_wrong(strategy, prefetch):
+    rb = make_buffer(size=4096, capacity=2048, strategy=strategy, prefetch=prefetch)
     write(rb, 0, 100, 1)
     threads = Threads()
     with frequent_switches():
@@ -122,7 +124,7 @@ def write_in_a_process(rb, first):
 
 def sample_in_a_process(done, rb, counts):
     torch.set_num_threads(1)
-    counts[:] = torch.tensor(sample_until(done, rb))
+    counts[:] = torch.tensor(sample_until(done, rb, rest=REST))
 
 
 def test_processes_that_write_and_processes_that_sample_never_make_a_goal_wrong():
@@ -136,7 +138,7 @@ def test_processes_that_write_and_processes_that_sample_never_make_a_goal_wrong(
     try:
         for process in (sampler, *writers):
             process.start()
-        threads.start(sample_until, threads.done, rb)
+        threads.start(sample_until, threads.done, rb, "future", REST)
         for process in writers:
             process.join(timeout=300)
         done.set()

@@ -26,10 +26,9 @@ def reward_of(achieved: Any, desired: Any) -> Any:
     return sum(w * (achieved[..., i] - 2 * desired[..., i]) for i, w in enumerate(WEIGHTS))
 
 
-def make_buffer(size: int, capacity: int, strategy: str = "future", shared: bool = False) -> TensorDictReplayBuffer:
+def make_buffer(size: int, capacity: int, strategy: str = "future", **arguments: Any) -> TensorDictReplayBuffer:
     transform = HERTransform(reward_of, strategy=strategy, capacity=capacity, goal_spec=GOAL)
-    storage = LazyTensorStorage(size)
-    return TensorDictReplayBuffer(storage=storage, transform=transform, batch_size=512, shared=shared)
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform, batch_size=512, **arguments)
 
 
 class Source:
