@@ -22,7 +22,7 @@ from tape import Count, check, length_of, make_tape
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -160,13 +160,14 @@ def test_collectors_that_write_lose_nothing_and_get_right_goals(at_the_end):
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
-def test_collectors_may_write_whole_episodes_and_single_steps(at_the_end):
+def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end):
     buffer = make_buffer(at_the_end)
-    kinds = [{"trajs_per_batch": 4}, {"extend_buffer": False}]
-    for _ in make_collector(at_the_end, TAPES, collector_kwargs=kinds, replay_buffer=buffer, total_frames=300):
+    kinds = [{}, {"trajs_per_batch": 4}, {"extend_buffer": False}]
+    environments = [partial(make_tape, number) for number in range(3)]
+    for _ in make_collector(at_the_end, environments, collector_kwargs=kinds, replay_buffer=buffer, total_frames=480):
         pass
     stored = buffer[:]
-    assert stored["observation"][:, 0].unique().tolist() == [0, 1], "one of the collectors did not write"
+    assert stored["observation"][:, 0].unique().tolist() == [0, 1, 2], "one of the collectors did not write"
     check_nothing_is_lost(stored)
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
@@ -178,7 +179,7 @@ def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_
     collector = make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=1_000_000)
     collector.start()
     count = Count()
-    while (written := buffer.write_count) < 10 * size:
+    while (written := buffer.write_count) < 5 * size:
         if written:
             count += check(buffer.sample())
     collector.shutdown()
@@ -212,10 +213,11 @@ def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
-def test_collectors_of_several_processes_cannot_write_into_an_actor_even_without_hindsight(at_the_end):
+@pytest.mark.parametrize("several", [MultiSyncCollector, MultiAsyncCollector])
+def test_collectors_of_several_processes_cannot_write_into_an_actor_even_without_hindsight(at_the_end, several):
     plain = make_buffer(at_the_end, hindsight=False)
     with pytest.raises(AttributeError, match="_storage"):
-        MultiSyncCollector(TAPES, make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
+        several(TAPES, make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
 
 
 # The learner
