@@ -55,21 +55,21 @@ EVALUATION_EPISODES = 100
 EVALUATION_INTERVAL = 500  # environment steps
 EVALUATION_SEED = 1_000_000  # of the first of the episodes: seeds of training are smaller
 
-# Shares of Ray's CPUs: what may run on one machine together. The learner takes what is left of two.
-REPLAY_BUFFER_RESOURCES = {"num_cpus": 0.5}
-COLLECTOR_RESOURCES = {"num_cpus": 0.5}
+# Ray counts CPUs, and starts an actor where enough are left. This is for one; the learner is not counted.
+REPLAY_BUFFER_RESOURCES = {"num_cpus": 1}
+COLLECTOR_RESOURCES = {"num_cpus": 1}
 
 
 # Cluster
 
 
 @contextmanager
-def ray_cluster(address: str) -> Iterator[None]:
-    """Start a cluster of two CPUs on this machine, or connect to a running one.
+def ray_cluster(address: str, actors: int) -> Iterator[None]:
+    """Start a cluster for so many actors on this machine, or connect to a running one.
 
     In the end, whatever happened, all that this script has made there is stopped, and the cluster if it was started.
     """
-    local = {"num_cpus": 2, "include_dashboard": False} if address == "local" else {}
+    local = {"num_cpus": actors, "include_dashboard": False} if address == "local" else {}
     ray.init(address=address, log_to_driver=False, logging_level="error", **local)
     try:
         yield
@@ -197,7 +197,7 @@ def train(steps: int, collectors: int) -> float:
             bar.update(EPISODE_STEPS)
             exploration[-1].step(EPISODE_STEPS)
             if bar.n >= FIRST_UPDATE:
-                # One call for all of the updates: what a call costs hardly depends on how much it returns.
+                # One call for all of the updates: one for each would take twenty times as long.
                 sampled = replay_buffer.sample(UPDATES_PER_STEP * EPISODE_STEPS * BATCH_SIZE)
                 for batch in sampled.split(BATCH_SIZE):
                     update(batch)
@@ -217,13 +217,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.steps % EPISODE_STEPS:
         parser.error(f"--steps is a multiple of an episode's {EPISODE_STEPS}")
+    if arguments.collectors < 1:
+        parser.error("--collectors is at least 1")
 
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # the collectors need the other core
     torchrl_logger.setLevel("WARNING")
     start = time.perf_counter()
     try:
-        with ray_cluster(arguments.address):
+        with ray_cluster(arguments.address, actors=1 + arguments.collectors):
             success = train(arguments.steps, arguments.collectors)
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
