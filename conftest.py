@@ -1,7 +1,5 @@
-import logging
-
 import torch
+from torchrl import torchrl_logger
 
-# TorchRL tells of each storage that it allocates.
-logging.getLogger("torchrl").setLevel(logging.WARNING)
+torchrl_logger.setLevel("WARNING")  # it tells of each storage that TorchRL allocates
 torch.set_num_threads(1)
