@@ -1,0 +1,204 @@
+"""What the training scripts share: environments, normalization, replay buffer and evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import (
+    ClipTransform,
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    ExplorationType,
+    GymEnv,
+    MultiStepTransform,
+    ObservationNorm,
+    ParallelEnv,
+    SerialEnv,
+    Transform,
+    TransformedEnv,
+    default_info_dict_reader,
+    set_exploration_type,
+)
+
+import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
+from torchrl_her import EnvReward, HERTransform
+
+with contextlib.suppress(ImportError):  # an extra, see make_env
+    import gymnasium_robotics
+
+    gymnasium.register_envs(gymnasium_robotics)
+
+EVALUATION_SEED = 1_000_000  # of the first of the episodes
+LONGEST_EPISODE = 100_000  # steps of an evaluation
+
+# Environments
+
+
+def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
+    """Make one goal environment, whose info entry of success stands in the data."""
+    try:
+        env = GymEnv(config.name, categorical_action_encoding=True, **OmegaConf.to_object(config.kwargs), **kwargs)
+    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
+        raise SystemExit(
+            f"There is no environment {config.name!r} ({error}). Fetch, the hand, the mazes and the other environments "
+            "of Gymnasium-Robotics need MuJoCo, with versions that belong together:\n"
+            "    pip install -c constraints.txt gymnasium-robotics mujoco"
+        ) from None
+    env.set_info_dict_reader(default_info_dict_reader([config.success]))
+    transforms: list[Transform] = [DoubleToFloat()]
+    if config.clip_observation is not None:
+        transforms.append(ClipTransform(["observation"], low=-config.clip_observation, high=config.clip_observation))
+    return TransformedEnv(env, Compose(*transforms))
+
+
+def make_envs(config: DictConfig, num_envs: int) -> EnvBase:
+    """Make a batch of environments; ``num_envs=1`` makes a batch of one."""
+    return (ParallelEnv if config.parallel else SerialEnv)(num_envs, partial(make_env, config))
+
+
+def reward_at_goal(env: EnvBase) -> float:
+    """Return what a step earns that ends at its goal."""
+    goal = env.reset()["desired_goal"].numpy()
+    return float(env.base_env.unwrapped.compute_reward(goal, goal, {}))
+
+
+# Normalization
+
+INPUTS = ["observation", "desired_goal"]  # of policies and critics
+
+
+class Moments(nn.Module):
+    """Mean and deviation of all values so far."""
+
+    def __init__(self, shape: torch.Size, device: str):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("mean_square", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("loc", torch.zeros(shape, device=device))
+        self.register_buffer("scale", torch.ones(shape, device=device))
+
+    def update(self, values: Tensor) -> None:
+        """Take note of values ``[*batch, *shape]``."""
+        values = values.reshape(-1, *self.mean.shape).to(self.mean)  # [n, *shape]
+        self.count += len(values)
+        self.mean.lerp_(values.mean(0), len(values) / self.count)
+        self.mean_square.lerp_(values.square().mean(0), len(values) / self.count)
+        self.loc.copy_(self.mean)
+        # A deviation of at least 0.01, as in the original experiments: what hardly moves is not blown up.
+        self.scale.copy_((self.mean_square - self.mean.square()).clamp_min(1e-4).sqrt())
+
+
+class Normalization(nn.Module):
+    """Running normalization of observations and goals, clipped (Plappert et al. 2018, arXiv:1802.09464).
+
+    Environments and buffer hold raw values, so that rewards can be computed. The same tensors normalize in front
+    of the policy that acts and what is sampled, after relabelling; desired and achieved
+    goals have one statistic. Networks read the entries ``keys``.
+    """
+
+    def __init__(self, config: DictConfig, env: EnvBase, device: str):
+        super().__init__()
+        self.enabled, self.clip = config.enabled, config.clip
+        self.keys = [f"normalized_{key}" for key in INPUTS] if self.enabled else INPUTS
+        self.moments = nn.ModuleDict({key: Moments(env.observation_spec[key].shape, device) for key in INPUTS})
+
+    def when_acting(self) -> list[Transform]:
+        return list(self._transforms([()])) if self.enabled else []
+
+    def when_sampling(self) -> list[Transform]:
+        return list(self._transforms([(), ("next",)])) if self.enabled else []
+
+    def _transforms(self, places: list[tuple[str, ...]]) -> Iterator[Transform]:
+        for key, normalized in zip(INPUTS, self.keys, strict=True):
+            moments = self.moments[key]
+            in_keys = [unravel_key((*place, key)) for place in places]
+            out_keys = [unravel_key((*place, normalized)) for place in places]
+            yield ObservationNorm(moments.loc, moments.scale, in_keys, out_keys, standard_normal=True)
+            yield ClipTransform(out_keys, low=-self.clip, high=self.clip)
+
+    def update(self, data: TensorDictBase) -> None:
+        """Follow what was collected."""
+        if self.enabled:
+            self.moments["observation"].update(data["observation"])
+            self.moments["desired_goal"].update(torch.cat([data["desired_goal"], data["next", "achieved_goal"]]))
+
+
+# Replay buffer
+
+
+def make_replay_buffer(config: DictConfig, normalization: Normalization) -> tuple[TensorDictReplayBuffer, HERTransform]:
+    """Make the buffer, which relabels what it samples; ``hindsight.enabled=false`` only sets her_ratio to 0."""
+    spec = gymnasium.spec(config.env.name)
+    publishes_early = spec.max_episode_steps is not None and spec.max_episode_steps >= 64
+    hindsight = HERTransform(
+        EnvReward(partial(make_env, config.env)),
+        strategy=config.hindsight.strategy,
+        her_ratio=config.hindsight.her_ratio if config.hindsight.enabled else 0.0,
+        # Goals of episodes that run while others end come in late, and long episodes are published twice.
+        capacity=(3 if publishes_early else 1) * config.buffer.size + 100 * config.env.num_envs,
+    )
+    n_steps = config.buffer.n_steps
+    windows = [MultiStepTransform(n_steps, config.gamma)] if n_steps > 1 else []
+    arguments = {
+        # Windows are made along time: environments stay apart, [environments, time].
+        "storage": LazyTensorStorage(config.buffer.size, device=config.device, ndim=2 if n_steps > 1 else 1),
+        "transform": Compose(*windows, hindsight, *normalization.when_sampling()),
+        "batch_size": config.batch_size,
+    }
+    if config.buffer.prioritized:
+        buffer = TensorDictPrioritizedReplayBuffer(alpha=config.buffer.alpha, beta=config.buffer.beta, **arguments)
+    else:
+        buffer = TensorDictReplayBuffer(**arguments)
+    return buffer, hindsight
+
+
+# Evaluation
+
+
+class Evaluation:
+    """Greedy episodes, with the same starts and goals every time."""
+
+    def __init__(self, config: DictConfig):
+        self.episodes, self.success = config.evaluation.episodes, config.env.success
+        self.envs = make_envs(config.env, min(config.evaluation.num_envs, self.episodes))
+        self.envs.set_seed(EVALUATION_SEED)  # starts them
+
+    def __call__(self, policy: TensorDictModuleBase) -> dict[str, Tensor]:
+        """Return success and distance at the last step, return and length of each episode, ``[episodes]``."""
+        seed, outcomes = EVALUATION_SEED, []
+        for _ in range(0, self.episodes, self.envs.batch_size.numel()):
+            seed = self.envs.set_seed(seed)
+            with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+                steps = self.envs.rollout(
+                    LONGEST_EPISODE, policy, break_when_any_done=False, break_when_all_done=True
+                )  # [envs, time]
+            outcomes.append(self._outcomes(steps["next"]))
+        return {name: torch.cat([outcome[name] for outcome in outcomes])[: self.episodes] for name in outcomes[0]}
+
+    def _outcomes(self, steps: TensorDictBase) -> dict[str, Tensor]:
+        done = steps["done"].squeeze(-1)  # [envs, time]
+        last = done.int().argmax(1)  # its first end: nothing after it counts
+        counts = torch.arange(done.shape[1]) <= last.unsqueeze(1)  # [envs, time]
+        end = steps[torch.arange(len(steps)), last]  # [envs]
+        distance = (end["achieved_goal"] - end["desired_goal"]).flatten(1).norm(dim=1)
+        return {
+            "success": end[self.success].reshape(-1).float(),
+            "return": (steps["reward"].squeeze(-1) * counts).sum(1),
+            "distance": distance,
+            "length": last + 1,
+        }
+
+    def close(self) -> None:
+        self.envs.close()

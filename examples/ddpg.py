@@ -1,0 +1,123 @@
+"""DDPG with hindsight, as in the original Fetch experiments.
+
+Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) with hindsight experience replay
+(Andrychowicz et al. 2017, arXiv:1707.01495): targets are clipped to the returns that are possible, and large actions
+cost something, so that the actor's tanh does not saturate. ``examples/config/ddpg.yaml`` has every setting::
+
+    python examples/ddpg.py
+    python examples/ddpg.py hindsight.enabled=false
+    python examples/ddpg.py +task=fetch env.name=FetchPush-v4
+    python examples/ddpg.py resume=outputs/ddpg/PointReach-v0/2026-01-31_12-00-00
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import torch
+from common import Normalization, make_env, make_replay_buffer
+from omegaconf import DictConfig
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.envs import EnvBase
+from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModule, ValueOperator
+from torchrl.objectives import DDPGLoss, SoftUpdate
+from torchrl.objectives.value import TD0Estimator
+from training import Training, make_adam, make_policy, set_up_process, start
+
+# Networks
+
+
+def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[TensorDictSequential, TensorDictModule]:
+    """Return the actor and the critic, which read observation and goal side by side."""
+    layers = {"num_cells": list(config.hidden), "activation_class": nn.ReLU, "device": config.device}
+    width = sum(env.observation_spec[key].shape.numel() for key in ("observation", "desired_goal"))
+    spec = env.action_spec.to(config.device)
+    actor = TensorDictSequential(
+        TensorDictModule(MLP(width, spec.shape[-1], **layers), inputs, ["action"]),
+        TanhModule(in_keys=["action"], spec=spec),
+    )
+    critic = ValueOperator(MLP(width + spec.shape[-1], 1, **layers), in_keys=[*inputs, "action"])
+    return actor, critic
+
+
+# Loss
+
+
+class ClippedTarget(TD0Estimator):
+    """The target of one step, clipped to what a reward of -1 or 0 per step can sum up to."""
+
+    def value_estimate(self, *args, **kwargs) -> Tensor:
+        return super().value_estimate(*args, **kwargs).clamp(-1 / (1 - self.gamma), 0.0)
+
+
+def make_loss(config: DictConfig, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
+    loss = DDPGLoss(actor, critic, delay_actor=True)
+    if config.clip_target:
+        estimator = ClippedTarget(gamma=config.gamma, value_network=loss.actor_critic, device=config.device)
+        estimator.set_keys(value=loss.tensor_keys.state_action_value)
+        return loss.make_value_estimator(estimator)
+    loss.make_value_estimator(gamma=config.gamma)
+    return loss
+
+
+# Training
+
+
+def train(config: DictConfig, folder: Path) -> Training:
+    """Train an agent, and keep what happens in a folder."""
+    set_up_process(config)
+    env = make_env(config.env)
+    normalization = Normalization(config.normalization, env, config.device)
+    actor, critic = make_networks(config, env, normalization.keys)
+    loss = make_loss(config, actor, critic)
+    target_updater = SoftUpdate(loss, tau=config.tau)
+    actor_optimizer = make_adam(actor.parameters(), config.learning_rate)
+    critic_optimizer = make_adam(critic.parameters(), config.learning_rate)
+
+    policy = make_policy(normalization, actor)
+    spec, noise, share = env.action_spec.to(config.device), config.exploration.noise, config.exploration.random_actions
+    explorer = TensorDictSequential(
+        policy,
+        AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=config.device),
+        EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device),
+    )
+
+    def update(batch: TensorDictBase) -> TensorDictBase:
+        losses = loss(batch)
+        action = actor(batch.select(*normalization.keys))["action"]
+        penalty = config.action_penalty * action.square().mean()
+        (losses["loss_actor"] + penalty + losses["loss_value"]).backward()
+        actor_optimizer.step()
+        critic_optimizer.step()
+        actor_optimizer.zero_grad()
+        critic_optimizer.zero_grad()
+        target_updater.step()
+        losses = losses.select("loss_actor", "loss_value", "pred_value", "target_value").detach()
+        return losses.rename_key_("pred_value", "q_value")
+
+    if config.compile:
+        update = torch.compile(update)
+
+    replay_buffer, hindsight = make_replay_buffer(config, normalization)
+    training = Training(
+        config, folder, replay_buffer, hindsight, normalization, policy, loss,
+        actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
+    )  # fmt: skip
+    for data in training.collect(explorer):
+        replay_buffer.extend(data)
+        normalization.update(data)
+        for batch in training.batches():
+            training.record(update(batch), batch)
+    return training
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="ddpg")
+def main(config: DictConfig) -> None:
+    train(*start(config))
+
+
+if __name__ == "__main__":
+    main()

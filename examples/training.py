@@ -1,0 +1,255 @@
+"""What goes on around the updates of the training scripts: collection, logs, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Evaluation, Normalization, make_env, make_envs, reward_at_goal
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from plots import draw_training
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from torch import nn
+from torch.optim import Optimizer
+from torchrl import torchrl_logger
+from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+from torchrl.collectors import Collector
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.envs import ExplorationType
+from torchrl.record.loggers import get_logger
+from tqdm import tqdm
+
+from torchrl_her import HERTransform
+
+TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
+
+
+def start(config: DictConfig) -> tuple[DictConfig, Path]:
+    """Return the configuration and the folder of the run; a resumed run has its own, but for what is given anew."""
+    if config.resume is None:
+        return config, Path(HydraConfig.get().runtime.output_dir)
+    folder = Path(config.resume)
+    given = [override for override in HydraConfig.get().overrides.task if not override.startswith(("task=", "+task="))]
+    return OmegaConf.merge(OmegaConf.load(folder / "config.yaml"), OmegaConf.from_dotlist(given)), folder
+
+
+def set_up_process(config: DictConfig) -> None:
+    """Set threads, seeds and messages; before networks are made."""
+    torchrl_logger.setLevel("WARNING")
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    np.random.seed(config.seed)
+
+
+class Training:
+    """A training run, which a script goes through with ``for data in training.collect(explorer)``.
+
+    It consists of segments of ``checkpoint.interval`` steps. Each begins with environments that are seeded with the
+    run's seed and the step, and ends with a checkpoint: so a resumed run does what an uninterrupted one does, and
+    no simulator has to save its state.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        folder: Path,
+        replay_buffer: TensorDictReplayBuffer,
+        hindsight: HERTransform,
+        normalization: Normalization,
+        policy: TensorDictModuleBase,
+        loss: nn.Module,
+        **optimizers: Optimizer,
+    ):
+        self.config, self.folder = config, folder
+        self.replay_buffer, self.hindsight, self.policy = replay_buffer, hindsight, policy
+        self.chunk = config.collector.steps_per_chunk
+        self._check_intervals()
+        self.envs = make_envs(config.env, config.env.num_envs) if config.env.num_envs > 1 else make_env(config.env)
+        self.envs.set_seed(config.seed)  # starts them
+        self.reward_at_goal = reward_at_goal(make_env(config.env))
+        self.evaluation = Evaluation(config)
+        self.counters = {"steps": 0, "updates": 0, "training_seconds": 0.0}
+        self.history: dict[str, list[list[float]]] = {}  # of everything that is logged: [step, value]
+        self.latest: tuple[TensorDictBase, TensorDictBase] | None = None
+        self.successes: list[float] = []  # of training episodes, since they were last logged
+        components = {"policy": policy, "loss": loss, "normalization": normalization, "buffer": replay_buffer}
+        self.checkpoint = Checkpoint(
+            **components, **optimizers, counters=self.counters, history=self.history, rng=GlobalRNGState()
+        )
+        self.rotation = CheckpointRotation(folder / "checkpoints", keep_last=config.checkpoint.keep)
+        self._open()
+
+    def _check_intervals(self) -> None:
+        config, chunk = self.config, self.chunk
+        if chunk % config.env.num_envs:
+            raise ValueError(
+                f"collector.steps_per_chunk={chunk} has to be a multiple of env.num_envs={config.env.num_envs}."
+            )
+        for name in ("total_steps", "evaluation.interval", "checkpoint.interval", "logger.interval"):
+            if OmegaConf.select(config, name) % chunk:
+                raise ValueError(
+                    f"{name}={OmegaConf.select(config, name)} has to be a multiple of "
+                    f"collector.steps_per_chunk={chunk}."
+                )
+
+    def _open(self) -> None:
+        """Resume where there is a checkpoint, and open the logs, with what they had there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.config.resume is not None:
+            for leftover in self.rotation.directory.glob(".checkpoint-*"):  # what a killed process was writing
+                shutil.rmtree(leftover)
+            self.rotation.load_latest(self.checkpoint)
+            self.hindsight.flush()  # as after a checkpoint in a run that goes on
+        else:
+            OmegaConf.save(self.config, self.folder / "config.yaml")
+        logs = self.folder / "logs"
+        shutil.rmtree(logs, ignore_errors=True)  # a killed run logged steps after its last checkpoint, too
+        self.loggers = [get_logger(kind, str(logs), kind) for kind in self.config.logger.kinds]
+        for name, values in self.history.items():
+            for step, value in values:
+                self._log_scalar(name, value, int(step))
+
+    # The loop
+
+    @property
+    def steps(self) -> int:
+        return self.counters["steps"]
+
+    def collect(self, explorer: TensorDictModuleBase) -> Iterator[TensorDictBase]:
+        """Yield chunks of transitions, in the shape in which they are written, and do all the rest in between."""
+        config = self.config
+        bar = tqdm(
+            desc=f"{config.algorithm} {config.env.name}",
+            initial=self.steps,
+            total=config.total_steps,
+            unit=" steps",
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # seconds; a log file needs few lines
+        )
+        if not self.steps:
+            self._evaluate()
+        while self.steps < config.total_steps:
+            interval = config.checkpoint.interval
+            stop = min(config.total_steps, (self.steps // interval + 1) * interval)
+            collector = self._make_collector(explorer, stop)
+            began = time.perf_counter()
+            for data in collector:
+                yield self._as_written(data)
+                self.counters["steps"] += data.numel()
+                self._note_episodes(data)
+                self.counters["training_seconds"] += time.perf_counter() - began
+                self._log()
+                if self.steps % config.evaluation.interval == 0:
+                    self._evaluate()
+                bar.set_postfix(success=f"{self.history['evaluation/success'][-1][1]:.2f}", refresh=False)
+                bar.update(data.numel())
+                began = time.perf_counter()
+            collector.shutdown(close_env=False)
+            self.rotation.save(self.checkpoint, step=self.steps)
+            self.hindsight.flush()
+        bar.close()
+        self._close()
+
+    def _make_collector(self, explorer: TensorDictModuleBase, stop: int) -> Collector:
+        seed = np.random.SeedSequence([self.config.seed, self.steps]).generate_state(1)
+        self.envs.set_seed(int(seed[0]))
+        return Collector(
+            self.envs,
+            explorer,
+            frames_per_batch=self.chunk,
+            total_frames=stop - self.steps,
+            init_random_frames=max(0, self.config.collector.random_steps - self.steps),
+            exploration_type=ExplorationType.RANDOM,
+            policy_device=self.config.device,
+            env_device="cpu",
+            storing_device="cpu",
+            auto_register_policy_transforms=False,
+        )
+
+    def _as_written(self, data: TensorDictBase) -> TensorDictBase:
+        """``[environments, time]`` for windows of several steps, else ``[transitions]``."""
+        data = data.select(*TRANSITION, ("collector", "traj_ids"))
+        if self.config.buffer.n_steps > 1:
+            return data.reshape(self.config.env.num_envs, -1)
+        return data.reshape(-1)
+
+    def batches(self) -> Iterator[TensorDictBase]:
+        """Yield as many batches as updates are due: ``updates_per_step`` for every step after the random ones."""
+        config, steps = self.config, self.steps + self.chunk  # with the chunk that was just written
+        due = int(config.updates_per_step * max(0, steps - config.collector.random_steps))
+        while self.counters["updates"] < due:
+            batch = self.replay_buffer.sample()
+            yield batch
+            self.counters["updates"] += 1
+            if config.buffer.prioritized:
+                self.replay_buffer.update_tensordict_priority(batch)
+        if config.buffer.prioritized:  # Schaul et al. 2016: the correction is whole at the end
+            share = min(1.0, steps / config.total_steps)
+            self.replay_buffer.sampler.beta = config.buffer.beta + (1 - config.buffer.beta) * share
+
+    def record(self, losses: TensorDictBase, batch: TensorDictBase) -> None:
+        """Keep what an update returned, to be logged when it is time."""
+        self.latest = losses, batch
+
+    # Logs
+
+    def _note_episodes(self, data: TensorDictBase) -> None:
+        success = data["next", self.config.env.success].reshape(data["next", "done"].shape)
+        self.successes += success[data["next", "done"]].tolist()
+
+    def _log(self) -> None:
+        if self.steps % self.config.logger.interval:
+            return
+        metrics = {"time/training_seconds": self.counters["training_seconds"]}
+        metrics["time/steps_per_second"] = self.steps / self.counters["training_seconds"]
+        if self.successes:
+            metrics["train/success"] = float(np.mean(self.successes))
+            self.successes.clear()
+        if self.latest is not None:
+            losses, batch = self.latest
+            metrics |= {f"train/{name}": float(value.float().mean()) for name, value in losses.items()}
+            relabelled = batch["hindsight", "relabelled"]
+            reward = batch.get(("next", "original_reward"), batch["next", "reward"])  # of n steps: of the first
+            metrics["train/relabelled"] = float(relabelled.float().mean())
+            if relabelled.any():
+                reached = reward.reshape(relabelled.shape)[relabelled] == self.reward_at_goal
+                metrics["train/relabelled_success"] = float(reached.float().mean())
+        self._log_all(metrics)
+
+    def _evaluate(self) -> None:
+        outcomes = self.evaluation(self.policy)
+        self._log_all({f"evaluation/{name}": float(values.float().mean()) for name, values in outcomes.items()})
+
+    def _log_all(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.history.setdefault(name, []).append([self.steps, value])
+            self._log_scalar(name, value, self.steps)
+
+    def _log_scalar(self, name: str, value: float, step: int) -> None:
+        for logger in self.loggers:
+            logger.log_scalar(name, value, step)
+
+    def _close(self) -> None:
+        draw_training(self.history, self.folder / "training.png", f"{self.config.algorithm}, {self.config.env.name}")
+        for closed in (self.envs, self.evaluation, *self.loggers):
+            if hasattr(closed, "close"):
+                closed.close()
+        print(f"{self.steps:,} steps: success {self.history['evaluation/success'][-1][1]:.2f}. See {self.folder}/")
+
+
+def make_policy(normalization: Normalization, actor: TensorDictModuleBase) -> TensorDictSequential:
+    """Return the greedy policy, which reads raw observations and goals."""
+    return TensorDictSequential(*normalization.when_acting(), actor)
+
+
+def make_adam(parameters: Any, learning_rate: float) -> Optimizer:
+    """Return Adam for those of the parameters that are trained."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return torch.optim.Adam(trained, lr=learning_rate, fused=True)
