@@ -31,6 +31,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.modules import RandomPolicy
 
 from torchrl_her import EnvReward, HERTransform, SparseReward
+from torchrl_her.returns import NStepReturn
 
 MILLION = 1_000_000
 REST = 0.002  # seconds that a process leaves the buffer's lock to others, as an update would
@@ -218,6 +219,36 @@ def test_whatever_is_written_between_two_operations_of_a_sample_it_is_right(stra
             if operation == between.operations:
                 break
     assert relabelled > 10_000
+
+
+def test_whatever_is_written_between_two_operations_the_steps_of_a_window_are_its_own():
+    transform, chunks = table_that_goes_round("future")
+    stored, whole_windows = transform.inv(chunks[0].copy()), 0
+    for begun, chunk in enumerate(chunks[1:-3], start=2):
+        stored = torch.cat([stored, transform.inv(chunk.copy())])[-360:]
+        if begun % 4:
+            continue
+        episode, step = stored["hindsight_stamp"].unbind(1)
+        steps = torch.randint(1, 4, step.shape)
+        ahead = torch.minimum(torch.arange(3).expand(len(step), 3), steps.unsqueeze(1) - 1)
+        expected = stored["next", "achieved_goal"].unsqueeze(1).repeat(1, 3, 1)  # [n, 3, goal]
+        expected[..., 2::3] += ahead.unsqueeze(-1)
+        for operation in itertools.count(1):
+            copied = copy.deepcopy(transform)
+            n_step = NStepReturn(copied.reward, copied.keys, has_goal_fn=False)
+
+            def write(at, copied=copied, operation=operation, following=chunks[begun : begun + 3]):
+                if at == operation:
+                    for each in following:
+                        copied.inv(each.copy())
+
+            with Between(write) as between:
+                outcomes, whole = n_step.outcomes(copied.table, episode, step, steps, longest=3)
+            assert torch.equal(outcomes[whole], expected[whole])
+            whole_windows += int(whole.sum())
+            if operation == between.operations:
+                break
+    assert whole_windows > 10_000
 
 
 # Checkpoints
