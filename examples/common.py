@@ -115,9 +115,11 @@ class Normalization(nn.Module):
         self.moments = nn.ModuleDict({key: Moments(env.observation_spec[key].shape, device) for key in INPUTS})
 
     def when_acting(self) -> list[Transform]:
+        """Return the transforms in front of a policy."""
         return list(self._transforms([()])) if self.enabled else []
 
     def when_sampling(self) -> list[Transform]:
+        """Return the transforms of the buffer, which stand after HERTransform."""
         return list(self._transforms([(), ("next",)])) if self.enabled else []
 
     def _transforms(self, places: list[tuple[str, ...]]) -> Iterator[Transform]:
@@ -201,4 +203,5 @@ class Evaluation:
         }
 
     def close(self) -> None:
+        """Close the environments."""
         self.envs.close()

@@ -49,7 +49,7 @@ def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[
 class ClippedTarget(TD0Estimator):
     """The target of one step, clipped to what a reward of -1 or 0 per step can sum up to."""
 
-    def value_estimate(self, *args, **kwargs) -> Tensor:
+    def value_estimate(self, *args, **kwargs) -> Tensor:  # noqa: D102
         return super().value_estimate(*args, **kwargs).clamp(-1 / (1 - self.gamma), 0.0)
 
 

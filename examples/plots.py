@@ -22,7 +22,7 @@ LABELS = {
     "evaluation/success": "greedy",
     "train/success": "exploring",
     "evaluation/return": "greedy",
-    "train/q_value": "of what was done",
+    "train/q_value": "Q",
     "train/target_value": "targets",
 }
 
@@ -41,7 +41,8 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
         if panel.lines:
             panel.legend(frameon=False)
     axes[0, 0].set_ylim(-0.03, 1.03)
-    axes[1, 0].set_yscale("symlog", linthresh=1e-2)  # of actors, losses can be negative
+    if len(axes[1, 0].lines) > 1:
+        axes[1, 0].set_yscale("symlog", linthresh=1e-2)  # an actor's loss can be negative
     for panel in axes[1]:
         panel.set_xlabel("environment steps")
         panel.xaxis.set_major_formatter("{x:,.0f}")
@@ -87,6 +88,7 @@ def _draw_goals(panel: Axes, episode: dict) -> None:
         panel.imshow([*achieved, desired], aspect="auto", cmap="Blues", interpolation="nearest")
         panel.axhline(len(achieved) - 0.5, color="tab:red")
         panel.set(xlabel="entry of the goal", ylabel="step; below the line: the goal")
+        panel.yaxis.get_major_locator().set_params(integer=True)
 
 
 def _save(figure: Figure, path: Path, title: str) -> None:

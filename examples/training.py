@@ -23,7 +23,7 @@ from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import Collector
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.envs import ExplorationType
+from torchrl.envs import ExplorationType, MultiStepTransform
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
@@ -46,7 +46,7 @@ def set_up_process(config: DictConfig) -> None:
     torchrl_logger.setLevel("WARNING")
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    np.random.seed(config.seed)
+    np.random.seed(config.seed)  # noqa: NPY002 (prioritized sampling draws from it)
 
 
 class Training:
@@ -107,7 +107,7 @@ class Training:
             for leftover in self.rotation.directory.glob(".checkpoint-*"):  # what a killed process was writing
                 shutil.rmtree(leftover)
             self.rotation.load_latest(self.checkpoint)
-            self.hindsight.flush()  # as after a checkpoint in a run that goes on
+            self._end_episodes()
         else:
             OmegaConf.save(self.config, self.folder / "config.yaml")
         logs = self.folder / "logs"
@@ -117,10 +117,18 @@ class Training:
             for step, value in values:
                 self._log_scalar(name, value, int(step))
 
+    def _end_episodes(self) -> None:
+        """End the running episodes, after a checkpoint and after it was loaded: the environments start anew."""
+        self.hindsight.flush()
+        for transform in self.replay_buffer.transform:
+            if isinstance(transform, MultiStepTransform):
+                transform._buffer = None  # the steps that it holds back are in no checkpoint, and it cannot be told
+
     # The loop
 
     @property
     def steps(self) -> int:
+        """Environment steps so far."""
         return self.counters["steps"]
 
     def collect(self, explorer: TensorDictModuleBase) -> Iterator[TensorDictBase]:
@@ -138,7 +146,7 @@ class Training:
         while self.steps < config.total_steps:
             interval = config.checkpoint.interval
             stop = min(config.total_steps, (self.steps // interval + 1) * interval)
-            collector = self._make_collector(explorer, stop)
+            collector = self._make_collector(explorer)
             began = time.perf_counter()
             for data in collector:
                 yield self._as_written(data)
@@ -150,21 +158,23 @@ class Training:
                     self._evaluate()
                 bar.set_postfix(success=f"{self.history['evaluation/success'][-1][1]:.2f}", refresh=False)
                 bar.update(data.numel())
+                if self.steps >= stop:
+                    break
                 began = time.perf_counter()
             collector.shutdown(close_env=False)
             self.rotation.save(self.checkpoint, step=self.steps)
-            self.hindsight.flush()
+            self._end_episodes()
         bar.close()
         self._close()
 
-    def _make_collector(self, explorer: TensorDictModuleBase, stop: int) -> Collector:
+    def _make_collector(self, explorer: TensorDictModuleBase) -> Collector:
         seed = np.random.SeedSequence([self.config.seed, self.steps]).generate_state(1)
         self.envs.set_seed(int(seed[0]))
         return Collector(
             self.envs,
             explorer,
             frames_per_batch=self.chunk,
-            total_frames=stop - self.steps,
+            total_frames=-1,  # at a last frame it would close the environments
             init_random_frames=max(0, self.config.collector.random_steps - self.steps),
             exploration_type=ExplorationType.RANDOM,
             policy_device=self.config.device,
