@@ -59,6 +59,12 @@ def transitions(first=0, count=10, length=25):
     )
 
 
+@pytest.fixture(autouse=True)
+def the_same_ids_in_all_tables(monkeypatch):
+    """So that the states of two buffers can be compared."""
+    monkeypatch.setattr("secrets.randbelow", lambda limit: 0)
+
+
 def make_buffer(reward=distance, *, before=(), after=(), max_size=100, **options):
     transform = HERTransform(reward, capacity=options.pop("capacity", max_size), **options)
     transforms = [*(make() for make in before), transform, *(make() for make in after)]
