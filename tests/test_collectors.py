@@ -219,7 +219,9 @@ def check_that_nothing_is_lost(
 
 def check_hindsight(rb, ratio: float = 0.8, least: float = 0.6, **kwargs) -> None:
     """No goal is wrong; every transition of an episode that is over has hindsight, and in the share that is asked."""
-    rows = unpadded(rb[:])
+    stored = rb[:]
+    rows = unpadded(stored)
+    assert rows["hindsight", "relabelled"].sum() == stored["hindsight", "relabelled"].sum(), "padding has hindsight"
     check(rows, **kwargs)
     last = defaultdict(int)
     for number, episode, _ in places(rows):
