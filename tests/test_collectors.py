@@ -14,7 +14,7 @@ import multiprocessing
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,6 +117,20 @@ def make_buffer(words: str, hindsight: bool = True, capacity: int | None = None)
 
 
 @contextlib.contextmanager
+def shut_down_after(*running: Collector) -> Iterator[None]:
+    """Leave no process behind, also where a test fails."""
+    try:
+        yield
+    except BaseException:
+        for collector in running:
+            with contextlib.suppress(Exception):  # of processes that failed
+                collector.shutdown()
+        raise
+    for collector in running:
+        collector.shutdown()
+
+
+@contextlib.contextmanager
 def collecting(collector: str, environments: str, **options) -> Iterator[Collector]:
     """A collector: that of one process, or one of two processes with environments each."""
     make, number = ENVIRONMENTS[environments]
@@ -124,13 +138,8 @@ def collecting(collector: str, environments: str, **options) -> Iterator[Collect
     options = {"frames_per_batch": frames, "total_frames": -1, **options}
     makers = make(0) if collector == "Collector" else [functools.partial(make, 0), functools.partial(make, number)]
     running = COLLECTORS[collector](makers, None, **options)
-    try:
+    with shut_down_after(running):
         yield running
-    except BaseException:
-        with contextlib.suppress(Exception):  # of processes that failed
-            running.shutdown()
-        raise
-    running.shutdown()
 
 
 @functools.cache
@@ -155,12 +164,20 @@ def fill(row: Row, rb) -> None:
                 pass
 
 
-def run_in_the_background(running, rb, transitions: int = 800) -> None:
+def until(is_true: Callable[[], bool], things: Iterable = itertools.repeat(None)) -> Iterator:
+    """Go on for as long as something is not true yet, but not for ever."""
+    deadline = time.monotonic() + 120
+    for thing in things:
+        if is_true():
+            return
+        assert time.monotonic() < deadline, "not after two minutes"
+        yield thing
+
+
+def run_in_the_background(running, rb) -> None:
     """Let a collector write, and sample meanwhile."""
     running.start()
-    deadline = time.monotonic() + 60
-    while len(rb) < transitions:
-        assert time.monotonic() < deadline, f"{len(rb)} transitions after a minute"
+    for _ in until(lambda: len(rb) >= 800):
         if len(rb):
             check(rb.sample(64))
         time.sleep(0.01)
@@ -546,13 +563,12 @@ def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes
         MultiAsyncCollector(pairs[1], None, **options),
     )
     here = iter(Collector(make_tape(4), None, frames_per_batch=STEPS, total_frames=-1))
-    synchronous.start()
-    asynchronous.start()
-    while len(rb) < 400 or rb[:]["observation"][:, 0].unique().numel() < 5:
-        rb.extend(next(here))
-        check(rb.sample(64))
-    synchronous.async_shutdown()
-    asynchronous.async_shutdown()
+    with shut_down_after(synchronous, asynchronous):
+        synchronous.start()
+        asynchronous.start()
+        for batch in until(lambda: len(rb) >= 400 and rb[:]["observation"][:, 0].unique().numel() == 5, here):
+            rb.extend(batch)
+            check(rb.sample(64))
     check_that_nothing_is_lost(rb[:], 5)
     check_hindsight(rb)
 
@@ -597,7 +613,7 @@ def test_rollouts_that_are_dropped_leave_no_wrong_goals(row):
     rb = make_buffer(row.buffer)
     with collecting(row.collector, row.environments, replay_buffer=rb) as running:
         running.start()
-        while rb.write_count < 300:
+        for _ in until(lambda: rb.write_count >= 300):
             with running.pause():
                 written = rb.write_count
                 time.sleep(0.02)
@@ -624,9 +640,9 @@ def test_steps_that_a_slow_environment_did_not_come_to_are_left_out(row):
     rb = make_buffer(row.buffer)
     makers = [functools.partial(make_tape, 0), functools.partial(make_slow_tape, 1)]
     collector = MultiSyncCollector(makers, None, frames_per_batch=2 * STEPS, total_frames=-1, preemptive_threshold=0.5)
-    for batch in itertools.islice(collector, BATCHES):
-        rb.extend(batch.reshape(-1))
-    collector.shutdown()
+    with shut_down_after(collector):
+        for batch in itertools.islice(collector, BATCHES):
+            rb.extend(batch.reshape(-1))
     assert len(unpadded(rb[:])) < len(rb), "the slow one was not too slow"
     check_that_nothing_is_lost(unpadded(rb[:]), 2)
     check_hindsight(rb)
