@@ -178,7 +178,6 @@ class Training:
             init_random_frames=max(0, self.config.collector.random_steps - self.steps),
             exploration_type=ExplorationType.RANDOM,
             policy_device=self.config.device,
-            env_device="cpu",
             storing_device="cpu",
             auto_register_policy_transforms=False,
         )

@@ -1,0 +1,274 @@
+"""The training scripts run, and go on from their checkpoints as if they had never stopped."""
+
+import csv
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+
+pytest.importorskip("hydra", reason="the training scripts need the extra 'examples'")
+pytest.importorskip("tensorboard", reason="the training scripts need the extra 'examples'")
+from hydra import compose, initialize_config_dir
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import common  # noqa: E402
+import show  # noqa: E402
+
+SMALL = [
+    "total_steps=400",
+    "collector.steps_per_chunk=50",
+    "collector.random_steps=100",
+    "buffer.size=300",  # it goes round
+    "batch_size=32",
+    "hidden=[16]",
+    "evaluation.interval=200",
+    "evaluation.episodes=5",
+    "evaluation.num_envs=2",
+    "logger.interval=100",
+    "checkpoint.interval=200",
+]
+TINY = [
+    "total_steps=200",
+    "collector.random_steps=50",
+    "buffer.size=150",
+    "checkpoint.interval=100",
+    "evaluation.interval=100",
+    "logger.kinds=[csv]",
+]
+BITS = ["env.kwargs.n_bits=5", "collector.steps_per_chunk=25"]
+RUNS = {
+    "dqn in several environments, with priorities and windows": [
+        *BITS, "env.num_envs=5", "buffer.prioritized=true", "buffer.n_steps=3", "double=true",
+    ],
+    "ddpg without hindsight": ["hindsight.enabled=false", "action_penalty=1.0"],
+    "ddpg in several environments, normalized, with windows": [
+        "env.num_envs=5", "normalization.enabled=true", "buffer.n_steps=3", "hindsight.strategy=final",
+    ],
+    "td3 with priorities": ["buffer.prioritized=true", "hindsight.strategy=episode"],
+    "sac with quantiles": ["loss=tqc"],
+    "sac in processes, normalized, with priorities": [
+        "env.num_envs=2", "env.parallel=true", "normalization.enabled=true", "buffer.prioritized=true",
+        "env.clip_observation=200",
+        "evaluation.num_envs=1",
+    ],
+}  # fmt: skip
+
+
+def configure(script, *overrides):
+    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
+        return compose(script, overrides=[*SMALL, *overrides])
+
+
+def train(script, folder, *overrides):
+    return importlib.import_module(script).train(configure(script, *overrides), folder)
+
+
+def state_of(training):
+    """Everything that a run carries on, by name, in tensors and plain values."""
+    state = dict(training.checkpoint.components)
+    for name, component in state.items():
+        if hasattr(component, "state_dict"):
+            state[name] = component.state_dict()
+    sampler = training.replay_buffer.sampler
+    if hasattr(sampler, "_sum_tree"):
+        sampler = state["buffer"]["_sampler"]
+        rows = np.arange(len(training.replay_buffer), dtype=np.int64)
+        sampler["_sum_tree"], sampler["_min_tree"] = (sampler[tree][rows] for tree in ("_sum_tree", "_min_tree"))
+    return dict(flatten(state))
+
+
+def flatten(value, path=()):
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from flatten(entry, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for i, entry in enumerate(value):
+            yield from flatten(entry, (*path, i))
+    elif not isinstance(value, type):
+        yield path, torch.as_tensor(value) if isinstance(value, (int, float, np.ndarray)) else value
+
+
+def is_time(path):
+    return any("seconds" in str(part) or "per_second" in str(part) for part in path)
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(run, tmp_path):
+    script, overrides = run.split()[0], [*RUNS[run], *TINY]
+    whole = train(script, tmp_path / "whole", *overrides)
+    checkpoint = tmp_path / "whole" / "checkpoints" / "checkpoint-000000000100"
+    shutil.copytree(checkpoint, tmp_path / "resumed" / "checkpoints" / checkpoint.name)
+    resumed = train(script, tmp_path / "resumed", *overrides, f"resume={tmp_path / 'resumed'}")
+    assert whole.counters["steps"] == resumed.counters["steps"] == 200
+    assert whole.counters["updates"] == resumed.counters["updates"] == 150
+    expected, found = state_of(whole), state_of(resumed)
+    assert expected.keys() == found.keys()
+    assert [path for path in expected if not is_time(path) and not same(expected[path], found[path])] == []
+
+    batches = []
+    for training in (whole, resumed):
+        torch.manual_seed(7)
+        np.random.seed(7)  # noqa: NPY002
+        batches.append(training.replay_buffer.sample())
+    assert (batches[0] == batches[1]).all()
+    share = float(batches[0]["hindsight", "relabelled"].float().mean())
+    assert share == 0 if "without hindsight" in run else share > 0.4
+
+
+@pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac"])
+def test_the_curve_goes_on_where_it_stopped(script, tmp_path):
+    overrides = BITS if script == "dqn" else []
+    stopped = train(script, tmp_path, *overrides, "total_steps=200")
+    before = {name: list(values) for name, values in stopped.history.items()}
+    resumed = train(script, tmp_path, *overrides, f"resume={tmp_path}")
+    for name, values in before.items():
+        assert resumed.history[name][: len(values)] == values
+    assert [step for step, _ in resumed.history["evaluation/success"]] == [0, 200, 400]
+    for name in ("evaluation/return", "evaluation/distance", "train/relabelled", "train/q_value"):
+        with (tmp_path / "logs" / "csv" / "scalars" / f"{name}.csv").open() as file:
+            rows = [(int(step), float(value)) for step, value in csv.reader(file)]
+        assert rows == [(step, value) for step, value in resumed.history[name]]
+        assert rows[-1][0] == 400
+    assert list((tmp_path / "logs" / "tensorboard").glob("events*"))
+    assert (tmp_path / "training.png").stat().st_size > 10_000
+
+
+def test_a_killed_run_logs_no_step_twice(tmp_path):
+    train("dqn", tmp_path, *BITS)
+    shutil.rmtree(tmp_path / "checkpoints" / "checkpoint-000000000400")  # as if killed just before
+    (tmp_path / "checkpoints" / ".checkpoint-000000000400.stage-0").mkdir()  # and while it was being written
+    resumed = train("dqn", tmp_path, *BITS, f"resume={tmp_path}")
+    with (tmp_path / "logs" / "csv" / "scalars" / "train" / "loss.csv").open() as file:
+        steps = [int(step) for step, _ in csv.reader(file)]
+    assert steps == sorted(set(steps)) == [step for step, _ in resumed.history["train/loss"]]
+    assert not list((tmp_path / "checkpoints").glob(".checkpoint-*"))
+
+
+def test_the_command_line_trains_resumes_and_shows(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+        assert not done.returncode, done.stderr
+        return done.stdout
+
+    folder = tmp_path / "run"
+    assert "200 steps" in run(EXAMPLES / "dqn.py", *SMALL, *BITS, "total_steps=200", f"hydra.run.dir={folder}")
+    # The other settings are those of the run.
+    assert "400 steps" in run(EXAMPLES / "dqn.py", f"resume={folder}", "total_steps=400", "hydra.run.dir=other")
+    shown = run(EXAMPLES / "show.py", folder, "--episodes", 2)
+    assert "checkpoint-000000000400: 5 greedy episodes" in shown
+    assert "success" in shown
+    assert (folder / "episodes.png").stat().st_size > 5_000
+
+
+def test_what_is_shown_is_what_was_trained(tmp_path):
+    overrides = ["normalization.enabled=true"]
+    training = train("ddpg", tmp_path, *overrides)
+    policy = show.load_policy(configure("ddpg", *overrides), show.find_checkpoint(tmp_path, None))
+    evaluation = common.Evaluation(configure("ddpg", *overrides))
+    outcomes = evaluation(policy)
+    evaluation.close()
+    for name, values in outcomes.items():
+        assert float(values.float().mean()) == training.history[f"evaluation/{name}"][-1][1]
+    for render in (False, True):
+        episode = show.play(configure("ddpg", *overrides), policy, seed=1, render=render)
+        assert episode["achieved_goal"].shape == (51, 2)
+        assert ("frames" in episode) == render
+
+
+def test_an_evaluation_is_of_the_episodes_last_steps_and_always_the_same():
+    """Against a loop over single Gymnasium environments, with a policy that flips the first wrong bit."""
+    config = configure("dqn", "env.kwargs.n_bits=6", "evaluation.episodes=7", "evaluation.num_envs=3")
+    flips = TensorDictModule(
+        lambda now, goal: torch.where(torch.rand(now.shape[:-1]) < 0.2, 0, (now != goal).int().argmax(-1)),
+        ["observation", "desired_goal"],
+        ["action"],
+    )
+    evaluation = common.Evaluation(config)
+    torch.manual_seed(0)
+    first = evaluation(flips)
+    assert first["success"].shape == (7,)
+    assert ((first["distance"] == 0) == (first["success"] == 1)).all()  # it terminates there
+    # -1 for each step but a last one that reaches the goal
+    assert torch.equal(first["return"], -first["length"].float() + first["success"])
+    assert len(set(first["length"].tolist())) > 1
+    torch.manual_seed(0)
+    assert all(torch.equal(values, first[name]) for name, values in evaluation(flips).items())
+    evaluation.close()
+
+
+def test_targets_of_ddpg_are_clipped():
+    ddpg = importlib.import_module("ddpg")
+    config = configure("ddpg", "gamma=0.9")
+    env = common.make_env(config.env)
+    actor, critic = ddpg.make_networks(config, env, common.INPUTS)
+    batch = env.rollout(50)
+    for bias in (100.0, -100.0):
+        torch.nn.init.constant_(list(critic.parameters())[-1], bias)  # of the value itself
+        clipped = ddpg.make_loss(config, actor, critic)(batch.clone())["target_value"]
+        free = ddpg.make_loss(configure("ddpg", "gamma=0.9", "clip_target=false"), actor, critic)(batch.clone())
+        assert clipped.max() <= 0
+        assert clipped.min() >= -10.0001
+        assert free["target_value"].abs().max() > 80
+
+
+def test_goals_have_one_statistic_and_both_places_normalize_alike():
+    config = configure("ddpg", "normalization.enabled=true")
+    env = common.make_env(config.env)
+    normalization = common.Normalization(config.normalization, env, "cpu")
+    rb, _ = common.make_replay_buffer(config, normalization)
+    policy = TensorDictSequential(*normalization.when_acting())
+    seen, observations = [], []
+    for seed in range(4):
+        env.set_seed(seed)
+        data = env.rollout(50)
+        rb.extend(data)
+        normalization.update(data)
+        seen += [data["desired_goal"], data["next", "achieved_goal"]]
+        observations.append(data["observation"])
+    for key, values in (("desired_goal", torch.cat(seen)), ("observation", torch.cat(observations))):
+        moments = normalization.moments[key]
+        torch.testing.assert_close(moments.loc, values.mean(0))
+        torch.testing.assert_close(moments.scale, values.std(0, correction=0))
+    batch = rb.sample(500)
+    for where in (batch, batch["next"]):
+        acted = policy(where.select("observation", "desired_goal"))
+        for key in ("observation", "desired_goal"):
+            moments = normalization.moments[key]
+            expected = ((where[key] - moments.loc) / moments.scale).clamp(-5, 5)
+            torch.testing.assert_close(where[f"normalized_{key}"], expected)
+            assert torch.equal(acted[f"normalized_{key}"], where[f"normalized_{key}"])
+    reached = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1) <= 0.05
+    assert torch.equal(batch["next", "reward"].squeeze(-1) == 0, reached)  # goals stay raw
+
+
+def test_updates_and_intervals_are_exact(tmp_path):
+    training = train("ddpg", tmp_path, "updates_per_step=0.25", "collector.random_steps=150")
+    assert training.counters["updates"] == (400 - 150) // 4
+    with pytest.raises(
+        ValueError, match=r"evaluation.interval=120 has to be a multiple of collector.steps_per_chunk=50"
+    ):
+        train("ddpg", tmp_path / "other", "evaluation.interval=120")
+
+
+def test_a_missing_environment_says_what_to_install():
+    try:
+        gymnasium.spec("FetchReach-v4")
+    except gymnasium.error.Error:
+        with pytest.raises(SystemExit, match="gymnasium-robotics mujoco"):
+            common.make_env(configure("sac", "+task=fetch").env)
+    else:
+        assert common.make_env(configure("sac", "+task=fetch").env).action_spec.shape == (4,)
