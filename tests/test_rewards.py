@@ -372,7 +372,6 @@ class OneGoal(PointReach):
 
 NOT_BATCHED = {
     LikePointMaze: ("compute_terminated", lambda row: row["reward"], lambda row: distance_of_row(row) <= 0.45),
-    LikeFetch: ("compute_terminated", lambda row: row["reward"], lambda row: False),
     OneNorm: ("compute_reward", lambda row: -distance_of_row(row), lambda row: False),
     OneGoal: ("compute_reward", lambda row: -distance_of_row(row), lambda row: False),
 }
@@ -395,6 +394,16 @@ def test_a_function_that_takes_no_batch_is_called_row_by_row_with_one_warning(en
     assert f"{name} of {env_class.__name__} does not take a batch" in told[0]
     assert "GoalReward(reward_fn)" in told[0]
     assert "terminated_fn" in told[0]
+
+
+def test_a_flag_that_is_the_same_for_all_goals_is_taken_for_the_batch():
+    reward, _ = by_environment(PointReach())
+    written = rollout(GymEnv(POINT_REACH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        module = EnvReward(LikeFetch())
+        batch = sample_of(written, module, count=100)
+    check_sample(batch, written, reward, lambda row: False)
 
 
 class OneThreshold(PointReach):

@@ -205,6 +205,8 @@ class _EnvFunction:
         if self.batched is None:
             self.batched = self._is_batched(*arrays)
         values = self._batch(*arrays) if self.batched else self._rows(*arrays)
+        if values.ndim == 0:  # the same whatever the goals are
+            values = np.full(len(achieved), values)
         return torch.as_tensor(values).to(achieved.device)
 
     def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
@@ -228,7 +230,7 @@ class _EnvFunction:
             values = self._batch(*probe, infos)
         except Exception:  # whatever it raises, it does not take a batch
             values = np.empty(0)
-        if values.shape in ((9,), (9, 1)) and np.allclose(values.reshape(9), expected):
+        if values.shape in ((), (9,), (9, 1)) and np.allclose(values.reshape(-1), expected):
             return True
         warnings.warn(
             f"{self.name} of {type(self.env).__name__} does not take a batch of goals and is called row by row "
