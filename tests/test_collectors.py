@@ -307,7 +307,14 @@ ROWS = [
     ),
     *rows("MultiSyncCollector", "works", "8 in SerialEnv | by hand, [2, B, T] | TensorDictReplayBuffer, ndim=3"),
     *rows("MultiSyncCollector", "works", "8 in SerialEnv | by hand, [2 B, T], cat_results=0 | ReplayBuffer, ndim=2"),
-    *rows("MultiAsyncCollector", "works", "8 in SerialEnv | by hand, [B, T] | TensorDictReplayBuffer, ndim=2"),
+    *rows(
+        "MultiAsyncCollector",
+        "works",
+        """
+        8 in SerialEnv | by hand, [B, T] | TensorDictReplayBuffer, ndim=2
+        8 in SerialEnv | by hand, flattened, split_trajs=True | TensorDictReplayBuffer, mask_key=("collector", "mask")
+        """,
+    ),
     *rows(
         "MultiSyncCollector or MultiAsyncCollector",
         "works",
@@ -316,7 +323,6 @@ ROWS = [
         8 in SerialEnv | by hand, flattened | ReplayBuffer
         8 in ParallelEnv | by hand, flattened | TensorDictReplayBuffer
         8 in SerialEnv | by hand, flattened, reset_at_each_iter=True | TensorDictReplayBuffer
-        8 in SerialEnv | by hand, flattened, split_trajs=True | TensorDictReplayBuffer, mask_key=("collector", "mask")
         one | replay_buffer=rb | ReplayBuffer, shared=True
         one | replay_buffer=rb | TensorDictReplayBuffer, shared=True
         one | replay_buffer=rb | TensorDictReplayBuffer, shared=True, shared_init=True
@@ -353,7 +359,10 @@ ROWS = [
     *rows(
         "MultiSyncCollector or MultiAsyncCollector",
         'refused: pass goal_spec=env.observation_spec["achieved_goal"]',
-        "one | replay_buffer=rb | TensorDictReplayBuffer, goal_spec=None, shared=True",
+        """
+        one | replay_buffer=rb | TensorDictReplayBuffer, goal_spec=None, shared=True
+        one | replay_buffer=rb | TensorDictReplayBuffer, goal_spec=None, shared_init=True
+        """,
     ),
     *rows(
         "MultiSyncCollector or MultiAsyncCollector",
@@ -622,6 +631,25 @@ def test_rollouts_that_are_dropped_leave_no_wrong_goals(row):
     stored = set(places(rb[:]))
     assert len(stored) == len(rb)
     assert any(step and (number, episode, step - 1) not in stored for number, episode, step in stored), "none dropped"
+    check_hindsight(rb)
+
+
+@of(
+    *rows(
+        "MultiSyncCollector",
+        "works; TorchRL gives an episode another id in each batch, and so its parts count as episodes",
+        'one | by hand, flattened, split_trajs=True | TensorDictReplayBuffer, mask_key=("collector", "mask")',
+    ),
+)
+def test_parts_of_an_episode_that_torchrl_gives_ids_of_their_own(row):
+    rb = make_buffer(row.buffer)
+    fill(row, rb)
+    rows = unpadded(rb[:])
+    ids = rows["collector", "traj_ids"].tolist()
+    assert len({(place[:2], i) for place, i in zip(places(rows), ids, strict=True)}) > len(
+        {p[:2] for p in places(rows)}
+    )
+    check_that_nothing_is_lost(rows, 2, STEPS * BATCHES)
     check_hindsight(rb)
 
 
