@@ -62,9 +62,9 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
     return TransformedEnv(env, Compose(*transforms))
 
 
-def make_envs(config: DictConfig, num_envs: int) -> EnvBase:
+def make_envs(config: DictConfig, num_envs: int, parallel: bool) -> EnvBase:
     """Make a batch of environments; ``num_envs=1`` makes a batch of one."""
-    return (ParallelEnv if config.parallel else SerialEnv)(num_envs, partial(make_env, config))
+    return (ParallelEnv if parallel else SerialEnv)(num_envs, partial(make_env, config))
 
 
 def reward_at_goal(env: EnvBase) -> float:
@@ -174,7 +174,7 @@ class Evaluation:
 
     def __init__(self, config: DictConfig):
         self.episodes, self.success = config.evaluation.episodes, config.env.success
-        self.envs = make_envs(config.env, min(config.evaluation.num_envs, self.episodes))
+        self.envs = make_envs(config.env, min(config.evaluation.num_envs, self.episodes), config.evaluation.parallel)
         self.envs.set_seed(EVALUATION_SEED)  # starts them
 
     def __call__(self, policy: TensorDictModuleBase) -> dict[str, Tensor]:

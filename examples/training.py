@@ -72,7 +72,8 @@ class Training:
         self.replay_buffer, self.hindsight, self.policy = replay_buffer, hindsight, policy
         self.chunk = config.collector.steps_per_chunk
         self._check_intervals()
-        self.envs = make_envs(config.env, config.env.num_envs) if config.env.num_envs > 1 else make_env(config.env)
+        num_envs = config.env.num_envs
+        self.envs = make_envs(config.env, num_envs, config.env.parallel) if num_envs > 1 else make_env(config.env)
         self.envs.set_seed(config.seed)  # starts them
         self.reward_at_goal = reward_at_goal(make_env(config.env))
         self.evaluation = Evaluation(config)

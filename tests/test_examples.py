@@ -58,7 +58,7 @@ RUNS = {
     "sac in processes, normalized, with priorities": [
         "env.num_envs=2", "env.parallel=true", "normalization.enabled=true", "buffer.prioritized=true",
         "env.clip_observation=200",
-        "evaluation.num_envs=1",
+        "evaluation.parallel=false",
     ],
 }  # fmt: skip
 
