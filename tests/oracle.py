@@ -190,7 +190,8 @@ class Oracle:
         for row in rows:
             self.transitions[row.uid] = row
             if row.episode in self.waits_since:
-                self.longest_wait = max(self.longest_wait, before - self.waits_since[row.episode])
+                waited = min(before - self.waits_since[row.episode], 2 * self.longest_wait + len(rows))
+                self.longest_wait = max(self.longest_wait, waited)
             self.episodes.setdefault(row.episode, []).append(row)
             touched.append(row.episode)
             if row.done:

@@ -42,14 +42,15 @@ def transitions(first=0, count=10, length=25):
     achieved = torch.cat([episode, step], dim=1).float()
     desired = -1 - torch.cat([episode, episode], dim=1).float()
     done = step == length - 1
+    outcome = achieved + torch.tensor([0.0, 1.0])
     return TensorDict(
         {
             "achieved_goal": achieved,
             "desired_goal": desired,
             "next": {
-                "achieved_goal": achieved + torch.tensor([0.0, 1.0]),
+                "achieved_goal": outcome,
                 "desired_goal": desired.clone(),
-                "reward": torch.full((count, 1), -1.0),
+                "reward": distance(outcome, desired)[:, None],
                 "done": done,
                 "terminated": torch.zeros_like(done),
                 "truncated": done.clone(),
@@ -556,6 +557,21 @@ def test_a_wrong_order_that_comes_about_later_is_refused(name):
     is_refused(rb, lambda: rb.extend(transitions(10)), ValueError, message)
 
 
+def test_two_of_them_are_refused():
+    rb = make_buffer(after=[lambda: HERTransform(distance, capacity=100)])
+    is_refused(rb, lambda: rb.extend(transitions()), ValueError, "Two HERTransforms would relabel.*keep one")
+
+
+def test_goals_of_two_dtypes_are_refused():
+    spoil = with_entry(NEXT_ACHIEVED, torch.Tensor.double)
+    is_as_if_never_written(spoil, ValueError, r"achieved goal is torch\.float32 at the root and torch\.float64 under")
+
+
+def test_a_key_that_is_given_with_next_is_refused():
+    rb = make_buffer(done_key=("next", "done"))
+    is_refused(rb, lambda: rb.extend(transitions()), KeyError, "Give done_key without 'next', which is added")
+
+
 def test_n_steps_over_padding_are_refused():
     rb = make_buffer(before=[lambda: MultiStepTransform(3, 0.9)], mask_key="mask")
     chunk = transitions().set("mask", torch.ones(10, dtype=torch.bool))
@@ -647,6 +663,27 @@ def test_the_state_of_a_transform_of_another_capacity_is_refused_and_changes_not
         if count:
             other.extend(transitions(count=count))
         is_refused(other, lambda: other.transform[0].load_state_dict(state), ValueError, "capacity=100")  # noqa: B023
+
+
+# Rewards of another kind
+
+
+def test_a_reward_module_that_gives_other_rewards_than_are_stored_is_told_of_once():
+    rb = make_buffer(lambda achieved, desired: 10 * distance(achieved, desired))
+    with pytest.warns(UserWarning, match=r"gives 22\.36.* whose stored reward is 2\.236.*EnvReward\(env\)"):
+        rb.extend(transitions())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.extend(transitions(10))
+
+
+def test_rewards_of_padding_are_not_compared():
+    rb = make_buffer(mask_key="mask")
+    chunk = transitions().set("mask", torch.arange(10) < 8)
+    chunk["next", "reward"][8:] = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.extend(chunk)
 
 
 # The size of the table

@@ -40,7 +40,6 @@ NUMBER = 8  # of environments of one process
 STEPS, BATCHES = 8, 6  # a collector yields so many batches, with so many steps of each environment
 SIZE = 30_000  # of storages and goal tables: nothing is overwritten
 MASK = ("collector", "mask")
-ASYNCHRONOUS = "MultiAsyncCollector"
 
 
 class Row(NamedTuple):

@@ -74,6 +74,17 @@ def test_a_lane_is_published_once_while_it_is_idle():
     assert [1 in episodes for episodes in published] == [True] + [False] * 9
 
 
+def test_one_lane_that_was_paused_for_long_does_not_make_the_others_wait_as_long():
+    tracker, opened = EpisodeTracker(capacity=1000), []
+    track(tracker, opened, [(1, 2, False)], ids=[0])
+    for goal in range(10, 110):
+        track(tracker, opened, [(goal, goal, True)], ids=[goal])
+    track(tracker, opened, [(2, 3, True)], ids=[0])  # after a hundred others
+    track(tracker, opened, [(201, 202, False)], ids=[1])
+    published = [track(tracker, opened, [(goal, goal, True)], ids=[goal])[2] for goal in range(110, 120)]
+    assert any(202.0 in goals for episodes in published for goals in episodes.values())
+
+
 def test_ids_of_any_value_and_in_any_order_work():
     tracker, opened = EpisodeTracker(capacity=100), []
     rows = [(1, 2, False), (20, 21, False), (2, 3, True), (21, 22, True)]

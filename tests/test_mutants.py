@@ -114,8 +114,8 @@ MUTANTS = {
     "hands the goals over in another order": [
         (
             "goal_table.py",
-            "goals = torch.cat([goals for _, goals, _ in publications])",
-            "goals = torch.cat([goals.flip(0) for _, goals, _ in publications])",
+            "goals = torch.cat([goals.to(self.device) for _, goals, _ in publications])",
+            "goals = torch.cat([goals.to(self.device).flip(0) for _, goals, _ in publications])",
         ),
     ],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
@@ -59,17 +60,24 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
         return value
     found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
     advice = f"Name the right one with {argument}=..."
-    if isinstance(key, tuple) and key[0] == "next" and tensordict.get(key[1:], None) is not None:
+    if isinstance(key, tuple) and key[:2] == ("next", "next"):
+        advice = f"Give {argument} without 'next', which is added"
+    elif isinstance(key, tuple) and key[0] == "next" and tensordict.get(key[1:], None) is not None:
         advice = "It stands at the root alone: a collector with compact_obs=True leaves it out, so use False"
     raise KeyError(f"HERTransform found no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")
 
 
-def check_same_shape(name: str, at_root: Tensor, under_next: Tensor) -> None:
-    """Check that a goal has one shape at the root and under ``"next"``."""
+def check_same_kind(name: str, at_root: Tensor, under_next: Tensor) -> None:
+    """Check that a goal has one shape and dtype at the root and under ``"next"``."""
     if at_root.shape != under_next.shape:
         raise ValueError(
             f"The {name} has the shape {tuple(at_root.shape)} at the root and {tuple(under_next.shape)} under "
             "'next': both must be the same."
+        )
+    if at_root.dtype != under_next.dtype:
+        raise ValueError(
+            f"The {name} is {at_root.dtype} at the root and {under_next.dtype} under 'next': both must be the same, so "
+            "that one step is found to follow another."
         )
 
 
@@ -80,10 +88,11 @@ def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None
             f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
             "achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
-    origin = "(from goal_spec, or the first write). goal_spec is that of one goal, without the batch of environments."
+    origin = "(from goal_spec, or the first write)."
     if table is not None and desired.shape != table.shape:
         raise ValueError(
-            f"One goal has the shape {tuple(desired.shape)}, the goal table was made for {tuple(table.shape)} {origin}"
+            f"One goal has the shape {tuple(desired.shape)}, the goal table was made for {tuple(table.shape)} {origin} "
+            "goal_spec is that of one goal, without the batch of environments."
         )
     if table is not None and desired.dtype != table.dtype:
         raise ValueError(f"Goals are {desired.dtype}, the goal table was made for {table.dtype} {origin}")
@@ -124,6 +133,20 @@ def check_reward(computed: TensorDictBase, stored: TensorDictBase, reward_key: N
         raise ValueError(
             f"The reward module wrote {got} under {reward_key!r} where rewards of the shape {tuple(expected.shape)} "
             "are stored: it must write one of the same shape."
+        )
+
+
+def tell_of_other_rewards(computed: Tensor, stored: Tensor) -> None:
+    """Warn if the reward module gives other rewards for the stored goals than are stored, ``[rows, ...]``."""
+    new, old = computed.double().flatten(), stored.double().flatten().to(computed.device)
+    differs = ~torch.isclose(new, old, rtol=1e-3, atol=1e-3, equal_nan=True)
+    if bool(differs.any()):
+        row = int(differs.nonzero()[0])
+        warnings.warn(
+            f"The reward module gives {new[row]:.6g} for a transition whose stored reward is {old[row]:.6g}: "
+            "relabelled transitions would have rewards of another kind than the others. Use the environment's own, "
+            "EnvReward(env), and scale rewards after HERTransform.",
+            stacklevel=2,
         )
 
 
@@ -212,7 +235,8 @@ def get_stamp(tensordict: TensorDictBase, key: str) -> Tensor:
     if not isinstance(stamp, Tensor):
         raise KeyError(
             f"The sampled transitions carry no stamp under {key!r}: they were written before HERTransform was part "
-            "of the buffer. Make the buffer with transform=HERTransform(...), then extend it."
+            "of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
+            "transform=HERTransform(...), then extend it."
         )
     return stamp
 

@@ -101,8 +101,13 @@ def _places(tensordict: TensorDictBase, key: NestedKey, goals: Iterable[Tensor],
         values = _rows(tensordict, value)
         if values.shape[1] < goal.shape[1]:
             return nowhere
-        windows = values.unfold(1, goal.shape[1], stride)  # [rows, places, goal]
-        places = places.to(values.device) & (windows == goal.to(values.dtype).unsqueeze(1)).all(dim=2).all(dim=0)
+        goal, places = goal.to(values.dtype), places.to(values.device)
+        last = values.shape[1] - goal.shape[1]  # where the goal can begin at most
+        for feature in range(goal.shape[1]):  # one after the other: [rows, places, goal] can be gigabytes
+            column = values[:, feature : feature + last + 1 : stride]  # [rows, places]
+            places = places & (column == goal[:, feature, None]).all(dim=0)
+            if not places.any():
+                return nowhere
     return places
 
 

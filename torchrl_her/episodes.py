@@ -135,7 +135,9 @@ class EpisodeTracker:
             trajectory = None if written.trajectory is None else int(written.trajectory[begin])
             lane = self._take((trajectory, written.start[begin].tobytes()))
             if lane is not None:
-                self.longest_wait = max(self.longest_wait, before - lane.written)
+                # One that was paused for long says little of the others, so it counts for twice the longest at most.
+                waited = min(before - lane.written, 2 * self.longest_wait + len(written.done))
+                self.longest_wait = max(self.longest_wait, waited)
             while begin < end:
                 if lane is None:
                     lane = Lane(first_episode + opened, trajectory)

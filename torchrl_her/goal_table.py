@@ -1,4 +1,4 @@
-"""The achieved goals of the episodes that ended, found by episode and step."""
+"""The achieved goals of episodes, found by episode and step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GoalTable:
             return
         ids = np.array([episode for episode, _, _ in publications])
         lengths = np.array([len(goals) for _, goals, _ in publications])
-        goals = torch.cat([goals for _, goals, _ in publications]).to(self.device)
+        goals = torch.cat([goals.to(self.device) for _, goals, _ in publications])
         for episode, _, before in publications:
             if before:  # each step of an episode stands in the table once
                 start = self.starts[episode % self.capacity]

@@ -52,23 +52,27 @@ class Order(NamedTuple):
         """Return the entries that later transforms write anew, rename or take away."""
         keys: set[NestedKey] = set()
         for transform in flatten(self.after):
-            keys.update(transform.out_keys or ())
+            # One that reads an entry, too, passes on the goal in it.
+            keys.update(set(transform.out_keys or ()) - set(transform.in_keys or ()))
             if isinstance(transform, RenameTransform):
                 keys.update(transform.in_keys)
             if isinstance(transform, ExcludeTransform):
                 keys.update(map(unravel_key, transform.excluded_keys))
         return keys
 
-    def check(self, replaced: set[NestedKey], outcome: NestedKey) -> None:
+    def check(self, replaced: set[NestedKey], outcome: NestedKey, hindsight: type[Transform]) -> None:
         """Check that no transform undoes the work of another.
 
         Args:
             replaced: the entries that relabelling takes from what was written.
             outcome: the achieved goal under ``"next"``, which it compares goals with.
+            hindsight: the transform that relabels, of which there may be one.
 
         Raises:
             ValueError: if the order would give wrong rewards or goals.
         """
+        if any(isinstance(transform, hindsight) for transform in flatten([*self.before, *self.after])):
+            raise ValueError("Two HERTransforms would relabel the same transitions: keep one.")
         for transform in flatten(self.after):
             if isinstance(transform, MultiStepTransform):
                 raise ValueError(

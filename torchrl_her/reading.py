@@ -71,8 +71,8 @@ def read_written(
     desired = checks.get_entry(tensordict, keys.desired, "desired_goal_key")
     next_achieved = checks.get_entry(tensordict, keys.next_achieved, "achieved_goal_key")
     next_desired = checks.get_entry(tensordict, keys.next_desired, "desired_goal_key")
-    checks.check_same_shape("achieved goal", achieved, next_achieved)
-    checks.check_same_shape("desired goal", desired, next_desired)
+    checks.check_same_kind("achieved goal", achieved, next_achieved)
+    checks.check_same_kind("desired goal", desired, next_desired)
     goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
     if goal_fn is not None:
         goals = checks.check_is_tensor(goal_fn(goals), "goal_fn")  # [n, *goal]

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import gymnasium
@@ -124,8 +125,8 @@ class SparseReward(GoalReward):
     """
 
     def __init__(self, threshold: float, *, terminated_fn: GoalFunction | None = None):
-        if not threshold >= 0:
-            raise ValueError(f"threshold is a distance and must be 0 or more, got {threshold}.")
+        if not isinstance(threshold, Real) or not threshold >= 0:
+            raise ValueError(f"threshold is a distance and must be 0 or more, got {threshold!r}.")
         super().__init__(partial(_sparse_reward, threshold=threshold), terminated_fn=terminated_fn)
 
 
@@ -219,10 +220,8 @@ class _EnvFunction:
 
     def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
         """Compare a batch of a reached goal and others, most of them missed, with the same row by row."""
-        space = copy.deepcopy(self.env.observation_space["desired_goal"])  # leaves the environment's draws alone
-        space.seed(0)
         reached = achieved[0].astype(desired.dtype)
-        others = [np.asarray(space.sample(), dtype=desired.dtype).reshape(reached.shape) for _ in range(8)]
+        others = self._other_goals(reached)
         probe = (np.stack([reached] * 9), np.stack([reached, *others]))
         infos = {name: values[[0] * 9] for name, values in info.items()}
         expected = self._rows(*probe, infos)
@@ -239,6 +238,15 @@ class _EnvFunction:
             stacklevel=2,
         )
         return False
+
+    def _other_goals(self, reached: np.ndarray) -> list[np.ndarray]:
+        """Draw goals ``[goal]``, of the environment where it tells of them, and around the one that is reached."""
+        space = getattr(self.env, "observation_space", None)
+        if not isinstance(space, gymnasium.spaces.Dict) or "desired_goal" not in space.spaces:
+            return [(reached + offset).astype(reached.dtype) for offset in (1, -1, 2, -2, 5, -5, 10, -10)]
+        space = copy.deepcopy(space["desired_goal"])  # leaves the environment's draws alone
+        space.seed(0)
+        return [np.asarray(space.sample(), dtype=reached.dtype).reshape(reached.shape) for _ in range(8)]
 
 
 def _goal_environment(env: Any) -> Any:

@@ -33,6 +33,7 @@ from torchrl_her.windows import Windows, check_entries, keep_flags
 # add a fifth to the price of a write.
 STAMP = "hindsight_stamp"
 RELABELLED = ("hindsight", "relabelled")
+FIRST_ROWS = 64  # of the first write, whose rewards are compared with the reward module's
 
 
 class HERTransform(Transform):
@@ -174,7 +175,7 @@ class HERTransform(Transform):
         written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
         if not self._capacity_watch.writes:
             self._check_first_write(tensordict)
-        if self._copies.undecided:
+        if self._copies.undecided and self.her_ratio:
             self._copies.check(tensordict, self.keys.achieved, self.keys.desired, self._order.written_after())
         if multi_step is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
@@ -201,16 +202,22 @@ class HERTransform(Transform):
         """Check what later writes have in common with the first one: what the reward module reads and writes."""
         for key in (self.keys.desired, self.keys.next_desired, *self._step_reward.replaced):
             checks.get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
-        two = tensordict.reshape(-1)[:1].expand(2)  # of one, a wrong shape can look like the right one
+        rows = tensordict.reshape(-1)
+        if self.keys.mask is not None:
+            rows = rows[rows.get(self.keys.mask).reshape(-1)]
+        # Of one row, a wrong shape can look like the right one.
+        rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
         with torch.no_grad():
-            checks.check_reward(self.reward(two.copy()), two, self.keys.reward)
+            computed = self.reward(rows.copy())
+        checks.check_reward(computed, rows, self.keys.reward)
+        checks.tell_of_other_rewards(computed.get(self.keys.reward), rows.get(self.keys.reward))
 
     def _look_around(self) -> MultiStepTransform | None:
         """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
         order = Order.around(self)
         if order != self._order:
             replaced = {self.keys.desired, self.keys.next_desired, *self._step_reward.replaced}
-            order.check(replaced, self.keys.next_achieved)
+            order.check(replaced, self.keys.next_achieved, type(self))
             self._order = order
         multi_step = order.multi_step()
         if multi_step is not None:
@@ -349,6 +356,7 @@ class HERTransform(Transform):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the goal table and the running episodes, for ``state_dict``."""
         with self._lock:
+            self._leave_lanes_of_parent()
             return {
                 "table": None if self.table is None else self.table.state_dict(),
                 "lanes": self.tracker.state_dict(),
@@ -358,6 +366,7 @@ class HERTransform(Transform):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load what `get_extra_state` returned."""
         with self._lock:
+            self._leave_lanes_of_parent()
             saved = state["table"]
             if saved is not None:
                 goals = saved["goals"]
@@ -375,6 +384,10 @@ class HERTransform(Transform):
         if self._lock.is_shared:  # lanes belong to the process that writes them
             state |= {"tracker": self.tracker.without_lanes(), "_windows": Windows()}
         return state
+
+    def clone(self) -> HERTransform:
+        """Return a transform with a goal table of its own."""
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
         copied = type(self).__new__(type(self))
