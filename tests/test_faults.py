@@ -328,7 +328,7 @@ def test_a_killed_training_resumes_from_its_last_complete_checkpoint(arguments):
 
 def test_the_killed_training_resumes_with_the_lines_that_the_docs_advise():
     advised = re.search(r"<!-- resume -->\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL).group(1)
-    assert textwrap.indent(advised, " " * 8) in (FAULTS / "training.py").read_text()
+    assert textwrap.indent(advised, " " * 8) in (FAULTS / "killed_training.py").read_text()
 
 
 def episode(steps, begin=0, goal=-1.0, done=True):

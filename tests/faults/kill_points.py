@@ -18,9 +18,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from killed_training import Training, check
 from kills import quiet
 from tqdm import tqdm
-from training import Training, check
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
 

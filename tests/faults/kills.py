@@ -3,8 +3,8 @@
     python tests/faults/kills.py --kills 50
 
 After every kill the last complete checkpoint is loaded and checked here, transition by transition, by an oracle in
-plain Python (see `training.py`); then the training is started again, resumes from it and goes on. Fails at the first
-thing that is wrong.
+plain Python (see `killed_training.py`); then the training is started again, resumes from it and goes on. Fails at the
+first thing that is wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from killed_training import Training, check
 from tqdm import tqdm
-from training import Training, check
 
 PATIENCE = 120  # seconds that a process may take to get somewhere
 
@@ -100,7 +100,7 @@ def main() -> None:
     quiet()
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the server to find what it is to import
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training"])  # PyTorch is imported once and for all
+    context.set_forkserver_preload(["killed_training"])  # PyTorch is imported once and for all
 
     killed: Counter[Doing] = Counter()
     resumed = checked = halves = 0
