@@ -28,6 +28,7 @@ from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
 from torchrl_her import HERTransform
+from torchrl_her.windows import forget_held_back
 
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
 
@@ -123,7 +124,7 @@ class Training:
         self.hindsight.flush()
         for transform in self.replay_buffer.transform:
             if isinstance(transform, MultiStepTransform):
-                transform._buffer = None  # the steps that it holds back are in no checkpoint, and it cannot be told
+                forget_held_back(transform)  # they are in no checkpoint
 
     # The loop
 

@@ -94,7 +94,7 @@ MUTANTS = {
         ("transform.py", "tensordict = tensordict.exclude(*stored)", "tensordict = tensordict"),
     ],
     "recomputes rewards that keep their goal": [
-        ("returns.py", "tensordict.set(key, where(relabelled, new, stored[key]))", "tensordict.set(key, new)"),
+        ("returns.py", "where(relabelled, computed[key].detach(), stored[key])", "computed[key]"),
     ],
     "forgets that a new goal ends the episode": [
         ("returns.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),

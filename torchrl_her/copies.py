@@ -84,7 +84,8 @@ def _leaves(tensordict: TensorDictBase) -> Iterable[NestedKey]:
 def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:
     """Return some of the rows of an entry, ``[rows, features]``."""
     count = tensordict.batch_size.numel()
-    index = torch.linspace(0, count - 1, min(count, ROWS)).long().to(value.device)
+    rows = min(count, ROWS)
+    index = (torch.arange(rows, device=value.device) * (count - 1)) // max(1, rows - 1)  # with the first and the last
     return value.reshape(count, -1)[index]
 
 

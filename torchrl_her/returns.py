@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import gymnasium
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.envs import EnvBase
 
 from torchrl_her import checks
 from torchrl_her.goal_table import GoalTable
-from torchrl_her.reading import Keys
+from torchrl_her.keys import Keys
 from torchrl_her.rewards import GoalReward
 from torchrl_her.windows import LAST_FLAGS, flag_keys
 
@@ -21,6 +24,35 @@ STEPS = "steps_to_next_obs"
 GAMMA = "gamma"
 SEVERAL = "nonterminal"
 FIRST_REWARD = ("next", "original_reward")
+FIRST_ROWS = 64  # of a write, whose rewards are compared with the reward module's
+
+
+def make_reward(
+    reward: TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor],
+    keys: Keys,
+    goal_fn: Callable[[Tensor], Tensor] | None,
+) -> TensorDictModuleBase:
+    """Return a reward module that reads and writes the entries under ``keys``, of a module or a function of goals.
+
+    Raises:
+        TypeError: if it is neither.
+        ValueError: if the module does not write the reward.
+    """
+    if isinstance(reward, (EnvBase, gymnasium.Env)):
+        raise TypeError("The reward is a module or a function, not an environment: HERTransform(EnvReward(env)).")
+    if not isinstance(reward, TensorDictModuleBase):
+        reward = GoalReward(reward)
+    if isinstance(reward, GoalReward):
+        reward = copy.copy(reward)  # another transform may use it with other keys
+        reward.goal_fn = goal_fn
+        reward.set_keys(
+            achieved_goal=keys.achieved,
+            desired_goal=keys.desired,
+            reward=keys.reward[1:],
+            terminated=keys.terminated[1:],
+        )
+    checks.check_out_keys(reward, keys.reward)
+    return reward
 
 
 class StepReward:
@@ -41,6 +73,25 @@ class StepReward:
         self._is_computed = type(reward).forward is GoalReward.forward
         self._writes_more = len(reward.out_keys) > len(self.recomputed)
 
+    def check(self, tensordict: TensorDictBase) -> None:
+        """Check that the reward module can work on written transitions ``[*batch]``, and earns what they earned.
+
+        Raises:
+            KeyError: if an entry that is set is missing.
+            ValueError: if the reward has another shape.
+        """
+        for key in self.replaced:
+            checks.get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
+        rows = tensordict.reshape(-1)
+        if self.keys.mask is not None:
+            rows = rows[rows.get(self.keys.mask).reshape(-1)]
+        # Of one row, a wrong shape can look like the right one.
+        rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
+        with torch.no_grad():
+            computed = self.reward(rows.copy())
+        checks.check_reward(computed, rows, self.keys.reward)
+        checks.tell_of_other_rewards(computed.get(self.keys.reward), rows.get(self.keys.reward))
+
     def recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
         """Set what relabelled transitions, ``bool [*batch, 1]``, earn for their goals; others keep what is stored."""
         for key in self._read:
@@ -50,9 +101,7 @@ class StepReward:
         else:
             computed = self.reward(tensordict.copy() if self._writes_more else tensordict)
         for key in self.recomputed:
-            new = computed[key].to(stored[key].dtype)
-            new = new.detach() if new.requires_grad else new
-            tensordict.set(key, where(relabelled, new, stored[key]))
+            tensordict.set(key, where(relabelled, computed[key].detach(), stored[key]))
         if self.keys.done in stored:
             ended = tensordict.get(self.keys.terminated)
             truncated = tensordict.get(self.keys.truncated, None)
@@ -144,7 +193,7 @@ class NStepReturn:
             SEVERAL: taken > 1,
         }
         flags = tensordict.get(LAST_FLAGS).reshape(len(steps), -1).split(1, dim=1)
-        last = dict(zip(list(stored)[-len(flags) :], flags, strict=True))
+        last = dict(zip(flag_keys(stored, self.keys), flags, strict=True))
         new |= last
         if self.keys.truncated in last:
             new[self.keys.truncated] = last[self.keys.truncated] & (taken == steps)
@@ -154,7 +203,7 @@ class NStepReturn:
         for key, value in stored.items():
             if key in new:
                 kept = last[key].view_as(value) if key in last else value
-                tensordict.set(key, where(relabelled, new[key].to(value.dtype), kept))
+                tensordict.set(key, where(relabelled, new[key], kept))
 
     def _evaluate(self, desired: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
         """Ask the reward module for each outcome: rewards ``float64 [n, longest]``, and which end the episode."""

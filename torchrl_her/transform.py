@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -21,11 +20,11 @@ from torchrl_her.capacity import CapacityWatch
 from torchrl_her.copies import GoalCopies
 from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
+from torchrl_her.keys import Keys
 from torchrl_her.locking import WriteLock
 from torchrl_her.order import Order
-from torchrl_her.reading import Keys, read_written
-from torchrl_her.returns import STEPS, NStepReturn, StepReward, where
-from torchrl_her.rewards import GoalReward
+from torchrl_her.reading import read_written
+from torchrl_her.returns import STEPS, NStepReturn, StepReward, make_reward, where
 from torchrl_her.strategies import Choice, GoalStrategy, make_strategy
 from torchrl_her.windows import Windows, check_entries, keep_flags
 
@@ -33,7 +32,6 @@ from torchrl_her.windows import Windows, check_entries, keep_flags
 # add a fifth to the price of a write.
 STAMP = "hindsight_stamp"
 RELABELLED = ("hindsight", "relabelled")
-FIRST_ROWS = 64  # of the first write, whose rewards are compared with the reward module's
 
 
 class HERTransform(Transform):
@@ -129,7 +127,7 @@ class HERTransform(Transform):
         self.sequence_length = sequence_length
 
         self.keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        self.reward = self._make_reward(reward)
+        self.reward = make_reward(reward, self.keys, goal_fn)
         self._step_reward = StepReward(self.reward, self.keys)
         self._n_step_return: NStepReturn | None = None
         self._windows = Windows()
@@ -143,25 +141,9 @@ class HERTransform(Transform):
         self._lock = WriteLock()
         self._process = os.getpid()
         self._order = Order([], [])
+        self._is_checked = False  # what all writes have in common is, in the first one
         self._copies = GoalCopies()
         self._capacity_watch = CapacityWatch(capacity)
-
-    def _make_reward(self, reward: Any) -> TensorDictModuleBase:
-        if isinstance(reward, (EnvBase, gymnasium.Env)):
-            raise TypeError("The reward is a module or a function, not an environment: HERTransform(EnvReward(env)).")
-        if not isinstance(reward, TensorDictModuleBase):
-            reward = GoalReward(reward)
-        if isinstance(reward, GoalReward):
-            reward = copy.copy(reward)  # another transform may use it with other keys
-            reward.goal_fn = self.goal_fn
-            reward.set_keys(
-                achieved_goal=self.keys.achieved,
-                desired_goal=self.keys.desired,
-                reward=self.keys.reward[1:],
-                terminated=self.keys.terminated[1:],
-            )
-        checks.check_out_keys(reward, self.keys.reward)
-        return reward
 
     # Writing
 
@@ -173,8 +155,9 @@ class HERTransform(Transform):
             return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
         goal_of_table = None if self.table is None else self.table.goals[0]
         written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
-        if not self._capacity_watch.writes:
-            self._check_first_write(tensordict)
+        if not self._is_checked:
+            self._step_reward.check(tensordict)
+            self._is_checked = True
         if self._copies.undecided and self.her_ratio:
             self._copies.check(tensordict, self.keys.achieved, self.keys.desired, self._order.written_after())
         if multi_step is not None:
@@ -197,20 +180,6 @@ class HERTransform(Transform):
         if multi_step is not None:
             keep_flags(tensordict, self.keys)
         return tensordict.set(STAMP, stamp.view(*batch, 2))
-
-    def _check_first_write(self, tensordict: TensorDictBase) -> None:
-        """Check what later writes have in common with the first one: what the reward module reads and writes."""
-        for key in (self.keys.desired, self.keys.next_desired, *self._step_reward.replaced):
-            checks.get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
-        rows = tensordict.reshape(-1)
-        if self.keys.mask is not None:
-            rows = rows[rows.get(self.keys.mask).reshape(-1)]
-        # Of one row, a wrong shape can look like the right one.
-        rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
-        with torch.no_grad():
-            computed = self.reward(rows.copy())
-        checks.check_reward(computed, rows, self.keys.reward)
-        checks.tell_of_other_rewards(computed.get(self.keys.reward), rows.get(self.keys.reward))
 
     def _look_around(self) -> MultiStepTransform | None:
         """Look at the transforms before and after this one, and return the one that makes n-step transitions."""

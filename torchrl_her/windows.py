@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
 from torchrl.envs import MultiStepTransform
 
 from torchrl_her import checks
 from torchrl_her.episodes import Written
-from torchrl_her.reading import Keys
+from torchrl_her.keys import Keys
 
 # Where the flags of a window's last step stand: bool [*batch, flags].
 LAST_FLAGS = ("next", "hindsight_flags")
@@ -72,9 +73,13 @@ class Windows:
             checks.check_same_rows(rows, self._rows)
         checks.check_one_lane_per_row(columns.follow(last))
         if last is None:
-            # TorchRL has no public way to forget the transitions that it holds back, which others would be joined to.
-            multi_step._buffer = None
+            forget_held_back(multi_step)
         self._rows, self._last, self.may_begin_anew = rows, columns, False
+
+
+def forget_held_back(multi_step: MultiStepTransform) -> None:
+    """Forget the last transitions, which wait for their windows, before others come that would be joined to them."""
+    multi_step._buffer = None  # TorchRL has no public way
 
 
 def keep_flags(tensordict: TensorDictBase, keys: Keys) -> None:
@@ -83,7 +88,7 @@ def keep_flags(tensordict: TensorDictBase, keys: Keys) -> None:
     tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
 
 
-def flag_keys(tensordict: TensorDictBase, keys: Keys) -> list[NestedKey]:
+def flag_keys(tensordict: TensorDictBase | dict[NestedKey, Tensor], keys: Keys) -> list[NestedKey]:
     """Return where the flags stand that there are."""
     return [key for key in (keys.done, keys.terminated, keys.truncated) if tensordict.get(key, None) is not None]
 

@@ -1,0 +1,148 @@
+"""The reward of a goal environment, from its own functions."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
+from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
+
+from torchrl_her.rewards import GoalFunction, GoalReward, as_tensor
+
+
+class EnvReward(GoalReward):
+    """The environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
+
+    Where the environment has ``compute_terminated``, ``("next", "terminated")`` is recomputed with it. Both
+    are called once per batch, with NumPy arrays. A function that is not batched (on the first call a reached
+    and a missed goal find that out) is called row by row, with a warning.
+
+    Args:
+        env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either.
+
+    Keyword Args:
+        info_keys (sequence of NestedKey): stored entries that are handed over as ``info``, a dictionary from
+            the last part of each key to an array ``[batch, ...]`` (to its row, where called row by row).
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): takes the place of the environment's
+            ``compute_terminated``; see `GoalReward`.
+
+    Raises:
+        TypeError: if the environment has no ``compute_reward``, or if it is a batch of environments.
+
+    Examples:
+        >>> import gymnasium, torchrl_her.envs
+        >>> reward = EnvReward(gymnasium.make("torchrl_her/PointReach-v0"))
+        >>> reward.in_keys
+        [('next', 'achieved_goal'), 'desired_goal']
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        info_keys: Sequence[NestedKey] = (),
+        terminated_fn: GoalFunction | None = None,
+    ):
+        base = _goal_environment(env)
+        if terminated_fn is None and hasattr(base, "compute_terminated"):
+            terminated_fn = _EnvFunction(base, "compute_terminated")
+        self.info_keys = tuple(unravel_key(key) for key in info_keys)
+        super().__init__(_EnvFunction(base, "compute_reward"), terminated_fn=terminated_fn)
+
+    def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:  # noqa: D102
+        info = {}
+        for key in self.info_keys:
+            value = tensordict.get(key)
+            name = key if isinstance(key, str) else key[-1]
+            info[name] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
+        return [
+            function(achieved, desired, info)
+            if isinstance(function, _EnvFunction)
+            else as_tensor(function(achieved, desired))
+            for function in self.functions
+        ]
+
+
+class _EnvFunction:
+    """A function of a goal environment, from tensors to tensors, batched or row by row."""
+
+    def __init__(self, env: Any, name: str):
+        self.env = env
+        self.name = name
+        self.batched: bool | None = None  # not known before the first call
+
+    def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
+        arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
+        if self.batched is None:
+            self.batched = self._is_batched(*arrays)
+        values = self._batch(*arrays) if self.batched else self._rows(*arrays)
+        if values.ndim == 0:  # the same whatever the goals are
+            values = np.full(len(achieved), values)
+        return torch.as_tensor(values).to(achieved.device)
+
+    def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
+        return np.asarray(getattr(self.env, self.name)(achieved, desired, info))
+
+    def _rows(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
+        rows = range(len(achieved))
+        infos = [{name: values[row] for name, values in info.items()} for row in rows]
+        return np.array([self._batch(achieved[row], desired[row], infos[row]).item() for row in rows])
+
+    def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
+        """Compare a batch of a reached goal and others, most of them missed, with the same row by row."""
+        reached = achieved[0].astype(desired.dtype)
+        others = self._other_goals(reached)
+        probe = (np.stack([reached] * 9), np.stack([reached, *others]))
+        infos = {name: values[[0] * 9] for name, values in info.items()}
+        expected = self._rows(*probe, infos)
+        try:
+            values = self._batch(*probe, infos)
+        except Exception:  # whatever it raises, it does not take a batch
+            values = np.empty(0)
+        if values.shape in ((), (9,), (9, 1)) and np.allclose(values.reshape(-1), expected):
+            return True
+        warnings.warn(
+            f"{self.name} of {type(self.env).__name__} does not take a batch of goals and is called row by row "
+            "at every sample, which is slow. Pass a batched function of your own: GoalReward(reward_fn) in "
+            "place of EnvReward, or terminated_fn=... for the end of episodes.",
+            stacklevel=2,
+        )
+        return False
+
+    def _other_goals(self, reached: np.ndarray) -> list[np.ndarray]:
+        """Draw goals ``[goal]``, of the environment where it tells of them, and around the one that is reached."""
+        space = getattr(self.env, "observation_space", None)
+        if not isinstance(space, gymnasium.spaces.Dict) or "desired_goal" not in space.spaces:
+            return [(reached + offset).astype(reached.dtype) for offset in (1, -1, 2, -2, 5, -5, 10, -10)]
+        space = copy.deepcopy(space["desired_goal"])  # leaves the environment's draws alone
+        space.seed(0)
+        return [np.asarray(space.sample(), dtype=reached.dtype).reshape(reached.shape) for _ in range(8)]
+
+
+def _goal_environment(env: Any) -> Any:
+    """Return the innermost environment, which has ``compute_reward``."""
+    if not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env):
+        env = env()
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    if isinstance(env, (SerialEnv, ParallelEnv)):
+        raise TypeError(
+            f"EnvReward needs one environment, not a {type(env).__name__}: pass a function that makes one of "
+            "its environments."
+        )
+    base = getattr(env, "unwrapped", env)
+    if isinstance(base, gymnasium.vector.VectorEnv) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1):
+        raise TypeError("EnvReward needs one environment, not a batch of them: pass a function that makes one.")
+    if not hasattr(base, "compute_reward"):
+        raise TypeError(
+            f"EnvReward needs a goal environment, with compute_reward(achieved_goal, desired_goal, info); "
+            f"{type(base).__name__} has none. Pass the reward as a function: GoalReward(reward_fn)."
+        )
+    return base
