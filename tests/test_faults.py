@@ -551,6 +551,33 @@ def test_a_forked_process_does_not_go_on_with_the_episodes_of_its_parent():
     assert first == second != childs
 
 
+def test_what_a_forked_process_loads_is_not_lost_at_its_first_write():
+    rb = walk(goal_spec=Unbounded((1,)))
+    rb.share()
+    rb.extend(episode(3, done=False))
+    state = rb.transform.state_dict()
+
+    def load_and_go_on():
+        rb.transform.load_state_dict(state)
+        before = rb.transform[0].tracker.state_dict()["lanes"][0]["episode"]
+        written = rb.transform.inv(episode(2, begin=3))
+        assert written["hindsight_stamp"].tolist() == [[before, 3], [before, 4]]
+
+    assert forked(load_and_go_on) == 0
+
+
+def test_the_state_of_a_forked_process_is_without_the_lanes_of_its_parent():
+    rb = walk(goal_spec=Unbounded((1,)))
+    rb.share()
+    rb.extend(episode(3, done=False))
+
+    def save():
+        assert rb.transform[0].get_extra_state()["lanes"]["lanes"] == []
+
+    assert forked(save) == 0
+    assert len(rb.transform[0].get_extra_state()["lanes"]["lanes"]) == 1
+
+
 def test_a_copy_of_a_shared_transform_is_independent_and_goes_on_where_it_stood():
     transform = HERTransform(SparseReward(0), her_ratio=1.0, capacity=100, goal_spec=Unbounded((1,))).share_memory_()
     first = transform.inv(episode(3, done=False))["hindsight_stamp"][0, 0].item()

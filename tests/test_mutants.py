@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import n_step_oracle
 import oracle
 import pytest
 
@@ -121,6 +122,43 @@ MUTANTS = {
 }
 
 
+# Of the returns of several steps.
+N_STEP_MUTANTS = {
+    "sums on after the end": [
+        ("returns.py", "(ahead < steps) & (ends.cumsum(1) - ends.long() == 0)", "ahead < steps"),
+    ],
+    "leaves the end out of the sum": [
+        ("returns.py", "ends.cumsum(1) - ends.long() == 0", "ends.cumsum(1) == 0"),
+    ],
+    "does not discount": [("returns.py", "rewards * discounts", "rewards")],
+    "sums over the outcomes of a step later": [
+        ("returns.py", "(start + step).unsqueeze(1) + ahead", "(start + step).unsqueeze(1) + ahead + 1"),
+    ],
+    "counts the repeated last step": [("returns.py", "(ahead < steps) & ", "")],
+    "keeps the flags of the first step": [
+        ("returns.py", "kept = last[key].view_as(value) if key in last else value", "kept = value"),
+    ],
+    "takes the flags of the last step for another's": [
+        ("returns.py", "split(1, dim=1)", "flip(1).split(1, dim=1)"),
+    ],
+    "truncates where the new goal ends it before": [
+        ("returns.py", "last[self.keys.truncated] & (taken == steps)", "last[self.keys.truncated]"),
+    ],
+    "sees an end at the first step alone": [
+        ("returns.py", "= ends.any(1, keepdim=True)", "= ends[:, :1]"),
+    ],
+    "keeps the number of steps": [("returns.py", "STEPS: taken,", "STEPS: steps,")],
+    "keeps gamma of all steps": [("returns.py", "gamma ** taken.double()", "gamma ** steps.double()")],
+    "takes the last reward for the first": [("returns.py", "rewards[:, :1]", "rewards[:, -1:]")],
+    "relabels windows that have left the table in part": [
+        ("returns.py", ".all(1) & table.start_at(episode, start)", ".any(1)"),
+    ],
+    "relabels windows whatever is in the table": [
+        ("transform.py", "relabelled = relabelled & whole", "relabelled = relabelled"),
+    ],
+}
+
+
 def load(changes, tmp_path, monkeypatch, name):
     """Import a copy of the package with changes made in it."""
     shutil.copytree(SOURCE, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "envs"))
@@ -138,29 +176,36 @@ def load(changes, tmp_path, monkeypatch, name):
     return package
 
 
-def first_failure(package):
-    """Run streams until the oracle finds a fault, and return it."""
+def check_streams(package):
+    """Run streams, and check each transition."""
+    for seed in range(STREAMS):
+        oracle.run(oracle.random_stream(seed), package)
+    oracle.check_share(package)
+
+
+def first_failure(check, package):
+    """Run a check until it finds a fault, and return it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a table too small for the storage is meant here
-        for seed in range(STREAMS):
-            try:
-                oracle.run(oracle.random_stream(seed), package)
-            except AssertionError as fault:
-                return fault
         try:
-            oracle.check_share(package)
+            check(package)
         except AssertionError as fault:
             return fault
     return None
 
 
-def test_the_oracle_finds_no_fault_in_an_unchanged_copy(tmp_path, monkeypatch):
+@pytest.mark.parametrize("check", [check_streams, n_step_oracle.run])
+def test_the_oracle_finds_no_fault_in_an_unchanged_copy(check, tmp_path, monkeypatch):
     package = load([], tmp_path, monkeypatch, "unchanged_copy")
     assert package.HERTransform is not torchrl_her.HERTransform
-    assert first_failure(package) is None
+    assert first_failure(check, package) is None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_oracle_kills_the_mutant_that(mutant, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("check", "mutant", "changes"),
+    [(check_streams, *each) for each in MUTANTS.items()]
+    + [(n_step_oracle.run, *each) for each in N_STEP_MUTANTS.items()],
+)
+def test_the_oracle_kills_the_mutant_that(check, mutant, changes, tmp_path, monkeypatch):
     name = "mutant_" + "".join(c if c.isalnum() else "_" for c in mutant)
-    assert first_failure(load(MUTANTS[mutant], tmp_path, monkeypatch, name)) is not None
+    assert first_failure(check, load(changes, tmp_path, monkeypatch, name)) is not None

@@ -15,6 +15,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from torchrl.envs import (
     CatTensors,
+    ClipTransform,
     Compose,
     DoubleToFloat,
     ExcludeTransform,
@@ -414,6 +415,21 @@ def test_an_entry_that_is_written_anew_in_one_place_alone_is_refused(key):
     rb = buffer(Compose(hindsight(), written_anew()[key]))
     with pytest.raises(ValueError, match="contains the desired goal"):
         rb.extend(collect(concatenating()))
+
+
+def test_a_transform_that_works_on_an_entry_in_its_place_does_not_hide_the_goal_in_it():
+    in_place = ClipTransform(["both", ("next", "both")], low=-9.0, high=9.0)
+    rb = buffer(Compose(hindsight(), in_place))
+    with pytest.raises(ValueError, match="contains the desired goal"):
+        rb.extend(collect(concatenating()))
+    assert len(rb) == 0
+
+
+def test_without_relabelling_a_copy_of_the_goal_is_as_right_as_the_goal():
+    rb = buffer(hindsight(her_ratio=0.0))
+    rb.extend(collect(concatenating()))
+    got = rb.sample()
+    assert torch.equal(got["both"], torch.cat([got["desired_goal"], got["observation"]], dim=-1))
 
 
 def test_a_copy_that_is_kept_on_purpose_is_renamed_or_left_out():

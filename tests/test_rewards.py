@@ -603,3 +603,44 @@ def test_a_reward_with_parameters_hands_no_gradient_to_the_sample():
         [("next", "reward")],
     )
     assert not sample_of(written, module)["next", "reward"].requires_grad
+
+
+# Environments that tell little of themselves
+
+
+class Plain:
+    """Not a Gymnasium environment, but with its functions."""
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return (np.linalg.norm(achieved_goal - desired_goal, axis=-1) < 0.5).astype(np.float32) - 1
+
+
+class ObservesAlone(gymnasium.Env, Plain):
+    """One whose spaces say nothing of goals."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+
+class Scalar(Plain):
+    """One that takes a norm over the whole batch."""
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return float(np.linalg.norm(achieved_goal - desired_goal) < 0.5) - 1
+
+
+GOALS = torch.tensor([[0.0, 0.0], [3.0, 0.0], [1.0, 1.0]]), torch.tensor([[0.0, 0.1], [0.0, 0.0], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize("env", [Plain(), ObservesAlone(), Plain], ids=["plain", "observes alone", "made"])
+def test_an_environment_that_does_not_tell_of_its_goals_is_called_once_for_a_batch(env):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewards = EnvReward(env)(goals_of(*GOALS, 3))["next", "reward"]
+    assert rewards.tolist() == [[0.0], [-1.0], [0.0]]
+
+
+def test_one_that_does_not_take_a_batch_either_is_called_row_by_row():
+    with pytest.warns(UserWarning, match="row by row"):
+        rewards = EnvReward(Scalar())(goals_of(*GOALS, 3))["next", "reward"]
+    assert rewards.tolist() == [[0.0], [-1.0], [0.0]]

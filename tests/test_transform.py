@@ -373,6 +373,20 @@ def test_a_copy_goes_on_as_the_original_would(how, layout, tmp_path):
         assert (samples[0] == samples[1]).all()
 
 
+def test_a_clone_is_independent():
+    transform = HERTransform(SparseReward(0), her_ratio=1.0)
+    rb = buffer_with(transform, episode_of(6)[:3])
+    before = str(transform.get_extra_state())
+    clone = transform.clone()
+    assert str(clone.get_extra_state()) == before
+    assert clone.container is None
+    buffer_with(clone, episode_of(6)[3:])
+    assert str(transform.get_extra_state()) == before
+    assert str(clone.get_extra_state()) != before
+    rb.extend(episode_of(6)[3:])
+    assert str(transform.get_extra_state()) == str(clone.get_extra_state())  # each went on with the same episode
+
+
 def test_what_is_saved_does_not_change_with_later_writes():
     rb = buffer_with(HERTransform(SparseReward(0), her_ratio=1.0), episode_of(6)[:3])
     state = rb.transform.state_dict()
