@@ -1,0 +1,112 @@
+"""Compares runs of the training scripts: a table, and a picture of their success against environment steps.
+
+Runs that agree in the entries ``--by`` of their configurations are one group; of each group it shows median and range.
+Hydra makes the runs, one after the other::
+
+    python examples/dqn.py --multirun hydra.sweep.dir=outputs/strategies seed=0,1,2 hindsight.strategy=future,final
+    python examples/compare.py outputs/strategies --by hindsight.strategy
+
+The picture goes to ``comparison.png`` in the first folder, or where ``--picture`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import OmegaConf
+from plots import draw_comparison
+from tqdm import tqdm
+
+METRICS = {"success": "evaluation/success", "distance": "evaluation/distance", "seconds": "time/training_seconds"}
+
+
+class Run(NamedTuple):
+    """What a run says of itself, and what it logged, ``[logs, 2]`` of steps and values."""
+
+    config: Any
+    logs: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Read the folder of a run."""
+        logs = {}
+        for name, metric in METRICS.items():
+            path = folder / "logs" / "csv" / "scalars" / f"{metric}.csv"
+            logs[name] = np.loadtxt(path, delimiter=",", ndmin=2)
+        return cls(OmegaConf.load(folder / "config.yaml"), logs)
+
+    def group(self, entries: list[str]) -> str:
+        """Name the entries of its configuration and what they are."""
+        return ", ".join(f"{entry.rpartition('.')[2]} {OmegaConf.select(self.config, entry)}" for entry in entries)
+
+    def at(self, name: str, step: int) -> float:
+        """Return what was logged at a step, or last before it."""
+        logged = self.logs[name]
+        return float(logged[logged[:, 0] <= step][-1, 1])
+
+
+def find_runs(folders: list[Path]) -> list[Run]:
+    """Read the runs below folders."""
+    found = sorted({path.parent for folder in folders for path in folder.rglob("config.yaml") if _is_run(path.parent)})
+    if not found:
+        raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, folders))}.")
+    return [Run.read(folder) for folder in tqdm(found, desc="runs", leave=False)]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "logs" / "csv").is_dir()
+
+
+def median_and_range(values: list[float]) -> str:
+    """Write ``0.97 (0.95 to 1.00)``."""
+    return f"{np.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def table(groups: dict[str, list[Run]], step: int) -> str:
+    """Return the outcomes at a step in Markdown."""
+    lines = ["| | runs | success: median (range) | final distance | training, s |", "|---|---|---|---|---|"]
+    for name, runs in groups.items():
+        success = median_and_range([run.at("success", step) for run in runs])
+        distance = np.median([run.at("distance", step) for run in runs])
+        seconds = np.median([run.at("seconds", step) for run in runs])
+        lines.append(f"| {name} | {len(runs)} | {success} | {distance:.3f} | {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps ``[evaluations]`` that all runs came to, and their success there, ``[runs, evaluations]``."""
+    length = min(len(run.logs["success"]) for run in runs)
+    success = np.stack([run.logs["success"][:length] for run in runs])  # [runs, evaluations, 2]
+    return success[0, :, 0], success[:, :, 1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+", help="with the folders of runs somewhere below")
+    parser.add_argument("--by", nargs="+", default=["algorithm"], help="entries of the configuration that differ")
+    parser.add_argument("--panels", nargs="*", default=[], help="of these entries each value gets a panel of its own")
+    parser.add_argument("--step", type=int, help="of the table; by default the last that all runs came to")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--title", default="")
+    arguments = parser.parse_args()
+
+    runs = find_runs(arguments.folders)
+    groups: dict[str, list[Run]] = {}
+    panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for run in runs:
+        groups.setdefault(run.group([*arguments.by, *arguments.panels]), []).append(run)
+    for members in groups.values():
+        panel = panels.setdefault(members[0].group(arguments.panels), {})
+        panel[members[0].group(arguments.by)] = curves(members)
+    step = arguments.step or int(min(run.logs["success"][-1, 0] for run in runs))
+    print(f"At {step:,} environment steps:\n\n{table(groups, step)}")
+    picture = arguments.picture or arguments.folders[0] / "comparison.png"
+    draw_comparison(panels, picture, arguments.title)
+    print(f"\nPicture: {picture}")
+
+
+if __name__ == "__main__":
+    main()
