@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import common  # noqa: E402
+import compare  # noqa: E402
 import show  # noqa: E402
 
 SMALL = [
@@ -172,6 +174,49 @@ def test_the_command_line_trains_resumes_and_shows(tmp_path):
     assert "checkpoint-000000000400: 5 greedy episodes" in shown
     assert "success" in shown
     assert (folder / "episodes.png").stat().st_size > 5_000
+
+
+def test_runs_that_hydra_makes_are_compared(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=True).stdout
+
+    sweep = ["seed=1,2", "hindsight.strategy=future,final", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    run(EXAMPLES / "dqn.py", "--multirun", *SMALL, *BITS, "total_steps=200", *sweep)
+    compared = run(
+        EXAMPLES / "compare.py", "sweep", "--by", "hindsight.strategy", "--panels", "env.name", "--title", "Strategies"
+    )
+    final, future = (
+        {run.config.seed: run.logs["success"] for run in runs}
+        for _, runs in itertools.groupby(sorted(compare.find_runs([tmp_path]), key=strategy_of), key=strategy_of)
+    )
+    for name, runs in (("final", final), ("future", future)):
+        assert runs.keys() == {1, 2}
+        last = [float(logged[-1, 1]) for logged in runs.values()]
+        assert f"| strategy {name}, name torchrl_her/BitFlipping-v0 | 2 | {sum(last) / 2:.2f} (" in compared
+    assert "At 200 environment steps" in compared
+    assert (tmp_path / "sweep" / "comparison.png").stat().st_size > 5_000
+
+
+def strategy_of(run):
+    return run.config.hindsight.strategy
+
+
+def test_what_a_comparison_says_is_the_median_and_range_at_a_step():
+    runs = [
+        compare.Run(None, {name: np.array([[0, 0.1], [100, value], [200, 1.0]]) for name in compare.METRICS})
+        for value in (0.25, 0.5, 1.0)
+    ]
+    assert "| group | 3 | 0.50 (0.25 to 1.00) | 0.500 | 0 |" in compare.table({"group": runs}, 150)
+    assert "| group | 3 | 1.00 (1.00 to 1.00) | 1.000 | 1 |" in compare.table({"group": runs}, 200)
+    steps, success = compare.curves(runs)
+    assert steps.tolist() == [0, 100, 200]
+    assert success.tolist() == [[0.1, 0.25, 1.0], [0.1, 0.5, 1.0], [0.1, 1.0, 1.0]]
+
+
+def test_without_runs_a_comparison_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="There is no run with CSV logs below"):
+        compare.find_runs([tmp_path])
 
 
 def test_what_is_shown_is_what_was_trained(tmp_path):
