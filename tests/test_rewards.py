@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torch import nn
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
@@ -603,6 +604,27 @@ def test_a_reward_with_parameters_hands_no_gradient_to_the_sample():
         [("next", "reward")],
     )
     assert not sample_of(written, module)["next", "reward"].requires_grad
+
+
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, achieved, desired):
+        return -self.layer(achieved - desired).abs()
+
+
+def test_a_learned_reward_moves_and_is_saved_with_the_transform():
+    def make():
+        return HERTransform(GoalReward(Learned(), terminated_fn=nn.PairwiseDistance()), capacity=10)
+
+    one, other = make(), make()
+    assert len(list(one.parameters())) == 2
+    other.load_state_dict(one.state_dict())
+    rewards = [module.reward(goals_of(*GOALS, 3))["next", "reward"] for module in (one, other)]
+    assert torch.equal(*rewards)
+    assert all(parameter.is_meta for parameter in one.to("meta").parameters())
 
 
 # Environments that tell little of themselves

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import Tensor, nn
 
 GoalFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -51,6 +51,9 @@ class GoalReward(TensorDictModuleBase):
         self.functions = [_with_two_arguments(reward_fn, "the reward function")]
         if terminated_fn is not None:
             self.functions.append(_with_two_arguments(terminated_fn, "terminated_fn"))
+        for place, function in enumerate(self.functions):
+            if isinstance(function, nn.Module):  # a learned reward moves and is saved with this module
+                self.add_module(f"function_{place}", function)
         self.goal_fn: Callable[[Tensor], Tensor] | None = None
         self.set_keys()
 
