@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import pickle
 import re
+import tempfile
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +41,7 @@ from torchrl.data.replay_buffers.samplers import (
 )
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictMaxValueWriter, TensorDictRoundRobinWriter
 
-from torchrl_her import GoalReward, HERTransform
+from torchrl_her import GoalReward, HERTransform, PackedStorage
 
 # Four environments, whose episodes end at different times, write 32 transitions at a time into a storage that
 # holds five writes. The goal table is larger: every transition of an episode that ended has to be relabelled.
@@ -189,6 +191,8 @@ def test_every_buffer_relabels_rightly(name):
         (ListStorage, False),
         (CompressedListStorage, True),
         (CompressedListStorage, False),
+        (PackedStorage, True),
+        (PackedStorage, False),
     ],
 )
 def test_an_ensemble_relabels_over_every_storage(storage, in_members):
@@ -200,12 +204,25 @@ def test_an_ensemble_relabels_over_every_storage(storage, in_members):
 
 # Storages and samplers
 
+
+def on_disk(size):
+    """A packed storage in a file that goes with it."""
+    folder = tempfile.TemporaryDirectory()
+    storage = PackedStorage(size, scratch_dir=folder.name)
+    weakref.finalize(storage, folder.cleanup)
+    return storage
+
+
 STORAGES = {
     "LazyTensorStorage": (LazyTensorStorage, extend),
     "LazyTensorStorage(ndim=2)": (partial(LazyTensorStorage, ndim=2), partial(extend, shape=(4, -1))),
     "LazyTensorStorage(ndim=3)": (partial(LazyTensorStorage, ndim=3), partial(extend, shape=(2, 2, -1))),
     "LazyMemmapStorage": (LazyMemmapStorage, extend),
     "LazyMemmapStorage(ndim=2)": (partial(LazyMemmapStorage, ndim=2), partial(extend, shape=(4, -1))),
+    "PackedStorage": (PackedStorage, extend),
+    "PackedStorage(ndim=2)": (partial(PackedStorage, ndim=2), partial(extend, shape=(4, -1))),
+    "PackedStorage(ndim=3)": (partial(PackedStorage, ndim=3), partial(extend, shape=(2, 2, -1))),
+    "PackedStorage(scratch_dir=...)": (on_disk, extend),
     "ListStorage": (ListStorage, extend),
     "LazyStackStorage": (LazyStackStorage, extend),
     "CompressedListStorage": (CompressedListStorage, extend),
@@ -231,6 +248,7 @@ TORCHRLS_LIMITS = {
     ("CompressedListStorage", "PrioritizedSliceSampler"): NO_SLICES,
     ("LazyStackStorage", "PrioritizedSliceSampler"): "Wrong shapes / arange configuration",
     ("LazyTensorStorage(ndim=3)", "PrioritizedSliceSampler"): "invalid entry in coordinates array",
+    ("PackedStorage(ndim=3)", "PrioritizedSliceSampler"): "invalid entry in coordinates array",
 }
 
 
@@ -519,7 +537,9 @@ def filled(**kwargs):
 
 
 @row("rb[i]")
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage, CompressedListStorage])
+@pytest.mark.parametrize(
+    "storage", [LazyTensorStorage, LazyMemmapStorage, PackedStorage, ListStorage, CompressedListStorage]
+)
 def test_reading_by_index_relabels_and_leaves_the_storage_as_it_is(storage):
     rb, oracle = filled(storage=storage)
     before = everything(rb)

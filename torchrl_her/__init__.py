@@ -2,6 +2,7 @@
 
 from torchrl_her.env_reward import EnvReward
 from torchrl_her.rewards import GoalReward, SparseReward
+from torchrl_her.storage import PackedStorage
 from torchrl_her.strategies import Episode, Final, Future, GoalStrategy, Random
 from torchrl_her.transform import HERTransform
 
@@ -13,6 +14,7 @@ __all__ = [
     "GoalReward",
     "GoalStrategy",
     "HERTransform",
+    "PackedStorage",
     "Random",
     "SparseReward",
 ]

@@ -1,0 +1,204 @@
+"""How the entries of a transition lie next to each other in one row of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from torch import Tensor
+
+WORD = torch.int64  # a row is a whole number of these, so that each of its entries is aligned
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where an entry lies in a row that is seen as items of the entry's dtype."""
+
+    number: int  # in the order of the row
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """A tensordict in a row: its entries, and the batch dimensions that it has beyond those that count rows."""
+
+    batch: torch.Size
+    entries: dict[str, Column | Group]
+
+
+class RowLayout:
+    """Packs transitions into rows, and makes transitions of rows.
+
+    Entries with large items come first: each is then aligned to its items, and those of one dtype lie together.
+
+    Args:
+        transitions (TensorDictBase): the first that are stored.
+        dimensions (int): how many of their batch dimensions count rows. Default: 0, one row.
+
+    Raises:
+        TypeError: if an entry is not a tensor.
+        ValueError: if there is no entry.
+
+    Examples:
+        >>> transition = TensorDict({"observation": torch.rand(3), "next": {"done": torch.tensor([True])}})
+        >>> layout = RowLayout(transition)
+        >>> row = layout.pack(transition)
+        >>> row.shape, row.dtype
+        (torch.Size([2]), torch.int64)
+        >>> (layout.unpack(row) == transition).all()
+        True
+    """
+
+    def __init__(self, transitions: TensorDictBase, dimensions: int = 0):
+        found = entries_of(transitions, dimensions)
+        self.columns: dict[NestedKey, Column] = {}
+        end = 0  # bytes
+        for key, (dtype, shape) in sorted(found.items(), key=lambda item: (-item[1][0].itemsize, str(item[1][0]))):
+            start, items = end // dtype.itemsize, shape.numel()
+            self.columns[key] = Column(len(self.columns), dtype, shape, start, start + items)
+            end += items * dtype.itemsize
+        largest = max(dtype.itemsize for dtype, _ in found.values())
+        alignment = max(WORD.itemsize, largest)
+        self.words = -(-max(end, 1) // alignment) * alignment // WORD.itemsize
+        self._blocks = {
+            dtype: list(columns) for dtype, columns in groupby(self.columns.values(), lambda column: column.dtype)
+        }
+        self._root = self._group(transitions, dimensions, ())
+
+    def _group(self, transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]) -> Group:
+        entries: dict[str, Column | Group] = {}
+        for name, value in transitions.items():
+            nested = isinstance(value, TensorDictBase)
+            key = (*parent, name)
+            entries[name] = self._group(value, dimensions, key) if nested else self.columns[key if parent else name]
+        return Group(transitions.batch_size[dimensions:], entries)
+
+    def check(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> None:
+        """Check that transitions have the entries that this was made for.
+
+        Args:
+            transitions: with any number of batch dimensions that count rows.
+            but: entries that may be missing.
+
+        Raises:
+            ValueError: if they have other keys, shapes or dtypes.
+        """
+        self._collect(transitions, but)
+
+    def pack(self, transitions: TensorDictBase) -> Tensor:
+        """Return transitions ``[*rows]`` as ``int64 [*rows, words]``.
+
+        Raises:
+            ValueError: if they have other keys, shapes or dtypes.
+        """
+        values = self._collect(transitions)
+        batch = transitions.batch_size[: self._dimensions(transitions)]
+        device = transitions.device or values[0].device
+        rows = torch.empty(*batch, self.words, dtype=WORD, device=device)
+        for dtype, columns in self._blocks.items():
+            parts = [values[column.number].to(device).reshape(*batch, column.end - column.start) for column in columns]
+            rows.view(dtype)[..., columns[0].start : columns[-1].end] = torch.cat(parts, dim=-1)
+        return rows
+
+    def unpack(self, rows: Tensor) -> TensorDict:
+        """Return rows ``int64 [*rows, words]`` as transitions ``[*rows]``, whose entries are views of them."""
+        return _view(self._root, {dtype: rows.view(dtype) for dtype in self._blocks}, rows.shape[:-1], rows.device)
+
+    def _dimensions(self, transitions: TensorDictBase) -> int:
+        """How many batch dimensions count rows."""
+        return transitions.batch_dims - len(self._root.batch)
+
+    def _collect(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> list[Any]:
+        """Return the values of the columns, in their order."""
+        values: list[Any] = [None] * len(self.columns)
+        dimensions = self._dimensions(transitions)
+        fit = _collect(self._root, transitions, dimensions, values)
+        missing = [key for key, column in self.columns.items() if values[column.number] is None]
+        if not fit or not but >= set(missing):
+            raise ValueError(self._differences(transitions, dimensions, but))
+        return values
+
+    def _differences(self, transitions: TensorDictBase, dimensions: int, but: Set[NestedKey]) -> str:
+        found = entries_of(transitions, dimensions)
+        stored = {key: (column.dtype, column.shape) for key, column in self.columns.items()}
+        told = [f"{key!r} is missing" for key in stored if key not in found and key not in but]
+        told += [f"{key!r} is new" for key in found if key not in stored]
+        told += [
+            f"{key!r} is {_describe(*found[key])} and was {_describe(*entry)}"
+            for key, entry in stored.items()
+            if key in found and found[key] != entry
+        ]
+        return (
+            f"PackedStorage has rows for the entries of the first write, and these are others: {'; '.join(told)}. "
+            "Nothing was stored: exclude() what is new and give what is missing, or make a new buffer."
+        )
+
+
+def entries_of(transitions: TensorDictBase, dimensions: int) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
+    """Return the dtypes of all entries, and their shapes in one row.
+
+    Raises:
+        TypeError: if an entry is not a tensor.
+        ValueError: if there is no entry.
+    """
+    found = dict(_entries(transitions, dimensions, ()))
+    if not found:
+        raise ValueError("PackedStorage got a tensordict without entries: there is nothing to store.")
+    return found
+
+
+def _entries(
+    transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]
+) -> Iterator[tuple[NestedKey, tuple[torch.dtype, torch.Size]]]:
+    for name in transitions.keys():  # noqa: SIM118
+        key: NestedKey = (*parent, name) if parent else name
+        try:
+            value = transitions.get(name)
+        except RuntimeError as error:  # a stack of shapes that differ
+            raise TypeError(
+                f"PackedStorage stores tensors of one shape each, and {key!r} has several: {error}"
+            ) from None
+        if is_tensor_collection(value) and not is_non_tensor(value):
+            yield from _entries(value, dimensions, (*parent, name))
+        elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+            yield key, (value.dtype, value.shape[dimensions:])
+        else:
+            raise TypeError(
+                f"PackedStorage stores tensors of one shape each, and {key!r} is a {type(value).__name__}: exclude() "
+                "it from what is written, or use LazyTensorStorage or ListStorage."
+            )
+
+
+def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values: list[Any]) -> bool:
+    """Put the values of the columns where they belong; say whether each is one that the group was made for."""
+    for name, value in transitions.items():
+        entry = group.entries.get(name)
+        if isinstance(entry, Column):
+            if not isinstance(value, Tensor) or value.dtype != entry.dtype or value.shape[dimensions:] != entry.shape:
+                return False
+            values[entry.number] = value
+        elif entry is None or not isinstance(value, TensorDictBase) or not _collect(entry, value, dimensions, values):
+            return False
+    return True
+
+
+def _view(group: Group, items: Mapping[torch.dtype, Tensor], batch: torch.Size, device: torch.device) -> TensorDict:
+    entries: dict[str, Any] = {}
+    for name, entry in group.entries.items():
+        if isinstance(entry, Group):
+            entries[name] = _view(entry, items, batch, device)
+        else:
+            value = items[entry.dtype][..., entry.start : entry.end]
+            entries[name] = value if len(entry.shape) == 1 else value.view(batch + entry.shape)
+    return TensorDict(entries, batch + group.batch, device=device, non_blocking=False)
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype} {list(shape)}"
