@@ -256,10 +256,9 @@ def test_what_is_read_can_be_changed_and_the_store_stays_as_it_is(change):
         for value in batch.values():
             value.zero_() if change == "zero_" else value.bitwise_not_() if value.dtype == torch.bool else value.neg_()
 
-    reads = [
-        rb.sample, lambda: rb[0], lambda: rb[2:5], lambda: rb[: len(rb)], lambda: rb[[1, 2]],
-        lambda: rb[torch.tensor([1])], lambda: rb.storage.get(torch.tensor([3])), lambda: rb.storage.get(slice(1, 4)), lambda: rb.storage[...],
-    ]  # fmt: skip
+    three = torch.tensor([3])
+    reads = [rb.sample, lambda: rb[0], lambda: rb[2:5], lambda: rb[: len(rb)], lambda: rb[[1, 2]], lambda: rb[three]]
+    reads += [lambda index=index: rb.storage.get(index) for index in (three, slice(1, 4), ..., 2)]
     for read in reads:
         spoil(read())
         assert bits(rb.storage[:]) == before
