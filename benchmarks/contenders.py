@@ -4,6 +4,7 @@ A contender fills itself with `size` rows. `prepare` brings new transitions into
 takes, as a training loop would hold them; `read` hands a sampled batch to the checks.
 """
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from tensordict import TensorDict
 from torchrl.data import HERReplayBuffer, LazyTensorStorage, TensorDictReplayBuffer
 
-from torchrl_her import HERTransform, SparseReward
+from torchrl_her import HERTransform, PackedStorage, SparseReward
 
 BATCH_SIZE = 256
 EPISODE_STEPS = 50  # and what one `extend` writes
@@ -77,13 +78,15 @@ class Sampled:
 class TorchRL:
     """TorchRL's `TensorDictReplayBuffer`, full, without hindsight."""
 
+    storage = LazyTensorStorage
+
     def __init__(self, size: int):
         self.size = size
         self.buffer = self.make_buffer()
 
     def make_buffer(self) -> TensorDictReplayBuffer:
         """An empty buffer."""
-        return TensorDictReplayBuffer(storage=LazyTensorStorage(self.size), batch_size=BATCH_SIZE)
+        return TensorDictReplayBuffer(storage=self.storage(self.size), batch_size=BATCH_SIZE)
 
     def fill(self) -> None:
         """Write whole episodes, up to 1,000 at once."""
@@ -136,11 +139,40 @@ class Transform(TorchRL):
 
     def make_buffer(self) -> TensorDictReplayBuffer:
         """An empty buffer."""
-        return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(self.size),
-            transform=HERTransform(SparseReward(THRESHOLD), her_ratio=HER_RATIO, capacity=self.size),
-            batch_size=BATCH_SIZE,
-        )
+        transform = HERTransform(SparseReward(THRESHOLD), her_ratio=HER_RATIO, capacity=self.size)
+        return TensorDictReplayBuffer(storage=self.storage(self.size), transform=transform, batch_size=BATCH_SIZE)
+
+
+class Packed(TorchRL):
+    """The first buffer with `PackedStorage`."""
+
+    storage = PackedStorage
+
+
+class PackedTransform(Transform):
+    """The same with HERTransform."""
+
+    storage = PackedStorage
+
+
+class CompiledTransform(PackedTransform):
+    """The same with HERTransform compiled, which takes some seconds at the first sample."""
+
+    def make_buffer(self) -> TensorDictReplayBuffer:
+        """An empty buffer."""
+        buffer = super().make_buffer()
+        buffer.transform[0].compile(fullgraph=True)
+        return buffer
+
+
+class PackedFile(TorchRL):
+    """`PackedStorage` in a memory-mapped file, which is deleted in the end."""
+
+    def make_buffer(self) -> TensorDictReplayBuffer:
+        """An empty buffer."""
+        self.folder = tempfile.TemporaryDirectory()
+        storage = PackedStorage(self.size, scratch_dir=self.folder.name)
+        return TensorDictReplayBuffer(storage=storage, batch_size=BATCH_SIZE)
 
 
 class TorchRLHindsight(TorchRL):
@@ -300,11 +332,18 @@ class Cpprb:
         return Sampled(batch["next_achieved_goal"], batch["goal"], batch["rew"].squeeze(-1))
 
 
-PLAIN, OURS, TORCHRL, SB3 = "no hindsight", "HERTransform", "HERReplayBuffer", "stable-baselines3"
+PLAIN, OURS, TORCHRL, SB3, CPPRB = "no hindsight", "HERTransform", "HERReplayBuffer", "stable-baselines3", "cpprb"
+PACKED, PACKED_OURS, COMPILED = "packed, no hindsight", "packed, HERTransform", "packed, compiled"
+FILE = "packed in a file"
+WITHOUT_HINDSIGHT = PLAIN, PACKED, FILE
 CONTENDERS = {
     PLAIN: TorchRL,
     OURS: Transform,
+    PACKED: Packed,
+    PACKED_OURS: PackedTransform,
+    COMPILED: CompiledTransform,
     TORCHRL: TorchRLHindsight,
     SB3: StableBaselines3,
-    "cpprb": Cpprb,
+    CPPRB: Cpprb,
+    FILE: PackedFile,
 }

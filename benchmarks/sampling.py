@@ -1,4 +1,4 @@
-"""What hindsight costs: `sample(256)` and `extend(50)` of five replay buffers, side by side in one run.
+"""What hindsight costs: `sample(256)` and `extend(50)` of replay buffers, side by side in one run.
 
 Every contender holds the same kind of transitions: a 25-float observation, 3-float goals, a 4-float action,
 50-step episodes, reward 0 within 0.05 of the goal and -1 elsewhere. All buffers of all sizes are filled.
@@ -10,6 +10,10 @@ calls in a tight loop are faster, and plain sampling most of all.
 Ratios are medians of the ratios within a round. Every sampled batch is checked outside the clock: how much of
 it is relabelled, and whether its rewards are those of the goals that it came with.
 
+"packed" are the buffers with `PackedStorage`, "compiled" with a HERTransform that `compile` was called on, which
+takes a C++ compiler. `--ten-million` measures `PackedStorage` in a memory-mapped file, too, with one million and with
+ten million transitions (3 GB of disk).
+
 Writes `sampling.csv` and `sampling.png`. Fails where a check fails, and not where a target is missed.
 """
 
@@ -18,6 +22,7 @@ import csv
 import os
 import platform
 import random
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -32,14 +37,20 @@ import numpy as np
 import torch
 from contenders import (
     BATCH_SIZE,
+    COMPILED,
     CONTENDERS,
+    CPPRB,
     EPISODE_STEPS,
+    FILE,
     OURS,
+    PACKED,
+    PACKED_OURS,
     PLAIN,
     SB3,
     THRESHOLD,
     TORCHRL,
     UNREACHABLE,
+    WITHOUT_HINDSIGHT,
     K,
     Transitions,
     make_episodes,
@@ -51,6 +62,16 @@ from tqdm import tqdm
 WARM_UP = 50  # batches that are sampled and checked before the clock starts
 
 OPERATIONS = "sample", "extend + sample", "extend"
+COLOURS = {
+    PLAIN: "#6e6e6e",
+    OURS: "#b2182b",
+    PACKED: "#bdbdbd",
+    PACKED_OURS: "#ef6548",
+    COMPILED: "#fdbb84",
+    TORCHRL: "#1f77b4",
+    SB3: "#e69f00",
+    CPPRB: "#56b4a0",
+}
 
 
 @dataclass
@@ -99,14 +120,14 @@ class Measured:
 
     def failures(self) -> list[str]:
         """What is wrong with the sampled batches, in words."""
-        low, high = (0.0, 0.0) if self.name == PLAIN else (0.78, 0.82)
+        low, high = (0.0, 0.0) if self.name in WITHOUT_HINDSIGHT else (0.78, 0.82)
         fraction = self.relabelled / self.sampled
         failures = []
         if not low <= fraction <= high:
             failures.append(f"{fraction:.3f} of the transitions are relabelled, not {low} to {high}")
         if self.wrong_rewards:
             failures.append(f"{self.wrong_rewards} of {self.sampled} rewards are not those of their goals")
-        if self.name != PLAIN and self.relabelled_rewards != {0.0, -1.0}:
+        if self.name not in WITHOUT_HINDSIGHT and self.relabelled_rewards != {0.0, -1.0}:
             failures.append(f"relabelled transitions have the rewards {self.relabelled_rewards}, not 0 and -1")
         return [f"{self.name}, {self.size:,} stored: {failure}" for failure in failures]
 
@@ -139,7 +160,7 @@ def times(results: Results, operation: str, size: int, name: str) -> np.ndarray:
 
 
 def ratio(results: Results, operation: str, size: int, name: str, other: str = PLAIN) -> float:
-    """Name's time to the other's: the median of the ratios within a round."""
+    """Name's time to the other's: the median of the ratios within a round; NaN where one was not measured."""
     return float(np.median(times(results, operation, size, name) / times(results, operation, size, other)))
 
 
@@ -196,6 +217,7 @@ def print_checks(results: Results) -> None:
 
 def print_targets(results: Results) -> None:
     small, middle, large = 10_000, 100_000, 1_000_000
+    huge = 10 * large
     targets = []
     for size, limit in ((small, 1.6), (middle, 1.6), (large, 1.5)):
         value = ratio(results, "sample", size, OURS)
@@ -211,6 +233,18 @@ def print_targets(results: Results) -> None:
     for size in (small, middle, large):
         value = ratio(results, "extend", size, OURS)
         targets.append((f"extend at {size:,}, ratio to no hindsight", value, le, 1.5))
+    for name, limits in ((PACKED, (0.55, 0.4)), (PACKED_OURS, (1.0, 0.6)), (COMPILED, (1.0, 0.6))):
+        for size, limit in zip((small, large), limits, strict=True):
+            value = ratio(results, "sample", size, name)
+            targets.append((f"{name}: sample at {size:,}, ratio to no hindsight", value, le, limit))
+    for name in (PACKED_OURS, COMPILED):
+        value = ratio(results, "sample", large // 2, name, CPPRB)
+        targets.append((f"{name}: sample at {large // 2:,}, ratio to {CPPRB}", value, le, 2.0))
+    for size in (small, middle, large):
+        value = ratio(results, "extend", size, PACKED)
+        targets.append((f"{PACKED}: extend at {size:,}, ratio to no hindsight", value, le, 1.1))
+    value = np.median(times(results, "sample", huge, FILE) / times(results, "sample", large, FILE))
+    targets.append((f"{FILE}: sample at {huge:,}, ratio to {large:,}", value, le, 1.5))
 
     print("\nTargets")
     for text, value, compare, limit in targets:
@@ -221,8 +255,7 @@ def print_targets(results: Results) -> None:
 
 def draw(results: Results, path: Path) -> None:
     names, sizes = (list(dict.fromkeys(keys)) for keys in zip(*results, strict=True))
-    colours = dict(zip(CONTENDERS, ("#8c8c8c", "#d62728", "#1f77b4", "#e69f00", "#56b4a0"), strict=True))
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     titles = {
         "sample": f"sample({BATCH_SIZE})",
         "extend + sample": f"extend({EPISODE_STEPS}) + sample({BATCH_SIZE})",
@@ -236,7 +269,7 @@ def draw(results: Results, path: Path) -> None:
             left = np.arange(len(sizes)) + (i - (len(names) - 1) / 2) * width
             label = name if operation == "sample" else None
             spread = median - low, high - median
-            panel.bar(left, median, 0.92 * width, yerr=spread, color=colours[name], label=label)
+            panel.bar(left, median, 0.92 * width, yerr=spread, color=COLOURS[name], label=label)
         panel.set(title=title, xlabel="rows stored", yscale="log")
         panel.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -246,15 +279,17 @@ def draw(results: Results, path: Path) -> None:
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("µs: median, 10th to 90th percentile")
-    figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
+    figure.legend(loc="outside upper center", ncols=(len(names) + 1) // 2, frameon=False)
     figure.savefig(path, dpi=130)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What hindsight costs, in five replay buffers.")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    in_memory = [name for name in CONTENDERS if name != FILE and (name != COMPILED or shutil.which("c++"))]
+    parser = argparse.ArgumentParser(description="What hindsight costs, in several replay buffers.")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 500_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=1000, help="turns of every contender at every size")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=in_memory, default=in_memory)
+    parser.add_argument("--ten-million", action="store_true", help="also measure ten million transitions in a file")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
     arguments = parser.parse_args()
     whole = EPISODE_STEPS * (K + 1)
@@ -274,15 +309,19 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {arguments.rounds} rounds")
 
     results = measure(arguments.contenders, arguments.sizes, arguments.rounds)
+    in_file = measure([FILE], [1_000_000, 10_000_000], arguments.rounds) if arguments.ten_million else {}
     rows = summarize(results)
     arguments.output.mkdir(parents=True, exist_ok=True)
     with open(arguments.output / "sampling.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows + summarize(in_file))
     draw(results, arguments.output / "sampling.png")
 
     print_rows(rows)
+    if in_file:
+        print_rows(summarize(in_file))
+    results |= in_file
     print_checks(results)
     print_targets(results)
     if failures := [failure for each in results.values() for failure in each.failures()]:
