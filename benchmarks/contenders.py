@@ -155,16 +155,6 @@ class PackedTransform(Transform):
     storage = PackedStorage
 
 
-class CompiledTransform(PackedTransform):
-    """The same with HERTransform compiled, which takes some seconds at the first sample."""
-
-    def make_buffer(self) -> TensorDictReplayBuffer:
-        """An empty buffer."""
-        buffer = super().make_buffer()
-        buffer.transform[0].compile(fullgraph=True)
-        return buffer
-
-
 class PackedFile(TorchRL):
     """`PackedStorage` in a memory-mapped file, which is deleted in the end."""
 
@@ -333,7 +323,7 @@ class Cpprb:
 
 
 PLAIN, OURS, TORCHRL, SB3, CPPRB = "no hindsight", "HERTransform", "HERReplayBuffer", "stable-baselines3", "cpprb"
-PACKED, PACKED_OURS, COMPILED = "packed, no hindsight", "packed, HERTransform", "packed, compiled"
+PACKED, PACKED_OURS = "packed", "packed, HERTransform"
 FILE = "packed in a file"
 WITHOUT_HINDSIGHT = PLAIN, PACKED, FILE
 CONTENDERS = {
@@ -341,7 +331,6 @@ CONTENDERS = {
     OURS: Transform,
     PACKED: Packed,
     PACKED_OURS: PackedTransform,
-    COMPILED: CompiledTransform,
     TORCHRL: TorchRLHindsight,
     SB3: StableBaselines3,
     CPPRB: Cpprb,

@@ -10,9 +10,8 @@ calls in a tight loop are faster, and plain sampling most of all.
 Ratios are medians of the ratios within a round. Every sampled batch is checked outside the clock: how much of
 it is relabelled, and whether its rewards are those of the goals that it came with.
 
-"packed" are the buffers with `PackedStorage`, "compiled" with a HERTransform that `compile` was called on, which
-takes a C++ compiler. `--ten-million` measures `PackedStorage` in a memory-mapped file, too, with one million and with
-ten million transitions (3 GB of disk).
+"packed" are the buffers with `PackedStorage`. `--ten-million` measures it in a memory-mapped file, too, with one
+million and with ten million transitions (3 GB of disk).
 
 Writes `sampling.csv` and `sampling.png`. Fails where a check fails, and not where a target is missed.
 """
@@ -22,7 +21,6 @@ import csv
 import os
 import platform
 import random
-import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -37,7 +35,6 @@ import numpy as np
 import torch
 from contenders import (
     BATCH_SIZE,
-    COMPILED,
     CONTENDERS,
     CPPRB,
     EPISODE_STEPS,
@@ -67,7 +64,6 @@ COLOURS = {
     OURS: "#b2182b",
     PACKED: "#bdbdbd",
     PACKED_OURS: "#ef6548",
-    COMPILED: "#fdbb84",
     TORCHRL: "#1f77b4",
     SB3: "#e69f00",
     CPPRB: "#56b4a0",
@@ -196,21 +192,21 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     print("Median time in µs (10th to 90th percentile), ratio to no hindsight")
     sizes = list(dict.fromkeys(row["stored"] for row in rows))
     for operation in OPERATIONS:
-        print(f"\n{operation:<18}" + "".join(f"{size:>30,}" for size in sizes))
+        print(f"\n{operation:<20}" + "".join(f"{size:>30,}" for size in sizes))
         for name in dict.fromkeys(row["contender"] for row in rows):
             cells = (
                 "{median_us:.0f} ({p10_us:.0f} to {p90_us:.0f}) {ratio:6.2f}".format(**row)
                 for row in rows
                 if (row["operation"], row["contender"]) == (operation, name)
             )
-            print(f"{name:<18}" + "".join(f"{cell:>30}" for cell in cells))
+            print(f"{name:<20}" + "".join(f"{cell:>30}" for cell in cells))
 
 
 def print_checks(results: Results) -> None:
     print("\nChecked in every sampled batch: relabelled fraction, rewards that differ from those recomputed")
     for (name, size), each in results.items():
         print(
-            f"{name:<18} {size:>9,} stored: {each.relabelled / each.sampled:.3f} relabelled, "
+            f"{name:<20} {size:>10,} stored: {each.relabelled / each.sampled:.3f} relabelled, "
             f"{each.wrong_rewards} of {each.sampled:,} rewards wrong, {len(each.contender):,} rows at the end"
         )
 
@@ -233,13 +229,12 @@ def print_targets(results: Results) -> None:
     for size in (small, middle, large):
         value = ratio(results, "extend", size, OURS)
         targets.append((f"extend at {size:,}, ratio to no hindsight", value, le, 1.5))
-    for name, limits in ((PACKED, (0.55, 0.4)), (PACKED_OURS, (1.0, 0.6)), (COMPILED, (1.0, 0.6))):
+    for name, limits in ((PACKED, (0.55, 0.4)), (PACKED_OURS, (1.0, 0.6))):
         for size, limit in zip((small, large), limits, strict=True):
             value = ratio(results, "sample", size, name)
             targets.append((f"{name}: sample at {size:,}, ratio to no hindsight", value, le, limit))
-    for name in (PACKED_OURS, COMPILED):
-        value = ratio(results, "sample", large // 2, name, CPPRB)
-        targets.append((f"{name}: sample at {large // 2:,}, ratio to {CPPRB}", value, le, 2.0))
+    value = ratio(results, "sample", large // 2, PACKED_OURS, CPPRB)
+    targets.append((f"{PACKED_OURS}: sample at {large // 2:,}, ratio to {CPPRB}", value, le, 2.0))
     for size in (small, middle, large):
         value = ratio(results, "extend", size, PACKED)
         targets.append((f"{PACKED}: extend at {size:,}, ratio to no hindsight", value, le, 1.1))
@@ -284,7 +279,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    in_memory = [name for name in CONTENDERS if name != FILE and (name != COMPILED or shutil.which("c++"))]
+    in_memory = [name for name in CONTENDERS if name != FILE]
     parser = argparse.ArgumentParser(description="What hindsight costs, in several replay buffers.")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 500_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=1000, help="turns of every contender at every size")

@@ -137,7 +137,7 @@ class GoalTable:
         before = self.owners.index_select(0, index)
         goals = self.goals.index_select(0, index)
         after = self.owners.index_select(0, index)
-        return goals, torch.where(before == after, after, -1)
+        return goals, after.masked_fill_(before != after, -1)
 
     def start_at(self, episodes: Tensor, starts: Tensor) -> Tensor:
         """Say which episodes start where they did when `find` was asked: ``bool [batch]``."""

@@ -123,4 +123,4 @@ def uniform(low: Tensor, high: Tensor) -> Tensor:
     In double precision, a span of a million steps is drawn without bias and without ever reaching ``high``.
     """
     span = high - low
-    return low + (torch.rand(low.shape, dtype=torch.float64, device=low.device) * span).to(torch.int64)
+    return low + torch.rand(low.shape, dtype=torch.float64, device=low.device).mul_(span).to(torch.int64)

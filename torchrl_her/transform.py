@@ -221,7 +221,7 @@ class HERTransform(Transform):
         stored = {key: tensordict.get(key) for key in (self.keys.desired, self.keys.next_desired, *replaced)}
         # What a storage returns can be the storage itself: what is set goes into a new tensordict.
         tensordict = tensordict.exclude(*stored)
-        episode, step = stamp.reshape(-1, 2).unbind(1)
+        episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
         goals, relabelled = self._draw(table, episode, step)
         if n_step is not None:
