@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from tensordict import TensorDict
 from torchrl.data import HERReplayBuffer, LazyTensorStorage, TensorDictReplayBuffer
 
-from torchrl_her import HERTransform, SparseReward
+from torchrl_her import HERTransform, HindsightAugmentation, SparseReward
 
 BATCH_SIZE = 256
 EPISODE_STEPS = 50  # and what one `extend` writes
@@ -141,6 +141,26 @@ class Transform(TorchRL):
             transform=HERTransform(SparseReward(THRESHOLD), her_ratio=HER_RATIO, capacity=self.size),
             batch_size=BATCH_SIZE,
         )
+
+
+class Augmentation(TorchRL):
+    """The same buffer with HindsightAugmentation.
+
+    As with cpprb, copies count as stored: `size` rows are `size / 5` transitions, and an `extend(50)` writes 250 rows.
+    """
+
+    def make_buffer(self) -> TensorDictReplayBuffer:
+        """An empty buffer."""
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(self.size),
+            transform=HindsightAugmentation(SparseReward(THRESHOLD), n_sampled_goal=K, max_episode_steps=EPISODE_STEPS),
+            batch_size=BATCH_SIZE,
+        )
+
+    def fill(self) -> None:
+        """Write whole episodes, up to 1,000 at once."""
+        for transitions in make_transitions(self.size // (K + 1)):
+            self.extend(self.prepare(transitions))
 
 
 class TorchRLHindsight(TorchRL):
@@ -301,10 +321,12 @@ class Cpprb:
 
 
 PLAIN, OURS, TORCHRL, SB3 = "no hindsight", "HERTransform", "HERReplayBuffer", "stable-baselines3"
+AUGMENTATION, CPPRB = "HindsightAugmentation", "cpprb"
 CONTENDERS = {
     PLAIN: TorchRL,
     OURS: Transform,
+    AUGMENTATION: Augmentation,
     TORCHRL: TorchRLHindsight,
     SB3: StableBaselines3,
-    "cpprb": Cpprb,
+    CPPRB: Cpprb,
 }

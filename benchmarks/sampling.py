@@ -1,4 +1,4 @@
-"""What hindsight costs: `sample(256)` and `extend(50)` of five replay buffers, side by side in one run.
+"""What hindsight costs: `sample(256)` and `extend(50)` of six replay buffers, side by side in one run.
 
 Every contender holds the same kind of transitions: a 25-float observation, 3-float goals, a 4-float action,
 50-step episodes, reward 0 within 0.05 of the goal and -1 elsewhere. All buffers of all sizes are filled.
@@ -31,8 +31,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from contenders import (
+    AUGMENTATION,
     BATCH_SIZE,
     CONTENDERS,
+    CPPRB,
     EPISODE_STEPS,
     OURS,
     PLAIN,
@@ -175,21 +177,21 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     print("Median time in µs (10th to 90th percentile), ratio to no hindsight")
     sizes = list(dict.fromkeys(row["stored"] for row in rows))
     for operation in OPERATIONS:
-        print(f"\n{operation:<18}" + "".join(f"{size:>30,}" for size in sizes))
+        print(f"\n{operation:<22}" + "".join(f"{size:>30,}" for size in sizes))
         for name in dict.fromkeys(row["contender"] for row in rows):
             cells = (
                 "{median_us:.0f} ({p10_us:.0f} to {p90_us:.0f}) {ratio:6.2f}".format(**row)
                 for row in rows
                 if (row["operation"], row["contender"]) == (operation, name)
             )
-            print(f"{name:<18}" + "".join(f"{cell:>30}" for cell in cells))
+            print(f"{name:<22}" + "".join(f"{cell:>30}" for cell in cells))
 
 
 def print_checks(results: Results) -> None:
     print("\nChecked in every sampled batch: relabelled fraction, rewards that differ from those recomputed")
     for (name, size), each in results.items():
         print(
-            f"{name:<18} {size:>9,} stored: {each.relabelled / each.sampled:.3f} relabelled, "
+            f"{name:<22} {size:>9,} stored: {each.relabelled / each.sampled:.3f} relabelled, "
             f"{each.wrong_rewards} of {each.sampled:,} rewards wrong, {len(each.contender):,} rows at the end"
         )
 
@@ -211,6 +213,10 @@ def print_targets(results: Results) -> None:
     for size in (small, middle, large):
         value = ratio(results, "extend", size, OURS)
         targets.append((f"extend at {size:,}, ratio to no hindsight", value, le, 1.5))
+        value = ratio(results, "sample", size, AUGMENTATION)
+        targets.append((f"{AUGMENTATION}: sample at {size:,}, ratio to no hindsight", value, le, 1.1))
+        value = ratio(results, "extend", size, AUGMENTATION, CPPRB)
+        targets.append((f"{AUGMENTATION}: extend({EPISODE_STEPS}) at {size:,}, ratio to {CPPRB}", value, le, 1.0))
 
     print("\nTargets")
     for text, value, compare, limit in targets:
@@ -221,7 +227,7 @@ def print_targets(results: Results) -> None:
 
 def draw(results: Results, path: Path) -> None:
     names, sizes = (list(dict.fromkeys(keys)) for keys in zip(*results, strict=True))
-    colours = dict(zip(CONTENDERS, ("#8c8c8c", "#d62728", "#1f77b4", "#e69f00", "#56b4a0"), strict=True))
+    colours = dict(zip(CONTENDERS, ("#8c8c8c", "#d62728", "#9467bd", "#1f77b4", "#e69f00", "#56b4a0"), strict=True))
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
     titles = {
         "sample": f"sample({BATCH_SIZE})",
@@ -246,12 +252,12 @@ def draw(results: Results, path: Path) -> None:
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("µs: median, 10th to 90th percentile")
-    figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(names) // 2, frameon=False)
     figure.savefig(path, dpi=130)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What hindsight costs, in five replay buffers.")
+    parser = argparse.ArgumentParser(description="What hindsight costs, in six replay buffers.")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=1000, help="turns of every contender at every size")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))

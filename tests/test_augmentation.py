@@ -80,7 +80,7 @@ def test_however_the_data_arrives_each_episode_is_written_once_and_each_transiti
 # A mutant is a list of changes: file, what stands there once, what instead.
 MUTANTS = {
     "reads the achieved goal at the root": [
-        ("augmentation.py", "rows.get(self.keys.next_achieved)[originals]", "rows.get(self.keys.achieved)[originals]"),
+        ("augmentation.py", "rows.get(self.keys.next_achieved)", "rows.get(self.keys.achieved)"),
     ],
     "draws the future from t+1 on": [
         ("strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
@@ -93,7 +93,7 @@ MUTANTS = {
         ),
     ],
     "takes all episodes to start at the first row": [
-        ("drawing.py", "start=(ended.starts + first)", "start=(ended.starts * 0)"),
+        ("drawing.py", "steps[-count:], starts, of_length", "steps[-count:], starts * 0, of_length"),
     ],
     "forgets the goal under next": [("hindsight.py", "in self._goal_keys:", "in self._goal_keys[:1]:")],
     "forgets the goal at the root": [("hindsight.py", "in self._goal_keys:", "in self._goal_keys[1:]:")],
@@ -110,18 +110,14 @@ MUTANTS = {
         ("returns.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
     ],
     "stores a copy less": [
-        ("augmentation.py", "copies, device = self.n_sampled_goal", "copies, device = self.n_sampled_goal - 1")
+        ("augmentation.py", "copies, desired = self.n_sampled_goal", "copies, desired = self.n_sampled_goal - 1")
     ],
-    "relabels the originals": [("augmentation.py", ">= len(originals)).unsqueeze(-1)", ">= 0).unsqueeze(-1)")],
+    "relabels the originals": [("augmentation.py", ".unsqueeze(-1) >= len(originals)", ".unsqueeze(-1) >= 0")],
     "gives the copies of one transition to others": [
-        (
-            "augmentation.py",
-            "originals.repeat(copies)[drawn.copies]",
-            "originals.repeat_interleave(copies)[drawn.copies]",
-        ),
+        ("augmentation.py", "originals.repeat(copies + 1)", "originals.repeat_interleave(copies + 1)"),
     ],
     "tells the step after the one that achieved the goal": [
-        ("drawing.py", "goals[rows], steps[rows])", "goals[rows], steps[rows] + 1)")
+        ("drawing.py", "steps.index_select(0, rows), right", "steps.index_select(0, rows) + 1, right")
     ],
     "writes episodes that run": [
         ("episodes.py", '"""Leave it: it goes on."""', "lane.publish_into(publications)"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from torchrl_her import checks
-from torchrl_her.drawing import Ended, draw_goals
+from torchrl_her.drawing import draw_goals
 from torchrl_her.episodes import EndedEpisodes, Publication, Written
 from torchrl_her.held import HeldRows, gather
 from torchrl_her.hindsight import RELABELLED, Hindsight
@@ -173,17 +173,18 @@ class HindsightAugmentation(Hindsight):
 
         The originals come first, then one copy of each, and so on.
         """
-        desired = rows.get(self.keys.desired)
-        copies, device = self.n_sampled_goal, desired.device
-        originals = torch.from_numpy(places).to(device)
-        outcomes = rows.get(self.keys.next_achieved)[originals]  # [n, *state]
+        copies, desired = self.n_sampled_goal, rows.get(self.keys.desired)
+        originals = torch.from_numpy(places).to(desired.device)
+        outcomes = rows.get(self.keys.next_achieved).index_select(0, originals)  # [n, *state]
         outcomes = map_goals(outcomes, self.goal_fn).detach().to(desired.dtype)  # [n, *goal]
         episodes, lengths = zip(*((publication.episode, len(publication.goals)) for publication in ended), strict=True)
-        drawn = draw_goals(self.strategy, Ended.of(outcomes, episodes, lengths), copies, self.reservoir)
-        chosen = torch.cat([originals, originals.repeat(copies)[drawn.copies]])
+        drawn = draw_goals(self.strategy, outcomes, episodes, lengths, copies, self.reservoir)
+        chosen = originals.repeat(copies + 1)
+        if drawn.copies is not None:
+            chosen = torch.cat([originals, chosen.index_select(0, drawn.copies)])
         goals = torch.cat([outcomes, drawn.goals])  # the first are not used
         goal_step = torch.cat([torch.full_like(originals, -1), drawn.steps]).unsqueeze(-1)
-        relabelled = (torch.arange(len(chosen), device=device) >= len(originals)).unsqueeze(-1)
+        relabelled = torch.arange(len(chosen), device=desired.device).unsqueeze(-1) >= len(originals)
 
         rows = gather(rows, chosen)
         stored = {key: rows.get(key) for key in self._replaced}
@@ -275,13 +276,16 @@ class HindsightAugmentation(Hindsight):
 def _is_added() -> bool:
     """Whether a buffer's ``add`` or ``rb[i] = ...`` writes: nothing but the callers tells that from one of a batch."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for _ in range(_CALLS_BETWEEN):
+        if frame is None:
+            break
         if frame.f_code in _NOT_EXTEND:
             return True
         frame = frame.f_back
     return False
 
 
+_CALLS_BETWEEN = 20  # at most; TorchRL 0.14 has four, and one for each Compose in another
 _NOT_EXTEND = {inspect.unwrap(function).__code__ for function in (ReplayBuffer.add, ReplayBuffer.__setitem__)}
 
 
