@@ -112,12 +112,12 @@ MUTANTS = {
     "stores a copy less": [
         ("augmentation.py", "copies, desired = self.n_sampled_goal", "copies, desired = self.n_sampled_goal - 1")
     ],
-    "relabels the originals": [("augmentation.py", ".unsqueeze(-1) >= len(originals)", ".unsqueeze(-1) >= 0")],
+    "relabels the originals": [("augmentation.py", "relabelled = goal_step >= 0", "relabelled = goal_step >= -1")],
     "gives the copies of one transition to others": [
-        ("augmentation.py", "originals.repeat(copies + 1)", "originals.repeat_interleave(copies + 1)"),
+        ("augmentation.py", "chosen = originals.unsqueeze(1)", "chosen = originals.flip(0).unsqueeze(1)"),
     ],
     "tells the step after the one that achieved the goal": [
-        ("drawing.py", "steps.index_select(0, rows), right", "steps.index_select(0, rows) + 1, right")
+        ("drawing.py", "steps.index_select(0, rows)", "(steps + 1).index_select(0, rows)")
     ],
     "writes episodes that run": [
         ("episodes.py", '"""Leave it: it goes on."""', "lane.publish_into(publications)"),
@@ -239,6 +239,7 @@ def test_what_is_stored_of_a_full_buffer_are_the_last_transitions_and_their_copi
             oracle.check(due, rb[:][index])
             written |= dict.fromkeys(index, due)
     assert len(rb) == 100
+    assert rb[:]["hindsight", "relabelled"].float().mean() == 0.8  # an original goes together with its copies
     for due in {id(due): due for due in written.values()}.values():
         uids = {row.uid for episode in due for row in episode}
         assert {int(rb[:]["uid"][index]) for index, of in written.items() if of is due} <= uids
@@ -479,7 +480,7 @@ def test_other_keys_a_goal_function_images_and_a_reward_that_reads_the_action():
     rb.extend(data[:2])
     rb.extend(data[2:])
     written = rb.storage[:]
-    original, copied = written[:steps], written[steps:]
+    original, copied = written[::2], written[1::2]
     assert (original.select(*data.keys(True, True)) == data).all()
     assert torch.equal(copied["agent", "goal"], images[-1:, 0].expand(steps, 4, 4))
     assert torch.equal(copied["next", "agent", "goal"], copied["agent", "goal"])
@@ -510,7 +511,7 @@ def test_a_strategy_that_leaves_the_episode_makes_no_copies_there():
     rb = make_buffer(make_transform(strategy=Wrong(), n_sampled_goal=1))
     rb.extend(make_tensordict(lane(((5, "terminated"), (4, "terminated")), 1, 9)[0], True))
     steps = rb[:]["hindsight", "goal_step"].flatten().tolist()
-    assert steps == [-1] * 9 + [2, 3, 4] + [2, 3]
+    assert steps == [-1, 2, -1, 3, -1, 4, -1, -1, -1, 2, -1, 3, -1, -1]
 
 
 def test_goals_are_uniform_over_the_steps_that_a_strategy_allows():

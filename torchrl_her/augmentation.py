@@ -169,9 +169,9 @@ class HindsightAugmentation(Hindsight):
         return (tensordict, written) if len(tensordict) else (None, None)
 
     def _augment(self, rows: TensorDictBase, places: np.ndarray, ended: list[Publication]) -> TensorDictBase:
-        """Return the transitions at ``places [n]``, episode after episode, followed by their copies, ``[n * (1 + k)]``.
+        """Return the transitions at ``places [n]``, episode after episode, each followed by its copies.
 
-        The originals come first, then one copy of each, and so on.
+        So a storage that is full loses a transition and its copies together.
         """
         copies, desired = self.n_sampled_goal, rows.get(self.keys.desired)
         originals = torch.from_numpy(places).to(desired.device)
@@ -179,12 +179,16 @@ class HindsightAugmentation(Hindsight):
         outcomes = map_goals(outcomes, self.goal_fn).detach().to(desired.dtype)  # [n, *goal]
         episodes, lengths = zip(*((publication.episode, len(publication.goals)) for publication in ended), strict=True)
         drawn = draw_goals(self.strategy, outcomes, episodes, lengths, copies, self.reservoir)
-        chosen = originals.repeat(copies + 1)
-        if drawn.copies is not None:
-            chosen = torch.cat([originals, chosen.index_select(0, drawn.copies)])
-        goals = torch.cat([outcomes, drawn.goals])  # the first are not used
-        goal_step = torch.cat([torch.full_like(originals, -1), drawn.steps]).unsqueeze(-1)
-        relabelled = torch.arange(len(chosen), device=desired.device).unsqueeze(-1) >= len(originals)
+        chosen = originals.unsqueeze(1).expand(-1, copies + 1)  # [n, 1 + k]
+        goals = torch.cat([outcomes.unsqueeze(1), drawn.goals], dim=1)  # [n, 1 + k, *goal], the first are not used
+        steps = torch.cat([torch.full_like(chosen[:, :1], -1), drawn.steps], dim=1)
+        if drawn.left_out is None:
+            chosen, goals, steps = chosen.flatten(), goals.flatten(0, 1), steps.flatten()
+        else:
+            kept = torch.cat([steps[:, :1] < 0, ~drawn.left_out], dim=1)
+            chosen, goals, steps = chosen[kept], goals[kept], steps[kept]
+        goal_step = steps.unsqueeze(-1)
+        relabelled = goal_step >= 0
 
         rows = gather(rows, chosen)
         stored = {key: rows.get(key) for key in self._replaced}

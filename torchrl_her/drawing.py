@@ -17,9 +17,9 @@ from torchrl_her.strategies import Choice, GoalStrategy
 class Drawn(NamedTuple):
     """The goals of copies."""
 
-    goals: Tensor  # [m, *goal]
-    steps: Tensor  # int64 [m], the steps that achieved them
-    copies: Tensor | None  # int64 [m], which copies got one, where a strategy left the episode; None for all
+    goals: Tensor  # [n, copies, *goal]
+    steps: Tensor  # int64 [n, copies], the steps that achieved them
+    left_out: Tensor | None  # bool [n, copies], which got none, since the strategy left the episode; None for none
 
 
 def draw_goals(
@@ -30,7 +30,7 @@ def draw_goals(
     copies: int,
     reservoir: GoalReservoir | None,
 ) -> Drawn:
-    """Draw goals for copies of the transitions of ended episodes: for all first copies, for all second ones, ...
+    """Draw goals for the copies of each transition of ended episodes.
 
     Args:
         strategy: chooses among the goals of the episodes, which it sees as a goal table.
@@ -49,18 +49,18 @@ def draw_goals(
         owners = torch.cat([reservoir.episodes, owners])
         steps = torch.cat([reservoir.steps, steps])
     columns = torch.stack([owners[-count:], steps[-count:], starts, of_length])
-    episode, step, start, length = columns.repeat(1, copies)
+    episode, step, start, length = columns.repeat_interleave(copies, dim=1)
     choice = Choice(episode, step, start, length, owners, size)
     rows = strategy.select(choice)
-    checks.check_rows(rows, choice.step, strategy)
+    checks.check_rows(rows, step, strategy)
     rows = rows % len(goals)
     of_episode = owners.index_select(0, rows)
-    is_right = of_episode == choice.episode if strategy.same_episode else of_episode > 0
-    right = None
-    if not is_right.all():
-        right = is_right.nonzero().squeeze(-1)
-        rows = rows.index_select(0, right)
-    return Drawn(goals.index_select(0, rows), steps.index_select(0, rows), right)
+    is_wrong = of_episode != episode if strategy.same_episode else of_episode < 0
+    return Drawn(
+        goals.index_select(0, rows).unflatten(0, (count, copies)),
+        steps.index_select(0, rows).view(count, copies),
+        is_wrong.view(count, copies) if is_wrong.any() else None,
+    )
 
 
 def _lay_out(episodes: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
