@@ -13,6 +13,7 @@ test: .venv/.dev
 	$(BIN)/python -m pytest
 bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/sampling.py
+	$(BIN)/python benchmarks/writing.py
 	$(BIN)/python benchmarks/memory.py
 lint: .venv/.dev
 	$(BIN)/ruff format --check .

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from tensordict import TensorDict
 from torchrl.data import HERReplayBuffer, LazyTensorStorage, TensorDictReplayBuffer
 
-from torchrl_her import HERTransform, PackedStorage, SparseReward
+from torchrl_her import HERTransform, HindsightAugmentation, PackedStorage, SparseReward
 
 BATCH_SIZE = 256
 EPISODE_STEPS = 50  # and what one `extend` writes
@@ -163,6 +163,26 @@ class PackedFile(TorchRL):
         self.folder = tempfile.TemporaryDirectory()
         storage = PackedStorage(self.size, scratch_dir=self.folder.name)
         return TensorDictReplayBuffer(storage=storage, batch_size=BATCH_SIZE)
+
+
+class Augmentation(TorchRL):
+    """The same buffer with HindsightAugmentation.
+
+    As with cpprb, copies count as stored: `size` rows are `size / 5` transitions, and an `extend(50)` writes 250 rows.
+    """
+
+    def make_buffer(self) -> TensorDictReplayBuffer:
+        """An empty buffer."""
+        return TensorDictReplayBuffer(
+            storage=self.storage(self.size),
+            transform=HindsightAugmentation(SparseReward(THRESHOLD), n_sampled_goal=K, max_episode_steps=EPISODE_STEPS),
+            batch_size=BATCH_SIZE,
+        )
+
+    def fill(self) -> None:
+        """Write whole episodes, up to 1,000 at once."""
+        for transitions in make_transitions(self.size // (K + 1)):
+            self.extend(self.prepare(transitions))
 
 
 class TorchRLHindsight(TorchRL):
@@ -322,7 +342,8 @@ class Cpprb:
         return Sampled(batch["next_achieved_goal"], batch["goal"], batch["rew"].squeeze(-1))
 
 
-PLAIN, OURS, TORCHRL, SB3, CPPRB = "no hindsight", "HERTransform", "HERReplayBuffer", "stable-baselines3", "cpprb"
+PLAIN, OURS, TORCHRL, SB3 = "no hindsight", "HERTransform", "HERReplayBuffer", "stable-baselines3"
+AUGMENTATION, CPPRB = "HindsightAugmentation", "cpprb"
 PACKED, PACKED_OURS = "packed", "packed, HERTransform"
 FILE = "packed in a file"
 WITHOUT_HINDSIGHT = PLAIN, PACKED, FILE
@@ -331,6 +352,7 @@ CONTENDERS = {
     OURS: Transform,
     PACKED: Packed,
     PACKED_OURS: PackedTransform,
+    AUGMENTATION: Augmentation,
     TORCHRL: TorchRLHindsight,
     SB3: StableBaselines3,
     CPPRB: Cpprb,

@@ -34,6 +34,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from contenders import (
+    AUGMENTATION,
     BATCH_SIZE,
     CONTENDERS,
     CPPRB,
@@ -64,6 +65,7 @@ COLOURS = {
     OURS: "#b2182b",
     PACKED: "#bdbdbd",
     PACKED_OURS: "#ef6548",
+    AUGMENTATION: "#9467bd",
     TORCHRL: "#1f77b4",
     SB3: "#e69f00",
     CPPRB: "#56b4a0",
@@ -192,21 +194,21 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     print("Median time in µs (10th to 90th percentile), ratio to no hindsight")
     sizes = list(dict.fromkeys(row["stored"] for row in rows))
     for operation in OPERATIONS:
-        print(f"\n{operation:<20}" + "".join(f"{size:>30,}" for size in sizes))
+        print(f"\n{operation:<22}" + "".join(f"{size:>30,}" for size in sizes))
         for name in dict.fromkeys(row["contender"] for row in rows):
             cells = (
                 "{median_us:.0f} ({p10_us:.0f} to {p90_us:.0f}) {ratio:6.2f}".format(**row)
                 for row in rows
                 if (row["operation"], row["contender"]) == (operation, name)
             )
-            print(f"{name:<20}" + "".join(f"{cell:>30}" for cell in cells))
+            print(f"{name:<22}" + "".join(f"{cell:>30}" for cell in cells))
 
 
 def print_checks(results: Results) -> None:
     print("\nChecked in every sampled batch: relabelled fraction, rewards that differ from those recomputed")
     for (name, size), each in results.items():
         print(
-            f"{name:<20} {size:>10,} stored: {each.relabelled / each.sampled:.3f} relabelled, "
+            f"{name:<22} {size:>10,} stored: {each.relabelled / each.sampled:.3f} relabelled, "
             f"{each.wrong_rewards} of {each.sampled:,} rewards wrong, {len(each.contender):,} rows at the end"
         )
 
@@ -221,14 +223,20 @@ def print_targets(results: Results) -> None:
     least, most = added(results, small), added(results, large)
     growth = f"what hindsight adds to a sample: {most:.0f} µs at {large:,} to {least:.0f} µs at {small:,}"
     targets.append((growth, most / least, le, 1.3))
-    for other in (TORCHRL, SB3):
-        value = ratio(results, "extend + sample", large, other, OURS)
-        alone = ratio(results, "sample", large, other, OURS)
-        text = f"{other} to {OURS}, extend + sample at {large:,} (sample alone: {alone:.2f})"
-        targets.append((text, value, ge, 2.0))
+    for name in (OURS, PACKED_OURS):
+        for other in (TORCHRL, SB3):
+            value = ratio(results, "extend + sample", large, other, name)
+            alone = ratio(results, "sample", large, other, name)
+            text = f"{other} to {name}, extend + sample at {large:,} (sample alone: {alone:.2f})"
+            targets.append((text, value, ge, 2.0))
+        for size in (small, middle, large):
+            value = ratio(results, "extend", size, name)
+            targets.append((f"{name}: extend({EPISODE_STEPS}) at {size:,}, ratio to no hindsight", value, le, 1.5))
     for size in (small, middle, large):
-        value = ratio(results, "extend", size, OURS)
-        targets.append((f"extend at {size:,}, ratio to no hindsight", value, le, 1.5))
+        value = ratio(results, "sample", size, AUGMENTATION)
+        targets.append((f"{AUGMENTATION}: sample at {size:,}, ratio to no hindsight", value, le, 1.1))
+        value = ratio(results, "extend", size, AUGMENTATION, CPPRB)
+        targets.append((f"{AUGMENTATION}: extend({EPISODE_STEPS}) at {size:,}, ratio to {CPPRB}", value, le, 1.0))
     for name, limits in ((PACKED, (0.55, 0.4)), (PACKED_OURS, (1.0, 0.6))):
         for size, limit in zip((small, large), limits, strict=True):
             value = ratio(results, "sample", size, name)

@@ -32,7 +32,7 @@ from torchrl.envs import (
 )
 
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
-from torchrl_her import EnvReward, HERTransform
+from torchrl_her import EnvReward, HERTransform, HindsightAugmentation
 
 with contextlib.suppress(ImportError):  # an extra, see make_env
     import gymnasium_robotics
@@ -140,17 +140,31 @@ class Normalization(nn.Module):
 # Replay buffer
 
 
-def make_replay_buffer(config: DictConfig, normalization: Normalization) -> tuple[TensorDictReplayBuffer, HERTransform]:
-    """Make the buffer, which relabels what it samples; ``hindsight.enabled=false`` only sets her_ratio to 0."""
+def make_hindsight(config: DictConfig) -> HERTransform | HindsightAugmentation:
+    """Make the transform that relabels what is sampled, or what is written.
+
+    ``hindsight.enabled=false`` only sets her_ratio to 0.
+    """
+    reward = EnvReward(partial(make_env, config.env))
+    strategy, her_ratio = config.hindsight.strategy, config.hindsight.her_ratio
+    if config.hindsight.when == "writing":
+        return HindsightAugmentation(reward, strategy=strategy, n_sampled_goal=round(her_ratio / (1 - her_ratio)))
     spec = gymnasium.spec(config.env.name)
     publishes_early = spec.max_episode_steps is not None and spec.max_episode_steps >= 64
-    hindsight = HERTransform(
-        EnvReward(partial(make_env, config.env)),
-        strategy=config.hindsight.strategy,
-        her_ratio=config.hindsight.her_ratio if config.hindsight.enabled else 0.0,
+    return HERTransform(
+        reward,
+        strategy=strategy,
+        her_ratio=her_ratio if config.hindsight.enabled else 0.0,
         # Goals of episodes that run while others end come in late, and long episodes are published twice.
         capacity=(3 if publishes_early else 1) * config.buffer.size + 100 * config.env.num_envs,
     )
+
+
+def make_replay_buffer(
+    config: DictConfig, normalization: Normalization
+) -> tuple[TensorDictReplayBuffer, HERTransform | HindsightAugmentation]:
+    """Make the buffer and its transform."""
+    hindsight = make_hindsight(config)
     n_steps = config.buffer.n_steps
     windows = [MultiStepTransform(n_steps, config.gamma)] if n_steps > 1 else []
     arguments = {

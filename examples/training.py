@@ -27,7 +27,7 @@ from torchrl.envs import ExplorationType, MultiStepTransform
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
-from torchrl_her import HERTransform
+from torchrl_her import HERTransform, HindsightAugmentation
 from torchrl_her.windows import forget_held_back
 
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
@@ -63,7 +63,7 @@ class Training:
         config: DictConfig,
         folder: Path,
         replay_buffer: TensorDictReplayBuffer,
-        hindsight: HERTransform,
+        hindsight: HERTransform | HindsightAugmentation,
         normalization: Normalization,
         policy: TensorDictModuleBase,
         loss: nn.Module,

@@ -559,7 +559,7 @@ def test_a_wrong_order_that_comes_about_later_is_refused(name):
 
 def test_two_of_them_are_refused():
     rb = make_buffer(after=[lambda: HERTransform(distance, capacity=100)])
-    is_refused(rb, lambda: rb.extend(transitions()), ValueError, "Two HERTransforms would relabel.*keep one")
+    is_refused(rb, lambda: rb.extend(transitions()), ValueError, "Two transforms would relabel.*keep one")
 
 
 def test_goals_of_two_dtypes_are_refused():

@@ -51,6 +51,9 @@ RUNS = {
     "dqn in several environments, with priorities and windows": [
         *BITS, "env.num_envs=5", "buffer.prioritized=true", "buffer.n_steps=3", "double=true",
     ],
+    "dqn that relabels what it writes, with priorities": [
+        *BITS, "hindsight.when=writing", "buffer.prioritized=true", "env.num_envs=5",
+    ],
     "ddpg without hindsight": ["hindsight.enabled=false", "action_penalty=1.0"],
     "ddpg in several environments, normalized, with windows": [
         "env.num_envs=5", "normalization.enabled=true", "buffer.n_steps=3", "hindsight.strategy=final",

@@ -57,16 +57,16 @@ MUTANTS = {
     ],
     "forgets the goal under next": [
         (
-            "transform.py",
-            "for key in (self.keys.desired, self.keys.next_desired):",
+            "hindsight.py",
+            "for key in self._goal_keys:",
             "tensordict.set(self.keys.next_desired, stored[self.keys.next_desired])\n"
             "        for key in (self.keys.desired,):",
         ),
     ],
     "forgets the goal at the root": [
         (
-            "transform.py",
-            "for key in (self.keys.desired, self.keys.next_desired):",
+            "hindsight.py",
+            "for key in self._goal_keys:",
             "tensordict.set(self.keys.desired, stored[self.keys.desired])\n"
             "        for key in (self.keys.next_desired,):",
         ),

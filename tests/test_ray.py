@@ -33,7 +33,8 @@ from torchrl.data import (
 )
 from torchrl.envs import SerialEnv
 
-from torchrl_her import EnvReward, HERTransform
+from torchrl_her import EnvReward, HERTransform, HindsightAugmentation
+from torchrl_her.hindsight import Hindsight
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
 
@@ -71,18 +72,22 @@ def make_hindsight(size: int) -> HERTransform:
     return HERTransform(EnvReward(make_tape), capacity=size)
 
 
+def make_augmentation(size: int) -> HindsightAugmentation:
+    return HindsightAugmentation(EnvReward(make_tape))
+
+
 def make_buffer(
     at_the_end: contextlib.ExitStack,
     cls: type[ReplayBuffer] = TensorDictReplayBuffer,
     size: int = SIZE,
     ndim: int = 1,
-    hindsight: bool = True,
+    hindsight: Callable[[int], Hindsight] | None = make_hindsight,
     **kwargs,
 ) -> RayReplayBuffer:
     buffer = RayReplayBuffer(
         replay_buffer_cls=cls,
         storage=partial(LazyTensorStorage, size, ndim=ndim),
-        transform_factory=partial(make_hindsight, size) if hindsight else None,
+        transform_factory=partial(hindsight, size) if hindsight else None,
         batch_size=BATCH_SIZE,
         **{"remote_config": SHARE, **kwargs},
     )
@@ -172,6 +177,26 @@ def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
+def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_copies(at_the_end):
+    buffer = make_buffer(at_the_end, hindsight=make_augmentation)
+    for _ in make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=480):
+        pass
+    stored = buffer[:]
+    assert check(stored).relabelled == 0.8 * len(stored)
+    places = Counter(
+        (*place, relabelled)
+        for place, relabelled in zip(
+            map(tuple, stored["observation"].tolist()),
+            stored["hindsight", "relabelled"].flatten().tolist(),
+            strict=True,
+        )
+    )
+    assert set(places.values()) == {1, 4}
+    assert all(count == (4 if place[-1] else 1) for place, count in places.items())
+    assert len(stored) > 5 * 440  # one episode of each is held back
+    check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)])
+
+
 def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end):
     size = 300
     # Two calls at a time: samples are taken while a collector's transitions are being written.
@@ -202,7 +227,7 @@ def test_batches_of_synchronous_collectors_keep_their_goals_when_extended_by_han
 
 def test_an_actor_takes_a_prioritized_sampler_and_no_prioritized_buffer_even_without_hindsight(at_the_end):
     with pytest.raises(TypeError, match="delayed_init"):
-        make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=False, alpha=0.7, beta=0.5)
+        make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=None, alpha=0.7, beta=0.5)
 
 
 def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
@@ -215,7 +240,7 @@ def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
 
 @pytest.mark.parametrize("several", [MultiSyncCollector, MultiAsyncCollector])
 def test_collectors_of_several_processes_cannot_write_into_an_actor_even_without_hindsight(at_the_end, several):
-    plain = make_buffer(at_the_end, hindsight=False)
+    plain = make_buffer(at_the_end, hindsight=None)
     with pytest.raises(AttributeError, match="_storage"):
         several(TAPES, make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
 

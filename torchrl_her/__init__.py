@@ -1,5 +1,6 @@
 """Hindsight Experience Replay for TorchRL, as one transform of the replay buffer."""
 
+from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.env_reward import EnvReward
 from torchrl_her.rewards import GoalReward, SparseReward
 from torchrl_her.storage import PackedStorage
@@ -14,6 +15,7 @@ __all__ = [
     "GoalReward",
     "GoalStrategy",
     "HERTransform",
+    "HindsightAugmentation",
     "PackedStorage",
     "Random",
     "SparseReward",

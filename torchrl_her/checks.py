@@ -266,3 +266,29 @@ def check_sequences(count: int, length: int) -> None:
             f"sequence_length={length} and the sampled batch has {count} transitions: it must be a multiple. "
             "Set it to the slice length of the sampler."
         )
+
+
+def check_extend(batch: torch.Size, is_added: bool) -> None:
+    """Check that several transitions can take the place of those that are written."""
+    if is_added or len(batch) != 1:
+        what = "one transition is added or set" if is_added or not batch else f"they come as {list(batch)}"
+        raise ValueError(
+            f"HindsightAugmentation writes more transitions than it is given, and {what}: use "
+            "rb.extend(data.reshape(-1)), with a storage of one dimension. HERTransform works with add, and with "
+            "storages of several dimensions."
+        )
+
+
+def check_same_entries(tensordict: TensorDictBase, before: dict | None) -> dict:
+    """Check that transitions have the entries of those before, so that they can be held back together."""
+    entries = {
+        key: (value.shape[1:], value.dtype) for key, value in tensordict.items(include_nested=True, leaves_only=True)
+    }
+    if before is not None and entries != before:
+        differing = [key for key in {**before, **entries} if before.get(key) != entries.get(key)]
+        told = ", ".join(f"{key!r}: {before.get(key)} before, {entries.get(key)} now" for key in differing)
+        raise ValueError(
+            f"These transitions have other entries than those that were written before ({told}), and episodes of both "
+            "are held back: write the same entries each time."
+        )
+    return entries

@@ -153,8 +153,7 @@ class EpisodeTracker:
             if lane is not None:
                 lane.outcome = written.outcome[end - 1].tobytes()
                 self._leave_open(lane)
-                if lane.has_doubled:
-                    lane.publish_into(publications)
+                self._left_running(lane, publications)
         self._leave_idle(publications)
         if order is not None:
             stamps[order] = stamps.copy()
@@ -187,20 +186,27 @@ class EpisodeTracker:
         self._lanes[lane.episode] = lane
         self._by_key.setdefault(lane.key, deque()).append(lane)
 
+    def _left_running(self, lane: Lane, publications: dict[int, Publication]) -> None:
+        """Hand over the goals of an episode that has become long, and goes on."""
+        if lane.has_doubled:
+            lane.publish_into(publications)
+
     def _leave_idle(self, publications: dict[int, Publication]) -> None:
         """Hand over the goals of lanes that have become idle, and forget those that were for long."""
         patience = min(2 * self.longest_wait, self.capacity - 1)
-        while self._lanes:
-            lane = next(iter(self._lanes.values()))
-            if self.written - lane.written <= patience:
-                break
+        for lane in self._waiting(self._lanes, patience):
             lane.publish_into(publications)
             self._idle[lane.episode] = self._lanes.pop(lane.episode)
-        while self._idle:
-            lane = next(iter(self._idle.values()))
-            if self.written - lane.written < self.capacity:
-                break
+        for lane in self._waiting(self._idle, self.capacity - 1):
             self._take(lane.key)  # of the lanes with this key it waited longest, too
+
+    def _waiting(self, lanes: dict[int, Lane], patience: int) -> Iterator[Lane]:
+        """Yield each lane that nothing continued for more transitions than that, to be taken from ``lanes``."""
+        while lanes:
+            lane = next(iter(lanes.values()))
+            if self.written - lane.written <= patience:
+                break
+            yield lane
 
     def _open_lanes(self) -> Iterator[Lane]:
         return chain(self._idle.values(), self._lanes.values())
@@ -234,6 +240,29 @@ class EpisodeTracker:
             self.written = saved["written"]
             self._leave_open(lane)
         self.written, self.longest_wait = state["written"], state["longest_wait"]
+
+
+class EndedEpisodes(EpisodeTracker):
+    """Hands an episode over once, when it has ended.
+
+    A lane that nothing continues ends, too: when it has waited twice as long as any lane that went on ever did, and
+    not before so many transitions were written as ``capacity`` says.
+    """
+
+    def __init__(self, capacity: int, max_episode_steps: int):
+        super().__init__(capacity, max_episode_steps)
+        self.max_steps = max_episode_steps
+
+    def without_lanes(self) -> EndedEpisodes:  # noqa: D102
+        return EndedEpisodes(self.capacity, self.max_steps)
+
+    def _left_running(self, lane: Lane, publications: dict[int, Publication]) -> None:
+        """Leave it: it goes on."""
+
+    def _leave_idle(self, publications: dict[int, Publication]) -> None:
+        for lane in self._waiting(self._lanes, max(2 * self.longest_wait, self.capacity)):
+            lane.publish_into(publications)
+            self._take(lane.key)  # of the lanes with this key it waited longest, too
 
 
 def _cut_into_runs(written: Written) -> tuple[np.ndarray | None, Written, list[tuple[int, int]]]:

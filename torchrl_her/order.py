@@ -1,4 +1,4 @@
-"""Which transforms stand before HERTransform and after it, and whether they may."""
+"""Which transforms stand before one that relabels and after it, and whether they may."""
 
 from __future__ import annotations
 
@@ -66,13 +66,12 @@ class Order(NamedTuple):
         Args:
             replaced: the entries that relabelling takes from what was written.
             outcome: the achieved goal under ``"next"``, which it compares goals with.
-            hindsight: the transform that relabels, of which there may be one.
+            hindsight: the class of the transforms that relabel, of which there may be one.
 
         Raises:
             ValueError: if the order would give wrong rewards or goals.
         """
-        if any(isinstance(transform, hindsight) for transform in flatten([*self.before, *self.after])):
-            raise ValueError("Two HERTransforms would relabel the same transitions: keep one.")
+        self.check_alone(hindsight)
         for transform in flatten(self.after):
             if isinstance(transform, MultiStepTransform):
                 raise ValueError(
@@ -95,6 +94,35 @@ class Order(NamedTuple):
                 raise ValueError(
                     f"{type(transform).__name__} is listed before HERTransform and works on "
                     f"{sorted(map(str, stale))} of the original goal: list it after HERTransform."
+                )
+
+    def check_alone(self, hindsight: type[Transform]) -> None:
+        """Check that no other transform relabels."""
+        if any(isinstance(transform, hindsight) for transform in flatten([*self.before, *self.after])):
+            raise ValueError(
+                "Two transforms would relabel the same transitions: keep one HERTransform, or one "
+                "HindsightAugmentation."
+            )
+
+    def check_augmentation(self, hindsight: type[Transform]) -> None:
+        """Check that the others can do with what relabelling at writing makes: more transitions, or none.
+
+        Raises:
+            ValueError: if one cannot.
+        """
+        self.check_alone(hindsight)
+        for transform in flatten([*self.before, *self.after]):
+            if isinstance(transform, MultiStepTransform):
+                raise ValueError(
+                    "MultiStepTransform sums the rewards of transitions that follow each other, and "
+                    "HindsightAugmentation writes copies of single steps, each with a goal of its own. For n-step "
+                    "returns under a new goal use HERTransform: Compose(MultiStepTransform(...), HERTransform(...))."
+                )
+        for transform in flatten(self.before):
+            if transform.in_keys_inv:
+                raise ValueError(
+                    f"{type(transform).__name__} is listed before HindsightAugmentation and changes what is written "
+                    f"({sorted(map(str, transform.in_keys_inv))}) after it: list it after HindsightAugmentation."
                 )
 
 

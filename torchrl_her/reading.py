@@ -35,8 +35,7 @@ def read_written(
     checks.check_same_kind("achieved goal", achieved, next_achieved)
     checks.check_same_kind("desired goal", desired, next_desired)
     goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
-    if goal_fn is not None:
-        goals = checks.check_is_tensor(goal_fn(goals), "goal_fn")  # [n, *goal]
+    goals = map_goals(goals, goal_fn)  # [n, *goal]
     checks.check_goals(goals[0], desired.reshape(count, *desired.shape[len(batch) :])[0], goal_of_table)
     goals = goals.detach().to(desired.dtype)
 
@@ -54,6 +53,11 @@ def read_written(
         written = written.at(kept)
     checks.check_finite(written.goals)
     return written, kept
+
+
+def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return the goals ``[n, *goal]`` that were achieved in states ``[n, *state]``."""
+    return states if goal_fn is None else checks.check_is_tensor(goal_fn(states), "goal_fn")
 
 
 def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,28 +12,25 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.data import TensorSpec
-from torchrl.envs import EnvBase, MultiStepTransform, Transform
+from torchrl.envs import MultiStepTransform
 
 from torchrl_her import checks
 from torchrl_her.capacity import CapacityWatch
-from torchrl_her.copies import GoalCopies
 from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
+from torchrl_her.hindsight import RELABELLED, Hindsight
 from torchrl_her.keys import Keys
-from torchrl_her.locking import WriteLock
 from torchrl_her.order import Order
-from torchrl_her.reading import read_written
-from torchrl_her.returns import STEPS, NStepReturn, StepReward, make_reward, where
-from torchrl_her.strategies import Choice, GoalStrategy, make_strategy
+from torchrl_her.returns import STEPS, NStepReturn
+from torchrl_her.strategies import Choice, GoalStrategy
 from torchrl_her.windows import Windows, check_entries, keep_flags
 
 # Where the stamps stand: int64 [*batch, 2], episode and step. Two entries in a tensordict of their own would
 # add a fifth to the price of a write.
 STAMP = "hindsight_stamp"
-RELABELLED = ("hindsight", "relabelled")
 
 
-class HERTransform(Transform):
+class HERTransform(Hindsight):
     """Hindsight Experience Replay (Andrychowicz et al. 2017, arXiv:1707.01495) for any replay buffer.
 
     Writing stamps each transition with its episode and step and keeps its achieved goal. Sampling replaces
@@ -114,35 +110,24 @@ class HERTransform(Transform):
         mask_key: NestedKey | None = None,
         sequence_length: int | None = None,
     ):
-        super().__init__()
         checks.check_at_least_one("capacity", capacity)
         if max_episode_steps is not None:
             checks.check_at_least_one("max_episode_steps", max_episode_steps)
         if sequence_length is not None:
             checks.check_at_least_one("sequence_length", sequence_length)
+        keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
+        super().__init__(reward, strategy, keys, goal_fn, EpisodeTracker(capacity, max_episode_steps))
         self.her_ratio = checks.check_her_ratio(her_ratio)
-        self.strategy = make_strategy(strategy)
-        self.goal_fn = goal_fn
         self.capacity = capacity
         self.sequence_length = sequence_length
-
-        self.keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        self.reward = make_reward(reward, self.keys, goal_fn)
-        self._step_reward = StepReward(self.reward, self.keys)
         self._n_step_return: NStepReturn | None = None
         self._windows = Windows()
         self._n_steps, self._gamma = 1, 1.0  # of n-step returns; they can change while training
         self.longest_window = 1  # the most steps that a stored transition spans
-        self.tracker = EpisodeTracker(capacity, max_episode_steps)
         self.table: GoalTable | None = None
         if goal_spec is not None:
             checks.check_goal_spec(goal_spec)
             self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
-        self._lock = WriteLock()
-        self._process = os.getpid()
-        self._order = Order([], [])
-        self._is_checked = False  # what all writes have in common is, in the first one
-        self._copies = GoalCopies()
         self._capacity_watch = CapacityWatch(capacity)
 
     # Writing
@@ -154,12 +139,8 @@ class HERTransform(Transform):
         if not batch.numel():
             return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
         goal_of_table = None if self.table is None else self.table.goals[0]
-        written, kept = read_written(tensordict, self.keys, self.goal_fn, goal_of_table)
-        if not self._is_checked:
-            self._step_reward.check(tensordict)
-            self._is_checked = True
-        if self._copies.undecided and self.her_ratio:
-            self._copies.check(tensordict, self.keys.achieved, self.keys.desired, self._order.written_after())
+        written_after = self._order.written_after() if self.her_ratio else None
+        written, kept = self._read(tensordict, goal_of_table, written_after)
         if multi_step is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
             self._windows.follow(written, batch, multi_step)
@@ -185,8 +166,7 @@ class HERTransform(Transform):
         """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
         order = Order.around(self)
         if order != self._order:
-            replaced = {self.keys.desired, self.keys.next_desired, *self._step_reward.replaced}
-            order.check(replaced, self.keys.next_achieved, type(self))
+            order.check(set(self._replaced), self.keys.next_achieved, Hindsight)
             self._order = order
         multi_step = order.multi_step()
         if multi_step is not None:
@@ -217,8 +197,8 @@ class HERTransform(Transform):
             return list(self.forward(torch.stack(tensordict)).unbind(0))
         stamp = checks.get_stamp(tensordict, STAMP)
         n_step = self._n_step_for(tensordict)
-        replaced = self._step_reward.replaced if n_step is None else n_step.replaced(tensordict)
-        stored = {key: tensordict.get(key) for key in (self.keys.desired, self.keys.next_desired, *replaced)}
+        replaced = self._replaced if n_step is None else [*self._goal_keys, *n_step.replaced(tensordict)]
+        stored = {key: tensordict.get(key) for key in replaced}
         # What a storage returns can be the storage itself: what is set goes into a new tensordict.
         tensordict = tensordict.exclude(*stored)
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
@@ -230,8 +210,7 @@ class HERTransform(Transform):
             outcomes, whole = n_step.outcomes(table, episode, step, steps, longest)
             relabelled = relabelled & whole
         relabelled = relabelled.view(*tensordict.batch_size, 1)
-        for key in (self.keys.desired, self.keys.next_desired):
-            tensordict.set(key, where(relabelled, goals, stored[key]))
+        self._set_goals(tensordict, relabelled, goals, stored)
         if n_step is None:
             self._step_reward.recompute(tensordict, relabelled, stored)
         else:
@@ -289,16 +268,6 @@ class HERTransform(Transform):
 
     # In an environment, between processes, on disk
 
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Take note of the container, which must not be an environment."""
-        super().set_container(container)
-        if self.parent is not None:
-            self.reset_parent()
-            raise ValueError(
-                "HERTransform relabels what a replay buffer samples and cannot be a transform of an environment: "
-                "pass it to the buffer, ReplayBuffer(transform=HERTransform(...))."
-            )
-
     def share_memory_(self) -> HERTransform:
         """Move the goal table into memory that processes share; TorchRL calls it for shared buffers.
 
@@ -353,20 +322,6 @@ class HERTransform(Transform):
         if self._lock.is_shared:  # lanes belong to the process that writes them
             state |= {"tracker": self.tracker.without_lanes(), "_windows": Windows()}
         return state
-
-    def clone(self) -> HERTransform:
-        """Return a transform with a goal table of its own."""
-        return copy.deepcopy(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self._state_of_a_copy(), memo))  # it is nobody else's, and has the lanes
-        return copied
-
-    def _state_of_a_copy(self) -> dict[str, Any]:
-        # What compile() made works on the table of this one.
-        return super().__getstate__() | {"_order": Order([], []), "_compiled_call_impl": None}
 
     def __repr__(self) -> str:
         return (

@@ -1,0 +1,114 @@
+"""Hindsight when sampling and when writing: success against steps, on BitFlipping and PointReach.
+
+Both ways train with the settings of `examples/dqn.py` and `examples/ddpg.py`, which differ in `hindsight.when` alone;
+with `--prioritized`, BitFlipping is trained with prioritized replay, too. The storage holds all 5,000 transitions, and
+for hindsight when writing their four copies. Every 500 steps 100 greedy episodes are played.
+
+Writes `both_ways.jsonl`, a line for each run, and `both_ways.png`. Runs that are in the file are not done again.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from hydra import compose, initialize_config_dir
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS, COPIES = 5_000, 4
+TASKS = {  # title: script, overrides
+    "BitFlipping, 15 bits, DQN": ("dqn", []),
+    "PointReach, DDPG": ("ddpg", []),
+    "BitFlipping, 15 bits, prioritized DQN": ("dqn", ["buffer.prioritized=true"]),
+}
+WAYS = {"sampling": ("HERTransform", "#d62728", "-"), "writing": ("HindsightAugmentation", "#9467bd", "--")}
+
+Run = dict[str, Any]
+
+
+def train(task: str, way: str, seed: int) -> Run:
+    """Train once, and return what is kept of it."""
+    script, overrides = TASKS[task]
+    rows = STEPS * (COPIES + 1 if way == "writing" else 1)
+    overrides = [
+        *overrides,
+        f"seed={seed}",
+        f"hindsight.when={way}",
+        f"total_steps={STEPS}",
+        f"buffer.size={rows}",
+        "logger.kinds=[csv]",
+    ]
+    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
+        config = compose(script, overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        training = importlib.import_module(script).train(config, Path(folder))
+    stored = training.replay_buffer.storage[:]
+    success = [[int(step), float(value)] for step, value in training.history["evaluation/success"]]
+    return {
+        "task": task,
+        "way": way,
+        "seed": seed,
+        "success": success,
+        "bytes": stored.bytes() / STEPS,
+        "seconds": training.counters["training_seconds"],
+    }
+
+
+def runs(path: Path, tasks: list[str], seeds: list[int]) -> Iterator[Run]:
+    """Yield all runs, and do those that are not in the file."""
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for seed in seeds:
+        for task in tasks:
+            for way in WAYS:
+                same = [run for run in done if (run["task"], run["way"], run["seed"]) == (task, way, seed)]
+                if not same:
+                    same = [train(task, way, seed)]
+                    with path.open("a") as file:
+                        file.write(json.dumps(same[0]) + "\n")
+                yield same[0]
+
+
+def draw(results: list[Run], tasks: list[str], path: Path) -> None:
+    figure, panels = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), sharey=True, layout="constrained")
+    for panel, task in zip(np.atleast_1d(panels), tasks, strict=True):
+        for way, (label, colour, style) in WAYS.items():
+            curves = [run["success"] for run in results if (run["task"], run["way"]) == (task, way)]
+            steps = [step for step, _ in curves[0]]
+            values = np.array([[value for _, value in curve] for curve in curves])
+            panel.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+            panel.plot(steps, np.median(values, axis=0), style, color=colour, label=f"{label} ({way})")
+        panel.set(title=task, xlabel="environment steps", xlim=(0, STEPS), ylim=(0, 1.02))
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("success of 100 greedy episodes")
+    figure.axes[-1].legend(loc="lower right", frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--prioritized", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(EXAMPLES))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    tasks = list(TASKS)[: 3 if arguments.prioritized else 2]
+    results = list(runs(arguments.output / "both_ways.jsonl", tasks, arguments.seeds))
+    for task in tasks:
+        for way in WAYS:
+            of_both = [run for run in results if (run["task"], run["way"]) == (task, way)]
+            values = np.median([[value for _, value in run["success"]] for run in of_both], axis=0)
+            told = " ".join(f"{value:.2f}" for value in values)
+            print(f"{task}, {way}: {told}; {of_both[0]['bytes']:.0f} bytes for a transition")
+    draw(results, tasks, arguments.output / "both_ways.png")
+
+
+if __name__ == "__main__":
+    main()
