@@ -56,10 +56,12 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
             "    pip install -c constraints.txt gymnasium-robotics mujoco"
         ) from None
     env.set_info_dict_reader(default_info_dict_reader([config.success]))
-    transforms: list[Transform] = [DoubleToFloat()]
+    transforms: list[Transform] = []
+    if env.observation_spec["observation"].dtype == torch.float64:
+        transforms.append(DoubleToFloat())
     if config.clip_observation is not None:
         transforms.append(ClipTransform(["observation"], low=-config.clip_observation, high=config.clip_observation))
-    return TransformedEnv(env, Compose(*transforms))
+    return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
 def make_envs(config: DictConfig, num_envs: int, parallel: bool) -> EnvBase:
@@ -70,7 +72,8 @@ def make_envs(config: DictConfig, num_envs: int, parallel: bool) -> EnvBase:
 def reward_at_goal(env: EnvBase) -> float:
     """Return what a step earns that ends at its goal."""
     goal = env.reset()["desired_goal"].numpy()
-    return float(env.base_env.unwrapped.compute_reward(goal, goal, {}))
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    return float(base.unwrapped.compute_reward(goal, goal, {}))
 
 
 # Normalization
@@ -171,7 +174,6 @@ def make_replay_buffer(
         # Windows are made along time: environments stay apart, [environments, time].
         "storage": LazyTensorStorage(config.buffer.size, device=config.device, ndim=2 if n_steps > 1 else 1),
         "transform": Compose(*windows, hindsight, *normalization.when_sampling()),
-        "batch_size": config.batch_size,
     }
     if config.buffer.prioritized:
         buffer = TensorDictPrioritizedReplayBuffer(alpha=config.buffer.alpha, beta=config.buffer.beta, **arguments)

@@ -15,33 +15,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-import torch
 from common import Normalization, make_env, make_replay_buffer
+from deterministic import make_explorer, make_networks
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
-from torchrl.envs import EnvBase
-from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModule, ValueOperator
+from torch import Tensor
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
-from training import Training, make_adam, make_policy, set_up_process, start
-
-# Networks
-
-
-def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[TensorDictSequential, TensorDictModule]:
-    """Return the actor and the critic, which read observation and goal side by side."""
-    layers = {"num_cells": list(config.hidden), "activation_class": nn.ReLU, "device": config.device}
-    width = sum(env.observation_spec[key].shape.numel() for key in ("observation", "desired_goal"))
-    spec = env.action_spec.to(config.device)
-    actor = TensorDictSequential(
-        TensorDictModule(MLP(width, spec.shape[-1], **layers), inputs, ["action"]),
-        TanhModule(in_keys=["action"], spec=spec),
-    )
-    critic = ValueOperator(MLP(width + spec.shape[-1], 1, **layers), in_keys=[*inputs, "action"])
-    return actor, critic
-
+from training import Training, make_adam, make_policy, set_up_process, speed_up, start
 
 # Loss
 
@@ -49,8 +31,12 @@ def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[
 class ClippedTarget(TD0Estimator):
     """The target of one step, clipped to what a reward of -1 or 0 per step can sum up to."""
 
+    def __init__(self, *, gamma: float, **kwargs):
+        super().__init__(gamma=gamma, **kwargs)
+        self.lowest = -1 / (1 - gamma)
+
     def value_estimate(self, *args, **kwargs) -> Tensor:  # noqa: D102
-        return super().value_estimate(*args, **kwargs).clamp(-1 / (1 - self.gamma), 0.0)
+        return super().value_estimate(*args, **kwargs).clamp(self.lowest, 0.0)
 
 
 def make_loss(config: DictConfig, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
@@ -78,18 +64,15 @@ def train(config: DictConfig, folder: Path) -> Training:
     critic_optimizer = make_adam(critic.parameters(), config.learning_rate)
 
     policy = make_policy(normalization, actor)
-    spec, noise, share = env.action_spec.to(config.device), config.exploration.noise, config.exploration.random_actions
-    explorer = TensorDictSequential(
-        policy,
-        AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=config.device),
-        EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device),
-    )
+    explorer = make_explorer(config, env.action_spec.to(config.device), policy)
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
-        action = actor(batch.select(*normalization.keys))["action"]
-        penalty = config.action_penalty * action.square().mean()
-        (losses["loss_actor"] + penalty + losses["loss_value"]).backward()
+        total = losses["loss_actor"] + losses["loss_value"]
+        if config.action_penalty:
+            action = actor(batch.select(*normalization.keys))["action"]
+            total = total + config.action_penalty * action.square().mean()
+        total.backward()
         actor_optimizer.step()
         critic_optimizer.step()
         actor_optimizer.zero_grad()
@@ -98,9 +81,7 @@ def train(config: DictConfig, folder: Path) -> Training:
         losses = losses.select("loss_actor", "loss_value", "pred_value", "target_value").detach()
         return losses.rename_key_("pred_value", "q_value")
 
-    if config.compile:
-        update = torch.compile(update)
-
+    update = speed_up(config, update)
     replay_buffer, hindsight = make_replay_buffer(config, normalization)
     training = Training(
         config, folder, replay_buffer, hindsight, normalization, policy, loss,

@@ -23,7 +23,7 @@ from torch import nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
-from training import Training, make_adam, make_policy, set_up_process, start
+from training import Training, make_adam, make_policy, set_up_process, speed_up, start
 
 # Networks
 
@@ -62,9 +62,7 @@ def train(config: DictConfig, folder: Path) -> Training:
         target_updater.step()
         return TensorDict(loss=value.detach())
 
-    if config.compile:
-        update = torch.compile(update)
-
+    update = speed_up(config, update)
     replay_buffer, hindsight = make_replay_buffer(config, normalization)
     training = Training(config, folder, replay_buffer, hindsight, normalization, policy, loss, optimizer=optimizer)
     for data in training.collect(explorer):

@@ -14,16 +14,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-import torch
 from common import Normalization, make_env, make_replay_buffer
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
-from torch import nn
+from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
-from training import Training, make_adam, make_policy, set_up_process, start
+from training import Training, make_adam, make_policy, set_up_process, speed_up, start
 
 # Networks
 
@@ -33,7 +32,7 @@ def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[
     layers = {"num_cells": list(config.hidden), "activation_class": nn.ReLU, "device": config.device}
     width = sum(env.observation_spec[key].shape.numel() for key in ("observation", "desired_goal"))
     spec = env.action_spec.to(config.device)
-    actions = spec.shape[-1]
+    actions, (low, high) = spec.shape[-1], map(bound, (spec.space.low, spec.space.high))
     actor = ProbabilisticActor(
         TensorDictSequential(
             TensorDictModule(MLP(width, 2 * actions, **layers), inputs, ["features"]),
@@ -42,18 +41,23 @@ def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[
         in_keys=["loc", "scale"],
         spec=spec,
         distribution_class=TanhNormal,
-        distribution_kwargs={"low": spec.space.low, "high": spec.space.high, "tanh_loc": False},
+        distribution_kwargs={"low": low, "high": high, "tanh_loc": False},
     )
     values = config.quantiles if config.loss == "tqc" else 1
     critic = ValueOperator(MLP(width + actions, values, **layers), in_keys=[*inputs, "action"])
     return actor, critic
 
 
+def bound(values: Tensor) -> Tensor | float:
+    """Return a number where it is the same for all actions: a distribution checks it with no tensor operations."""
+    return values[0].item() if (values == values[0]).all() else values
+
+
 # Loss
 
 
 def make_loss(config: DictConfig, actor: ProbabilisticActor, critic: TensorDictModule) -> SACLoss:
-    arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init}
+    arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
     if config.loss == "tqc":
         loss = TQCLoss(actor, critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **arguments)
     else:
@@ -77,7 +81,11 @@ def train(config: DictConfig, folder: Path) -> Training:
 
     policy = make_policy(normalization, actor)
     spec, share = env.action_spec.to(config.device), config.exploration.random_actions
-    explorer = TensorDictSequential(policy, EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device))
+    explorer = policy
+    if share:
+        explorer = TensorDictSequential(
+            policy, EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device)
+        )
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
@@ -89,9 +97,7 @@ def train(config: DictConfig, folder: Path) -> Training:
         # The loss of the actor is -(value + alpha * entropy).
         return losses.set("q_value", -(losses["loss_actor"] + losses["alpha"] * losses["entropy"]))
 
-    if config.compile:
-        update = torch.compile(update)
-
+    update = speed_up(config, update)
     replay_buffer, hindsight = make_replay_buffer(config, normalization)
     training = Training(config, folder, replay_buffer, hindsight, normalization, policy, loss, optimizer=optimizer)
     for data in training.collect(explorer):

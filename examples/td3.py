@@ -14,32 +14,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-import torch
 from common import Normalization, make_env, make_replay_buffer
+from deterministic import make_explorer, make_networks
 from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
-from torchrl.envs import EnvBase
-from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModule, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
-from training import Training, make_adam, make_policy, set_up_process, start
-
-# Networks
-
-
-def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[TensorDictSequential, TensorDictModule]:
-    """Return the actor and the critic, which read observation and goal side by side."""
-    layers = {"num_cells": list(config.hidden), "activation_class": nn.ReLU, "device": config.device}
-    width = sum(env.observation_spec[key].shape.numel() for key in ("observation", "desired_goal"))
-    spec = env.action_spec.to(config.device)
-    actor = TensorDictSequential(
-        TensorDictModule(MLP(width, spec.shape[-1], **layers), inputs, ["action"]),
-        TanhModule(in_keys=["action"], spec=spec),
-    )
-    critic = ValueOperator(MLP(width + spec.shape[-1], 1, **layers), in_keys=[*inputs, "action"])
-    return actor, critic
-
+from training import Training, make_adam, make_policy, set_up_process, speed_up, start
 
 # Training
 
@@ -50,10 +30,10 @@ def train(config: DictConfig, folder: Path) -> Training:
     env = make_env(config.env)
     normalization = Normalization(config.normalization, env, config.device)
     actor, critic = make_networks(config, env, normalization.keys)
-    spec, noise, share = env.action_spec.to(config.device), config.exploration.noise, config.exploration.random_actions
+    spec = env.action_spec.to(config.device)
     loss = TD3Loss(
         actor, critic, action_spec=spec, policy_noise=config.target_noise, noise_clip=config.target_noise_clip,
-        delay_actor=True, delay_qvalue=True,
+        delay_actor=True, delay_qvalue=True, deactivate_vmap=True,
     )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
@@ -61,11 +41,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     critic_optimizer = make_adam(loss.qvalue_network_params.flatten_keys().values(), config.learning_rate)
 
     policy = make_policy(normalization, actor)
-    explorer = TensorDictSequential(
-        policy,
-        AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=config.device),
-        EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device),
-    )
+    explorer = make_explorer(config, spec, policy)
 
     def update(batch: TensorDictBase, with_actor: bool) -> TensorDictBase:
         loss_qvalue, values = loss.value_loss(batch)
@@ -82,9 +58,7 @@ def train(config: DictConfig, folder: Path) -> Training:
             target_updater.step()
         return TensorDict(losses).detach()
 
-    if config.compile:
-        update = torch.compile(update)
-
+    update = speed_up(config, update)
     replay_buffer, hindsight = make_replay_buffer(config, normalization)
     training = Training(
         config, folder, replay_buffer, hindsight, normalization, policy, loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from capture import Captured, Update
 from common import Evaluation, Normalization, make_env, make_envs, reward_at_goal
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +32,7 @@ from tqdm import tqdm
 from torchrl_her import HERTransform, HindsightAugmentation
 from torchrl_her.windows import forget_held_back
 
+BATCHES_AT_ONCE = 16  # sampled in one call: the buffer does not change between the updates of a chunk
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
 
 
@@ -46,6 +49,9 @@ def set_up_process(config: DictConfig) -> None:
     """Set threads, seeds and messages; before networks are made."""
     torchrl_logger.setLevel("WARNING")
     torch.set_num_threads(config.threads)
+    torch.distributions.Distribution.set_default_validate_args(False)  # it asks for values of tensors
+    if importlib.util.find_spec("pandas") is None:
+        sys.modules["pandas"] = None  # type: ignore[assignment] (or tensordict seeks it on disk, at every module call)
     torch.manual_seed(config.seed)
     np.random.seed(config.seed)  # noqa: NPY002 (prioritized sampling draws from it)
 
@@ -76,6 +82,8 @@ class Training:
         num_envs = config.env.num_envs
         self.envs = make_envs(config.env, num_envs, config.env.parallel) if num_envs > 1 else make_env(config.env)
         self.envs.set_seed(config.seed)  # starts them
+        # Where all is on the CPU, no device is named: the collector would move each step there.
+        self.devices = {} if config.device == "cpu" else {"policy_device": config.device, "storing_device": "cpu"}
         self.reward_at_goal = reward_at_goal(make_env(config.env))
         self.evaluation = Evaluation(config)
         self.counters = {"steps": 0, "updates": 0, "training_seconds": 0.0}
@@ -179,8 +187,7 @@ class Training:
             total_frames=-1,  # at a last frame it would close the environments
             init_random_frames=max(0, self.config.collector.random_steps - self.steps),
             exploration_type=ExplorationType.RANDOM,
-            policy_device=self.config.device,
-            storing_device="cpu",
+            **self.devices,
             auto_register_policy_transforms=False,
         )
 
@@ -195,12 +202,13 @@ class Training:
         """Yield as many batches as updates are due: ``updates_per_step`` for every step after the random ones."""
         config, steps = self.config, self.steps + self.chunk  # with the chunk that was just written
         due = int(config.updates_per_step * max(0, steps - config.collector.random_steps))
-        while self.counters["updates"] < due:
-            batch = self.replay_buffer.sample()
-            yield batch
-            self.counters["updates"] += 1
-            if config.buffer.prioritized:
-                self.replay_buffer.update_tensordict_priority(batch)
+        at_once = 1 if config.buffer.prioritized else BATCHES_AT_ONCE  # priorities change with each update
+        while (left := due - self.counters["updates"]) > 0:
+            for batch in self.replay_buffer.sample(min(left, at_once) * config.batch_size).split(config.batch_size):
+                yield batch
+                self.counters["updates"] += 1
+                if config.buffer.prioritized:
+                    self.replay_buffer.update_tensordict_priority(batch)
         if config.buffer.prioritized:  # Schaul et al. 2016: the correction is whole at the end
             share = min(1.0, steps / config.total_steps)
             self.replay_buffer.sampler.beta = config.buffer.beta + (1 - config.buffer.beta) * share
@@ -258,6 +266,13 @@ class Training:
 def make_policy(normalization: Normalization, actor: TensorDictModuleBase) -> TensorDictSequential:
     """Return the greedy policy, which reads raw observations and goals."""
     return TensorDictSequential(*normalization.when_acting(), actor)
+
+
+def speed_up(config: DictConfig, update: Update) -> Update:
+    """Return the update, compiled, recorded or as it is."""
+    if config.compile:
+        return torch.compile(update)
+    return Captured(update) if config.capture else update
 
 
 def make_adam(parameters: Any, learning_rate: float) -> Optimizer:

@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 
 pytest.importorskip("hydra", reason="the training scripts need the extra 'examples'")
@@ -21,6 +22,7 @@ from hydra import compose, initialize_config_dir
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
@@ -127,10 +129,30 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(run, tmp_path):
     for training in (whole, resumed):
         torch.manual_seed(7)
         np.random.seed(7)  # noqa: NPY002
-        batches.append(training.replay_buffer.sample())
+        batches.append(training.replay_buffer.sample(32))
     assert (batches[0] == batches[1]).all()
     share = float(batches[0]["hindsight", "relabelled"].float().mean())
     assert share == 0 if "without hindsight" in run else share > 0.4
+
+
+@pytest.mark.parametrize("run", ["sac", "sac loss=tqc", "td3 buffer.prioritized=true", "ddpg action_penalty=1", "dqn"])
+def test_a_recorded_update_is_bit_for_bit_the_update(run, tmp_path):
+    script, *overrides = [*run.split(), *TINY, *(BITS if run == "dqn" else [])]
+    played = train(script, tmp_path / "played", *overrides)
+    run_as_it_is = train(script, tmp_path / "as it is", *overrides, "capture=false")
+    expected, found = state_of(run_as_it_is), state_of(played)
+    assert expected.keys() == found.keys()
+    learned = [path for path in expected if path[0] != "buffer" and not is_time(path)]  # stamps differ between buffers
+    assert {"policy", "loss", "history", "rng"} < {path[0] for path in learned}
+    assert [path for path in learned if not same(expected[path], found[path])] == []
+
+
+def test_an_update_that_asks_for_a_value_is_not_recorded():
+    update = capture.Captured(lambda batch: batch if batch["a"].sum() > 0 else -batch)
+    batch = TensorDict(a=torch.ones(3), batch_size=3)
+    assert update(batch) is batch  # the first runs as it is
+    with pytest.raises(RuntimeError, match="capture=false"):
+        update(batch)
 
 
 @pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac"])

@@ -1,0 +1,238 @@
+"""The two libraries that the learning benchmark compares, and the settings that each is trained with.
+
+``Ours`` are the training scripts in ``examples/``; ``Stable-Baselines3`` is its HerReplayBuffer with its own SAC, DDPG
+or TD3. Both are evaluated by the same function, on episodes with the same starts and goals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import stable_baselines3
+import torch
+from hydra import compose, initialize_config_dir
+from stable_baselines3 import HerReplayBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.noise import NormalActionNoise
+from tensordict import TensorDict
+from torchrl.envs import ExplorationType, set_exploration_type
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import training  # noqa: E402 (of the examples)
+
+OURS, SB3 = "ours", "Stable-Baselines3"
+EQUAL, TUNED = "equal", "each tuned"
+EPISODES = 100  # of an evaluation
+EVALUATION_SEED = 1_000_000  # of the first of them
+
+# Tasks and settings
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and in how many environment steps."""
+
+    env: str
+    algorithm: str
+    steps: int
+    held: int = 1  # so many evaluations in a row have to be at 0.95 or above
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both libraries have; with what only ours has, as overrides of its configuration, or only theirs."""
+
+    hidden: tuple[int, ...] = (128, 128)
+    batch_size: int = 256
+    updates_per_step: float = 1.0
+    learning_rate: float = 1e-3
+    tau: float = 0.05
+    gamma: float = 0.95
+    random_steps: int = 500
+    noise: float = 0.2  # standard deviation, of DDPG and TD3
+    alpha: float = 0.1  # of SAC at first
+    steps_per_chunk: int = 50  # collected, then the updates for them
+    ours: tuple[str, ...] = ()
+    theirs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def updates_per_chunk(self) -> int:
+        """Updates after each chunk."""
+        return round(self.updates_per_step * self.steps_per_chunk)
+
+
+TASKS = {
+    "PointReach, SAC": Task("torchrl_her/PointReach-v0", "sac", 4_000),
+    "PointReach, DDPG": Task("torchrl_her/PointReach-v0", "ddpg", 5_000),
+    "PointReach, TD3": Task("torchrl_her/PointReach-v0", "td3", 6_000),
+    "FetchReach, SAC": Task("FetchReach-v4", "sac", 10_000, held=3),
+}
+ONLY_OURS = {
+    "sac": (),
+    "ddpg": ("exploration.random_actions=0", "clip_target=false"),
+    "td3": ("exploration.random_actions=0",),
+}
+EQUAL_SETTINGS = {name: Settings(ours=ONLY_OURS[task.algorithm]) for name, task in TASKS.items()}
+TUNED_SETTINGS: dict[tuple[str, str], Settings] = {}
+
+
+def settings_of(way: str, task: str, library: str) -> Settings:
+    """Return what a library is trained with."""
+    return EQUAL_SETTINGS[task] if way == EQUAL else TUNED_SETTINGS[task, library]
+
+
+# Evaluation
+
+Act = Callable[[dict[str, np.ndarray]], np.ndarray]
+
+
+class Evaluations:
+    """Greedy episodes at an interval, with the same starts and goals every time, and a clock that they stop."""
+
+    def __init__(self, env: str, interval: int, episodes: int):
+        self.envs = gymnasium.make_vec(env, num_envs=episodes, vectorization_mode="sync")
+        self.seeds = [EVALUATION_SEED + i for i in range(episodes)]
+        self.interval = interval
+        self.starts: list[dict[str, np.ndarray]] = []  # of every evaluation
+        self.curve: list[dict[str, float]] = []
+        self.seconds, self.cpu_seconds = 0.0, 0.0  # of training
+        self.began = (time.perf_counter(), time.process_time())
+
+    def start_clock(self) -> None:
+        """Start it, or go on after an evaluation."""
+        self.began = (time.perf_counter(), time.process_time())
+
+    def __call__(self, act: Act) -> float:
+        """Return the success rate: the share of the episodes whose last step is at the goal."""
+        self.seconds += time.perf_counter() - self.began[0]
+        self.cpu_seconds += time.process_time() - self.began[1]
+        observation, _ = self.envs.reset(seed=self.seeds)
+        self.starts.append({key: value.copy() for key, value in observation.items()})
+        ended = np.zeros(len(self.seeds), dtype=bool)
+        while not ended.any():
+            observation, _, terminated, truncated, info = self.envs.step(act(observation))
+            ended = terminated | truncated
+        assert ended.all()  # the episodes have one length, and this was the last step
+        success = float(np.mean(info["is_success"], dtype=np.float64))
+        steps = len(self.curve) * self.interval
+        times = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
+        self.curve.append({"steps": steps, "success": success, **times})
+        self.start_clock()
+        return success
+
+
+# The two libraries
+
+
+def train_ours(task: Task, settings: Settings, seed: int, evaluations: Evaluations) -> None:
+    """Train one of the example scripts."""
+
+    class Evaluation:  # in place of the scripts' own
+        def __init__(self, config: Any):
+            pass
+
+        def __call__(self, policy: Any) -> dict[str, torch.Tensor]:
+            def act(observation: dict[str, np.ndarray]) -> np.ndarray:
+                data = {key: torch.as_tensor(value).float() for key, value in observation.items()}
+                with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+                    return policy(TensorDict(data, len(observation["observation"])))["action"].numpy()
+
+            return {"success": torch.tensor(evaluations(act))}
+
+    overrides = [
+        f"env.name={task.env}",
+        f"seed={seed}",
+        f"total_steps={task.steps}",
+        f"hidden={list(settings.hidden)}",
+        f"batch_size={settings.batch_size}",
+        f"updates_per_step={settings.updates_per_step}",
+        f"learning_rate={settings.learning_rate}",
+        f"tau={settings.tau}",
+        f"gamma={settings.gamma}",
+        f"collector.random_steps={settings.random_steps}",
+        f"collector.steps_per_chunk={settings.steps_per_chunk}",
+        f"exploration.noise={settings.noise}",
+        f"buffer.size={task.steps}",
+        f"evaluation.interval={evaluations.interval}",
+        f"checkpoint.interval={task.steps}",
+        f"logger.interval={task.steps}",
+        "logger.kinds=[]",
+        *([f"alpha_init={settings.alpha}"] if task.algorithm == "sac" else []),
+        *settings.ours,
+    ]
+    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
+        config = compose(task.algorithm, overrides=overrides)
+    training.Evaluation = Evaluation
+    with tempfile.TemporaryDirectory() as folder:
+        importlib.import_module(task.algorithm).train(config, Path(folder))
+
+
+class EvaluateSB3(BaseCallback):
+    """Evaluates before the first step of a chunk, when all updates of the last are done, and at the end."""
+
+    def __init__(self, evaluations: Evaluations):
+        super().__init__()
+        self.evaluations = evaluations
+
+    def _on_rollout_start(self) -> None:
+        if self.num_timesteps % self.evaluations.interval == 0:
+            self.evaluations(lambda observation: self.model.predict(observation, deterministic=True)[0])
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_training_end(self) -> None:
+        self._on_rollout_start()
+
+
+def train_sb3(task: Task, settings: Settings, seed: int, evaluations: Evaluations) -> None:
+    """Train Stable-Baselines3's agent."""
+    torch.set_num_threads(1)
+    env = gymnasium.make(task.env)
+    arguments: dict[str, Any] = {
+        "buffer_size": task.steps,
+        "batch_size": settings.batch_size,
+        "learning_rate": settings.learning_rate,
+        "tau": settings.tau,
+        "gamma": settings.gamma,
+        "learning_starts": settings.random_steps,
+        "train_freq": settings.steps_per_chunk,
+        "gradient_steps": settings.updates_per_chunk,
+        "policy_kwargs": {"net_arch": list(settings.hidden)},
+        "replay_buffer_class": HerReplayBuffer,
+        "replay_buffer_kwargs": {"n_sampled_goal": 4, "goal_selection_strategy": "future"},
+    }
+    if task.algorithm == "sac":
+        arguments["ent_coef"] = f"auto_{settings.alpha}"
+    else:
+        size = env.action_space.shape
+        arguments["action_noise"] = NormalActionNoise(np.zeros(size), np.full(size, settings.noise))
+    algorithm = getattr(stable_baselines3, task.algorithm.upper())
+    model = algorithm("MultiInputPolicy", env, seed=seed, device="cpu", **(arguments | settings.theirs))
+    model.learn(task.steps, callback=EvaluateSB3(evaluations))
+
+
+def learn(
+    library: str, task: Task, settings: Settings, seed: int, interval: int, episodes: int = EPISODES
+) -> Evaluations:
+    """Train, and return the evaluations."""
+    evaluations = Evaluations(task.env, interval, episodes)
+    train = {OURS: train_ours, SB3: train_sb3}[library]
+    train(task, settings, seed, evaluations)
+    return evaluations
+
+
+def smaller(task: Task, steps: int) -> Task:
+    """Return the task with another budget."""
+    return replace(task, steps=steps)

@@ -1,0 +1,229 @@
+"""How fast agents learn with hindsight: the training scripts in `examples/` and Stable-Baselines3, side by side.
+
+Each run is a process of its own, one after the other, on one thread. The two libraries take turns within a seed, and
+who is first alternates, so that a drift of the machine hits both. They are compared in two ways: `equal` (the same
+network, batch size, updates per step, learning rate, gamma, tau, random steps and noise) and `each tuned` (each with
+the best settings that were found for it; all are in `learners.py`). The evaluations are the same episodes for both,
+and their time does not count. CPU seconds tell what a run costs where other processes make its wall time longer.
+
+Writes `learning.csv` (every evaluation), `learning-summary.csv` and `learning.md` (the table), and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import os
+import platform
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from learners import EPISODES, EQUAL, OURS, SB3, TASKS, TUNED, TUNED_SETTINGS, Evaluations, learn, settings_of, smaller
+from torchrl import torchrl_logger
+from tqdm import tqdm
+
+SUCCESS = 0.95
+TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # of the time to that success, ours to theirs
+COLOURS = {OURS: "#d62728", SB3: "#1f77b4"}
+
+Row = dict[str, Any]
+Key = tuple[str, str, str]  # task, way, library
+
+# Runs
+
+
+def plan(tasks: list[str], ways: list[str], seeds: list[int]) -> list[tuple[str, str, str, int]]:
+    """Return the runs in their order: task, way, library and seed."""
+    runs = []
+    for i, (task, seed, way) in enumerate(product(tasks, seeds, ways)):
+        libraries = [OURS, SB3] if i % 2 else [SB3, OURS]
+        runs += [(task, way, library, seed) for library in libraries]
+    return runs
+
+
+def run(task: str, way: str, library: str, seed: int, steps: int | None, interval: int, episodes: int) -> Evaluations:
+    """Train in this process, which does nothing else."""
+    torchrl_logger.setLevel("WARNING")
+    what = smaller(TASKS[task], steps) if steps else TASKS[task]
+    with open(os.devnull, "w") as silence:  # the progress is that of the runs
+        sys.stdout = sys.stderr = silence
+        evaluations = learn(library, what, settings_of(way, task, library), seed, interval, episodes)
+    evaluations.envs.close()
+    del evaluations.envs  # they stay in this process
+    return evaluations
+
+
+def run_all(
+    runs: list[tuple[str, str, str, int]], steps: int | None, interval: int, episodes: int = EPISODES
+) -> tuple[list[Row], list[list[dict[str, np.ndarray]]]]:
+    """Return the evaluations of all runs, and with what starts and goals they began."""
+    rows, starts = [], []
+    for task, way, library, seed in (progress := tqdm(runs, unit="run")):
+        progress.set_postfix_str(f"{task}, {way}, {library}, seed {seed}")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            done = process.submit(run, task, way, library, seed, steps, interval, episodes).result()
+        about = {"task": task, "settings": way, "library": library, "seed": seed}
+        rows += [about | point for point in done.curve]
+        starts.append(done.starts)
+    return rows, starts
+
+
+# Results
+
+
+def first_success(curve: list[Row], held: int) -> Row | None:
+    """Return the first of ``held`` evaluations in a row that are good enough, the last of them included in the time."""
+    good = [row["success"] >= SUCCESS for row in curve]
+    for i in range(len(curve) - held + 1):
+        if all(good[i : i + held]):
+            return curve[i]
+    return None
+
+
+def curves(rows: list[Row]) -> dict[Key, dict[int, list[Row]]]:
+    """Return the evaluations by task, settings and library, and there by seed."""
+    found: dict[Key, dict[int, list[Row]]] = {}
+    for row in rows:
+        found.setdefault((row["task"], row["settings"], row["library"]), {}).setdefault(row["seed"], []).append(row)
+    return found
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Return median and range; infinity is what was not reached."""
+    texts = [
+        "not reached" if np.isinf(value) else f"{value:,.{digits}f}"
+        for value in (np.median(values), min(values), max(values))
+    ]
+    return texts[0] if len(values) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
+
+
+def reached(by_seed: dict[int, list[Row]], held: int, what: str) -> list[float]:
+    """Return steps or seconds to the success, one for each seed."""
+    firsts = [first_success(curve, held) for curve in by_seed.values()]
+    return [np.inf if first is None else first[what] for first in firsts]
+
+
+def ratios(found: dict[Key, dict[int, list[Row]]], task: str, way: str, what: str) -> list[float]:
+    """Return our time to theirs, one for each seed; NaN where neither reached the success."""
+    ours, theirs = (np.array(reached(found[task, way, library], TASKS[task].held, what)) for library in (OURS, SB3))
+    with np.errstate(invalid="ignore"):
+        return list(ours / theirs)
+
+
+def summarize(rows: list[Row]) -> list[dict[str, str]]:
+    """Return the rows of the table."""
+    found, table = curves(rows), []
+    for (task, way, library), by_seed in found.items():
+        last = [curve[-1] for curve in by_seed.values()]
+        held = TASKS[task].held
+        line = {
+            "task": task,
+            "settings": way,
+            "library": library,
+            "success at the end": spread([row["success"] for row in last], 2),
+            "steps": f"{last[0]['steps']:,}",
+            f"steps to {SUCCESS}": spread(reached(by_seed, held, "steps"), 0),
+            f"seconds to {SUCCESS}": spread(reached(by_seed, held, "seconds"), 1),
+            f"CPU seconds to {SUCCESS}": spread(reached(by_seed, held, "cpu_seconds"), 1),
+            "CPU seconds per 1,000 steps": spread([1e3 * row["cpu_seconds"] / row["steps"] for row in last], 2),
+            "ratio of seconds": "",
+            "ratio of CPU seconds": "",
+        }
+        if library == OURS and (task, way, SB3) in found:
+            line["ratio of seconds"] = spread(ratios(found, task, way, "seconds"), 2)
+            line["ratio of CPU seconds"] = spread(ratios(found, task, way, "cpu_seconds"), 2)
+        table.append(line)
+    return sorted(table, key=lambda line: (list(TASKS).index(line["task"]), line["settings"] != EQUAL))
+
+
+def markdown(table: list[dict[str, str]]) -> str:
+    """Return the table in Markdown."""
+    header = list(table[0])
+    lines = [header, ["---"] * len(header), *(list(line.values()) for line in table)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw success against steps and against training seconds, a row of panels for each task and way."""
+    found = curves(rows)
+    panels = list(dict.fromkeys((task, way) for task, way, _ in found))
+    figure, axes = plt.subplots(
+        len(panels), 2, figsize=(9, 2.3 * len(panels) + 0.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    for (task, way), pair in zip(panels, axes, strict=True):
+        for panel, what in zip(pair, ("steps", "cpu_seconds"), strict=True):
+            for library, colour in COLOURS.items():
+                for i, curve in enumerate(found.get((task, way, library), {}).values()):
+                    x, y = [row[what] for row in curve], [row["success"] for row in curve]
+                    panel.plot(x, y, color=colour, alpha=0.8, lw=1.4, label=None if i else library)
+            panel.axhline(SUCCESS, color="black", lw=0.8, ls=":")
+            panel.grid(alpha=0.25)
+            panel.spines[["top", "right"]].set_visible(False)
+        pair[0].set(ylabel="success rate", ylim=(-0.03, 1.03))
+        pair[0].set_title(f"{task}, {way}", loc="left", fontsize=10)
+        pair[0].xaxis.set_major_formatter("{x:,.0f}")
+    axes[-1, 0].set_xlabel("environment steps")
+    axes[-1, 1].set_xlabel("CPU seconds of training")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="How fast agents learn: the training scripts and Stable-Baselines3.")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "Point" in name])
+    parser.add_argument("--settings", nargs="+", choices=[EQUAL, TUNED], default=[EQUAL, TUNED])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of each run, in place of the task's own")
+    parser.add_argument("--interval", type=int, default=500, help="environment steps between evaluations")
+    parser.add_argument("--episodes", type=int, default=EPISODES, help="of an evaluation")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    parser.add_argument("--picture", type=Path, help="by default learning.png in that folder")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    packages = "torch", "torchrl", "tensordict", "stable-baselines3", "gymnasium"
+    print(", ".join(f"{package} {version(package)}" for package in packages))
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} at the start")
+
+    runs = plan(arguments.tasks, arguments.settings, arguments.seeds)
+    missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
+    if missing:
+        sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")
+    rows, _ = run_all(runs, arguments.steps, arguments.interval, arguments.episodes)
+    table = summarize(rows)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    write(arguments.output / "learning.csv", rows)
+    write(arguments.output / "learning-summary.csv", table)
+    (arguments.output / "learning.md").write_text(markdown(table) + "\n")
+    draw(rows, arguments.picture or arguments.output / "learning.png")
+
+    print(markdown(table))
+    found = curves(rows)
+    print("\nTargets, of the median ratio of CPU seconds to 0.95")
+    for task, way in dict.fromkeys((row["task"], row["settings"]) for row in rows):
+        value = float(np.median(ratios(found, task, way, "cpu_seconds")))
+        print(
+            f"{'reached' if value <= TARGETS[way] else 'MISSED':<8} {value:.2f} (at most {TARGETS[way]}): {task}, {way}"
+        )
+
+
+if __name__ == "__main__":
+    main()
