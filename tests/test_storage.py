@@ -258,7 +258,7 @@ def test_what_is_read_can_be_changed_and_the_store_stays_as_it_is(change):
 
     three = torch.tensor([3])
     reads = [rb.sample, lambda: rb[0], lambda: rb[2:5], lambda: rb[: len(rb)], lambda: rb[[1, 2]], lambda: rb[three]]
-    reads += [lambda index=index: rb.storage.get(index) for index in (three, slice(1, 4), ..., 2)]
+    reads += [lambda index=index: rb.storage.get(index) for index in (three, three[0], slice(1, 4), ..., 2)]
     for read in reads:
         spoil(read())
         assert bits(rb.storage[:]) == before
@@ -305,9 +305,7 @@ def test_rows_are_as_long_as_their_entries_need():
     entries = [("a", torch.float32, (25,)), ("b", torch.bool, (1,)), ("c", torch.int64, ()), ("d", torch.bool, (2,))]
     storage = PackedStorage(10)
     storage.set(range(3), make_transitions(3, entries=entries))
-    assert (
-        storage.state_dict()["_storage"]["a"].untyped_storage().nbytes() == 10 * 120
-    )  # 8 + 8 + 100 + 3, in words of 8
+    assert storage[:]["a"].untyped_storage().nbytes() == 10 * 120  # 8 + 8 + 100 + 3, in words of 8
 
 
 # What does not fit
@@ -500,6 +498,21 @@ def test_conditional_updates_reach_the_store():
 
 
 # Copies, checkpoints, other processes
+
+
+def test_samples_and_state_dicts_can_be_saved_in_every_way(tmp_path):
+    for rb in filled():
+        rb.sample()
+        data = rb.sample()
+        for what in (data, rb[3], rb[:5], rb.storage[torch.tensor([2])], rb[:].clone()):
+            torch.save(what, tmp_path / "batch")
+            assert same(torch.load(tmp_path / "batch", weights_only=False), what)
+            assert same(pickle.loads(pickle.dumps(what)), what)
+            assert same(copy.deepcopy(what), what)
+        torch.save(rb.state_dict(), tmp_path / "state")
+        twin = ReplayBuffer(storage=PackedStorage(20))
+        twin.storage.load_state_dict(torch.load(tmp_path / "state", weights_only=False)["_storage"])
+        assert same(twin[:], rb.storage[:])
 
 
 def test_a_pickle_holds_the_rows_once():
