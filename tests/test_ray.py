@@ -30,10 +30,11 @@ from torchrl.data import (
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 from torchrl.envs import SerialEnv
 
-from torchrl_her import EnvReward, HERTransform
+from torchrl_her import EnvReward, HERTransform, PackedStorage
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
 
@@ -77,11 +78,12 @@ def make_buffer(
     size: int = SIZE,
     ndim: int = 1,
     hindsight: bool = True,
+    storage: type[TensorStorage] = LazyTensorStorage,
     **kwargs,
 ) -> RayReplayBuffer:
     buffer = RayReplayBuffer(
         replay_buffer_cls=cls,
-        storage=partial(LazyTensorStorage, size, ndim=ndim),
+        storage=partial(storage, size, ndim=ndim),
         transform_factory=partial(make_hindsight, size) if hindsight else None,
         batch_size=BATCH_SIZE,
         **{"remote_config": SHARE, **kwargs},
@@ -172,10 +174,11 @@ def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
-def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end):
+@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
+def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
     size = 300
     # Two calls at a time: samples are taken while a collector's transitions are being written.
-    buffer = make_buffer(at_the_end, size=size, remote_config={**SHARE, "max_concurrency": 2})
+    buffer = make_buffer(at_the_end, size=size, storage=storage, remote_config={**SHARE, "max_concurrency": 2})
     collector = make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=1_000_000)
     collector.start()
     count = Count()

@@ -638,3 +638,53 @@ def test_reading_compiles_in_one_piece(ndim):
     read = torch.compile(storage.get, fullgraph=True, backend="eager")
     assert same(read(index if ndim == 2 else index[0]), storage.get(index))
     torch._dynamo.reset()
+
+
+# On a CUDA device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+class TestCuda:
+    @pytest.mark.parametrize("written_from", ["cpu", "cuda"])
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto"])
+    def test_rows_are_on_the_device_and_samples_are_those_of_the_host(self, device, written_from):
+        rb = TensorDictReplayBuffer(storage=PackedStorage(20, device=device), batch_size=8)
+        for number in (0, 15):
+            rb.extend(make_transitions(15, number).to(written_from))
+        batch = rb.sample()
+        expected = torch.device("cpu" if (device, written_from) == ("auto", "cpu") else "cuda:0")
+        assert batch.device == batch["next", "done"].device == expected
+        assert bits(batch.cpu().exclude("index")) == [bits(make_transitions(30))[uid] for uid in batch["uid"].tolist()]
+        assert (batch["uid"] % 20 == batch["index"]).all()
+
+    def test_sampling_waits_for_nothing(self):
+        storage = PackedStorage(20, device="cuda")
+        storage.set(torch.arange(15, device="cuda"), make_transitions(15).cuda())
+        index = torch.tensor([3, 1, 4], device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            batch = storage.get(index)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert batch["uid"].tolist() == [3, 1, 4]
+
+    @pytest.mark.parametrize("index", [-1, [0, -2], torch.tensor([-1, 3]), slice(2, 5)], ids=str)
+    def test_every_index_reads_what_it_reads_on_the_host(self, index):
+        rb, on_host = (ReplayBuffer(storage=PackedStorage(20, device=device)) for device in ("cuda", "cpu"))
+        for each in (rb, on_host):
+            each.extend(make_transitions(15))
+        assert bits(rb[index].cpu().reshape(-1)) == bits(on_host[index].reshape(-1))
+
+    def test_it_is_captured_in_a_graph(self):
+        storage = PackedStorage(20, device="cuda")
+        storage.set(torch.arange(15, device="cuda"), make_transitions(15).cuda())
+        index = torch.tensor([3, 1, 4], device="cuda")
+        storage.get(index)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            batch = storage.get(index)
+        index.copy_(torch.tensor([7, 0, 9]))
+        graph.replay()
+        assert batch["uid"].tolist() == [7, 0, 9]
