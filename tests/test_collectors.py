@@ -34,7 +34,7 @@ from torchrl.data import (
 )
 from torchrl.envs import GymWrapper, ParallelEnv, SerialEnv
 
-from torchrl_her import EnvReward, HERTransform
+from torchrl_her import EnvReward, HERTransform, PackedStorage
 
 NUMBER = 8  # of environments of one process
 STEPS, BATCHES = 8, 6  # a collector yields so many batches, with so many steps of each environment
@@ -87,7 +87,11 @@ BUFFERS = {
     "PrioritizedReplayBuffer": functools.partial(PrioritizedReplayBuffer, alpha=0.7, beta=0.5),
     "TensorDictPrioritizedReplayBuffer": functools.partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5),
 }
-STORAGES = {"LazyTensorStorage": LazyTensorStorage, "LazyMemmapStorage": LazyMemmapStorage}
+STORAGES = {
+    "LazyTensorStorage": LazyTensorStorage,
+    "LazyMemmapStorage": LazyMemmapStorage,
+    "PackedStorage": PackedStorage,
+}
 GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
 
 
@@ -330,6 +334,7 @@ ROWS = [
         8 in SerialEnv | replay_buffer=rb | ReplayBuffer, ndim=2, shared=True
         8 in SerialEnv | replay_buffer=rb | ReplayBuffer, ndim=2, shared=True, shared_init=True
         8 in SerialEnv | replay_buffer=rb | ReplayBuffer, LazyMemmapStorage, ndim=2, shared=True
+        8 in SerialEnv | replay_buffer=rb | ReplayBuffer, PackedStorage, ndim=2, shared=True
         8 in ParallelEnv | replay_buffer=rb | ReplayBuffer, ndim=2, shared=True
         8 in SerialEnv | replay_buffer=rb | TensorDictReplayBuffer, shared=True, shared_init=True
         8 in SerialEnv | replay_buffer=rb | TensorDictReplayBuffer, ndim=2, shared=True, shared_init=True

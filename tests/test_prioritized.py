@@ -28,7 +28,7 @@ from torchrl.envs import SerialEnv
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from torchrl_her import EnvReward, GoalReward, HERTransform
+from torchrl_her import EnvReward, GoalReward, HERTransform, PackedStorage
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
 STREAM = Stream(
@@ -123,6 +123,8 @@ BUFFERS = {
         sample_and_update_by_index,
     ),
     "memory-mapped": (partial(make, whole, LazyMemmapStorage), sample_and_update),
+    "packed": (partial(make, whole, PackedStorage), sample_and_update),
+    "packed, ndim=2": (partial(make, whole, partial(PackedStorage, ndim=2)), sample_and_update),
     "list": (partial(make, whole, ListStorage), sample_and_update),
     "lazy stack": (partial(make, whole, LazyStackStorage), sample_and_update),
     "compressed": (partial(make, whole, CompressedListStorage), sample_and_update),

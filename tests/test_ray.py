@@ -30,10 +30,11 @@ from torchrl.data import (
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 from torchrl.envs import SerialEnv
 
-from torchrl_her import EnvReward, HERTransform, HindsightAugmentation
+from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, PackedStorage
 from torchrl_her.hindsight import Hindsight
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
@@ -82,11 +83,12 @@ def make_buffer(
     size: int = SIZE,
     ndim: int = 1,
     hindsight: Callable[[int], Hindsight] | None = make_hindsight,
+    storage: type[TensorStorage] = LazyTensorStorage,
     **kwargs,
 ) -> RayReplayBuffer:
     buffer = RayReplayBuffer(
         replay_buffer_cls=cls,
-        storage=partial(LazyTensorStorage, size, ndim=ndim),
+        storage=partial(storage, size, ndim=ndim),
         transform_factory=partial(hindsight, size) if hindsight else None,
         batch_size=BATCH_SIZE,
         **{"remote_config": SHARE, **kwargs},
@@ -197,10 +199,11 @@ def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_cop
     check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)])
 
 
-def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end):
+@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
+def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
     size = 300
     # Two calls at a time: samples are taken while a collector's transitions are being written.
-    buffer = make_buffer(at_the_end, size=size, remote_config={**SHARE, "max_concurrency": 2})
+    buffer = make_buffer(at_the_end, size=size, storage=storage, remote_config={**SHARE, "max_concurrency": 2})
     collector = make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=1_000_000)
     collector.start()
     count = Count()

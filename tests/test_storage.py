@@ -258,7 +258,7 @@ def test_what_is_read_can_be_changed_and_the_store_stays_as_it_is(change):
 
     three = torch.tensor([3])
     reads = [rb.sample, lambda: rb[0], lambda: rb[2:5], lambda: rb[: len(rb)], lambda: rb[[1, 2]], lambda: rb[three]]
-    reads += [lambda index=index: rb.storage.get(index) for index in (three, slice(1, 4), ..., 2)]
+    reads += [lambda index=index: rb.storage.get(index) for index in (three, three[0], slice(1, 4), ..., 2)]
     for read in reads:
         spoil(read())
         assert bits(rb.storage[:]) == before
@@ -305,9 +305,7 @@ def test_rows_are_as_long_as_their_entries_need():
     entries = [("a", torch.float32, (25,)), ("b", torch.bool, (1,)), ("c", torch.int64, ()), ("d", torch.bool, (2,))]
     storage = PackedStorage(10)
     storage.set(range(3), make_transitions(3, entries=entries))
-    assert (
-        storage.state_dict()["_storage"]["a"].untyped_storage().nbytes() == 10 * 120
-    )  # 8 + 8 + 100 + 3, in words of 8
+    assert storage[:]["a"].untyped_storage().nbytes() == 10 * 120  # 8 + 8 + 100 + 3, in words of 8
 
 
 # What does not fit
@@ -502,6 +500,21 @@ def test_conditional_updates_reach_the_store():
 # Copies, checkpoints, other processes
 
 
+def test_samples_and_state_dicts_can_be_saved_in_every_way(tmp_path):
+    for rb in filled():
+        rb.sample()
+        data = rb.sample()
+        for what in (data, rb[3], rb[:5], rb.storage[torch.tensor([2])], rb[:].clone()):
+            torch.save(what, tmp_path / "batch")
+            assert same(torch.load(tmp_path / "batch", weights_only=False), what)
+            assert same(pickle.loads(pickle.dumps(what)), what)
+            assert same(copy.deepcopy(what), what)
+        torch.save(rb.state_dict(), tmp_path / "state")
+        twin = ReplayBuffer(storage=PackedStorage(20))
+        twin.storage.load_state_dict(torch.load(tmp_path / "state", weights_only=False)["_storage"])
+        assert same(twin[:], rb.storage[:])
+
+
 def test_a_pickle_holds_the_rows_once():
     storage = PackedStorage(10_000)
     storage.set(range(10), make_transitions(10))
@@ -625,3 +638,53 @@ def test_reading_compiles_in_one_piece(ndim):
     read = torch.compile(storage.get, fullgraph=True, backend="eager")
     assert same(read(index if ndim == 2 else index[0]), storage.get(index))
     torch._dynamo.reset()
+
+
+# On a CUDA device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+class TestCuda:
+    @pytest.mark.parametrize("written_from", ["cpu", "cuda"])
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto"])
+    def test_rows_are_on_the_device_and_samples_are_those_of_the_host(self, device, written_from):
+        rb = TensorDictReplayBuffer(storage=PackedStorage(20, device=device), batch_size=8)
+        for number in (0, 15):
+            rb.extend(make_transitions(15, number).to(written_from))
+        batch = rb.sample()
+        expected = torch.device("cpu" if (device, written_from) == ("auto", "cpu") else "cuda:0")
+        assert batch.device == batch["next", "done"].device == expected
+        assert bits(batch.cpu().exclude("index")) == [bits(make_transitions(30))[uid] for uid in batch["uid"].tolist()]
+        assert (batch["uid"] % 20 == batch["index"]).all()
+
+    def test_sampling_waits_for_nothing(self):
+        storage = PackedStorage(20, device="cuda")
+        storage.set(torch.arange(15, device="cuda"), make_transitions(15).cuda())
+        index = torch.tensor([3, 1, 4], device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            batch = storage.get(index)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert batch["uid"].tolist() == [3, 1, 4]
+
+    @pytest.mark.parametrize("index", [-1, [0, -2], torch.tensor([-1, 3]), slice(2, 5)], ids=str)
+    def test_every_index_reads_what_it_reads_on_the_host(self, index):
+        rb, on_host = (ReplayBuffer(storage=PackedStorage(20, device=device)) for device in ("cuda", "cpu"))
+        for each in (rb, on_host):
+            each.extend(make_transitions(15))
+        assert bits(rb[index].cpu().reshape(-1)) == bits(on_host[index].reshape(-1))
+
+    def test_it_is_captured_in_a_graph(self):
+        storage = PackedStorage(20, device="cuda")
+        storage.set(torch.arange(15, device="cuda"), make_transitions(15).cuda())
+        index = torch.tensor([3, 1, 4], device="cuda")
+        storage.get(index)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            batch = storage.get(index)
+        index.copy_(torch.tensor([7, 0, 9]))
+        graph.replay()
+        assert batch["uid"].tolist() == [7, 0, 9]

@@ -25,6 +25,11 @@ class Column:
     start: int
     end: int
 
+    @property
+    def bytes(self) -> int:
+        """How long it is."""
+        return (self.end - self.start) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Group:
@@ -72,6 +77,7 @@ class RowLayout:
         self._blocks = {
             dtype: list(columns) for dtype, columns in groupby(self.columns.values(), lambda column: column.dtype)
         }
+        self._largest = max(self._blocks, key=lambda dtype: sum(column.bytes for column in self._blocks[dtype]))
         self._root = self._group(transitions, dimensions, ())
 
     def _group(self, transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]) -> Group:
@@ -109,13 +115,21 @@ class RowLayout:
             rows.view(dtype)[..., columns[0].start : columns[-1].end] = torch.cat(parts, dim=-1)
         return rows
 
-    def unpack(self, rows: Tensor) -> TensorDict:
-        """Return rows as transitions ``[*rows]``, whose entries are views of them.
+    def view(self, rows: Tensor) -> TensorDict:
+        """Return rows ``[*rows, words]``, with which their memory begins, as transitions that are views of them."""
+        return _view(self._root, {dtype: (rows.view(dtype), 0) for dtype in self._blocks}, rows.shape[:-1], rows.device)
 
-        Args:
-            rows: ``int64 [*rows, words]``, with which their memory begins: no slice of others.
+    def unpack(self, rows: Tensor) -> TensorDict:
+        """Return rows ``[*rows, words]``, with which their memory begins and which are nobody else's, as transitions.
+
+        Entries of one dtype share memory, those of different dtypes do not: ``torch.save`` would refuse them.
         """
-        return _view(self._root, {dtype: rows.view(dtype) for dtype in self._blocks}, rows.shape[:-1], rows.device)
+        items = {}
+        for dtype, columns in self._blocks.items():
+            first, last = columns[0].start, columns[-1].end
+            block = rows.view(dtype)
+            items[dtype] = (block, 0) if dtype == self._largest else (block[..., first:last].clone(), first)
+        return _view(self._root, items, rows.shape[:-1], rows.device)
 
     def _dimensions(self, transitions: TensorDictBase) -> int:
         """How many batch dimensions count rows."""
@@ -195,14 +209,17 @@ def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values:
     return True
 
 
-def _view(group: Group, items: Mapping[torch.dtype, Tensor], batch: torch.Size, device: torch.device) -> TensorDict:
+def _view(
+    group: Group, items: Mapping[torch.dtype, tuple[Tensor, int]], batch: torch.Size, device: torch.device
+) -> TensorDict:
+    """Make a tensordict of rows that are seen as items of each dtype, from the given item on."""
     entries: dict[str, Any] = {}
     for name, entry in group.entries.items():
         if isinstance(entry, Group):
             entries[name] = _view(entry, items, batch, device)
         else:
-            row = items[entry.dtype]
-            entries[name] = row.as_strided(batch + entry.shape, row.stride()[:-1] + entry.strides, entry.start)
+            row, first = items[entry.dtype]
+            entries[name] = row.as_strided(batch + entry.shape, row.stride()[:-1] + entry.strides, entry.start - first)
     return make_tensordict(entries, batch + group.batch, device)
 
 

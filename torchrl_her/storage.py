@@ -88,7 +88,7 @@ class PackedStorage(TensorStorage):
         self._lanes = lanes.numel()
         self.max_size = shape.numel()
         # Views of the rows: TorchRL's samplers, checkpointers and in-place updates work on them.
-        self._storage = layout.unpack(self._rows)
+        self._storage = layout.view(self._rows)
         self.initialized = True
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
@@ -158,6 +158,11 @@ class PackedStorage(TensorStorage):
 
     # In other processes, on disk
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what is stored, entry by entry, as TorchRL's storages do."""
+        state = super().state_dict()
+        return state | {"_storage": self._storage.clone().state_dict()} if self.initialized else state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
@@ -190,7 +195,7 @@ class PackedStorage(TensorStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.initialized:
-            self._storage = self._layout.unpack(self._rows)
+            self._storage = self._layout.view(self._rows)
 
 
 def _as_tensordict(data: Any) -> TensorDictBase:
@@ -208,7 +213,7 @@ def _are_rows(index: Any, dimensions: int) -> bool:
     """Whether an index is what samplers draw: a tensor of integers for each dimension that counts transitions."""
     tensors = index if isinstance(index, tuple) else (index,)
     return len(tensors) == dimensions and all(
-        isinstance(each, Tensor) and each.dtype == torch.int64 for each in tensors
+        isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in tensors
     )
 
 
