@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
 
-    runs = find_runs(arguments.folders)
+    runs = sorted(find_runs(arguments.folders), key=lambda run: run.group([*arguments.panels, *arguments.by]))
     groups: dict[str, list[Run]] = {}
     panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
     for run in runs:

@@ -12,6 +12,7 @@ matplotlib.use("Agg")  # draws into files, with no screen
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 PANELS = {  # title: the y axis, and what is drawn
@@ -53,19 +54,21 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
 
 def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], path: Path, title: str) -> None:
     """Draw the success of groups of runs, median and range: steps ``[n]`` and success ``[runs, n]`` of each."""
-    width = max(5.5, 3.6 * len(panels))
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(width, 3.8), layout="constrained", sharex=True, sharey=True, squeeze=False
+        1, len(panels), figsize=(max(5.5, 3 * len(panels)), 3.8), layout="constrained", sharey=True, squeeze=False
     )
-    for panel, (name, groups) in zip(axes[0], panels.items(), strict=True):
+    names = sorted({group for groups in panels.values() for group in groups})
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
+    for panel, (title_of_panel, groups) in zip(axes[0], panels.items(), strict=True):
         for group, (steps, success) in groups.items():
-            (line,) = panel.plot(steps, np.median(success, axis=0), label=f"{group}", marker="o", ms=3)
-            panel.fill_between(steps, success.min(0), success.max(0), color=line.get_color(), alpha=0.15, lw=0)
-        panel.set(title=name, xlabel="environment steps", ylim=(-0.03, 1.03))
+            panel.plot(steps, np.median(success, axis=0), color=colours[group], marker="o", ms=3)
+            panel.fill_between(steps, success.min(0), success.max(0), color=colours[group], alpha=0.15, lw=0)
+        panel.set(title=title_of_panel, xlabel="environment steps", ylim=(-0.03, 1.03))
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.grid(alpha=0.3)
     axes[0, 0].set_ylabel("success rate")
-    axes[0, -1].legend(frameon=False)
+    lines = [Line2D([], [], color=colours[name], marker="o", ms=3) for name in names]
+    figure.legend(lines, names, loc="outside lower center", ncols=4, frameon=False)
     _save(figure, path, title)
 
 
