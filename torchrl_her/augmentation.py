@@ -206,7 +206,7 @@ class HindsightAugmentation(Hindsight):
         with self._lock:
             self._leave_lanes_of_parent()
             self._flushed += self.tracker.flush()
-        return TensorDict(batch_size=[0])
+            return self._held.none()
 
     @property
     def held_back(self) -> int:
