@@ -684,6 +684,15 @@ def test_flush_right_after_loading_writes_what_was_held_back():
     assert len(twin.extend(twin.transform[0].flush())) == 0
 
 
+def test_other_transitions_than_those_that_were_loaded_are_refused():
+    rb, twin = make_buffer(), make_buffer()
+    data = make_tensordict(EPISODE, True)
+    rb.extend(data[:3])
+    twin.transform[0].load_state_dict(rb.transform[0].state_dict())
+    not_written(twin, lambda: twin.extend(data[3:].exclude("observation")), ValueError, "'observation'")
+    assert len(twin.extend(data[3:])) == 25
+
+
 def test_a_copy_for_another_process_leaves_what_is_held_back_to_this_one():
     hindsight = make_transform()
     hindsight.inv(make_tensordict(EPISODE[:3], True))
