@@ -185,6 +185,12 @@ class Augmentation(TorchRL):
             self.extend(self.prepare(transitions))
 
 
+class PackedAugmentation(Augmentation):
+    """The same with PackedStorage."""
+
+    storage = PackedStorage
+
+
 class TorchRLHindsight(TorchRL):
     """TorchRL's `HERReplayBuffer`.
 
@@ -344,6 +350,7 @@ class Cpprb:
 
 PLAIN, OURS, TORCHRL, SB3 = "no hindsight", "HERTransform", "HERReplayBuffer", "stable-baselines3"
 AUGMENTATION, CPPRB = "HindsightAugmentation", "cpprb"
+PACKED_AUGMENTATION = "packed, Augmentation"
 PACKED, PACKED_OURS = "packed", "packed, HERTransform"
 FILE = "packed in a file"
 WITHOUT_HINDSIGHT = PLAIN, PACKED, FILE
@@ -353,6 +360,7 @@ CONTENDERS = {
     PACKED: Packed,
     PACKED_OURS: PackedTransform,
     AUGMENTATION: Augmentation,
+    PACKED_AUGMENTATION: PackedAugmentation,
     TORCHRL: TorchRLHindsight,
     SB3: StableBaselines3,
     CPPRB: Cpprb,

@@ -42,6 +42,7 @@ from contenders import (
     FILE,
     OURS,
     PACKED,
+    PACKED_AUGMENTATION,
     PACKED_OURS,
     PLAIN,
     SB3,
@@ -65,7 +66,8 @@ COLOURS = {
     OURS: "#b2182b",
     PACKED: "#bdbdbd",
     PACKED_OURS: "#ef6548",
-    AUGMENTATION: "#9467bd",
+    AUGMENTATION: "#7b4ea3",
+    PACKED_AUGMENTATION: "#c5a6e0",
     TORCHRL: "#1f77b4",
     SB3: "#e69f00",
     CPPRB: "#56b4a0",
@@ -233,8 +235,9 @@ def print_targets(results: Results) -> None:
             value = ratio(results, "extend", size, name)
             targets.append((f"{name}: extend({EPISODE_STEPS}) at {size:,}, ratio to no hindsight", value, le, 1.5))
     for size in (small, middle, large):
-        value = ratio(results, "sample", size, AUGMENTATION)
-        targets.append((f"{AUGMENTATION}: sample at {size:,}, ratio to no hindsight", value, le, 1.1))
+        for name in (AUGMENTATION, PACKED_AUGMENTATION):
+            value = ratio(results, "sample", size, name)
+            targets.append((f"{name}: sample at {size:,}, ratio to no hindsight", value, le, 1.1))
         value = ratio(results, "extend", size, AUGMENTATION, CPPRB)
         targets.append((f"{AUGMENTATION}: extend({EPISODE_STEPS}) at {size:,}, ratio to {CPPRB}", value, le, 1.0))
     for name, limits in ((PACKED, (0.55, 0.4)), (PACKED_OURS, (1.0, 0.6))):

@@ -42,7 +42,15 @@ from torchrl.envs import (
 )
 
 import torchrl_her
-from torchrl_her import EnvReward, GoalReward, GoalStrategy, HERTransform, HindsightAugmentation, SparseReward
+from torchrl_her import (
+    EnvReward,
+    GoalReward,
+    GoalStrategy,
+    HERTransform,
+    HindsightAugmentation,
+    PackedStorage,
+    SparseReward,
+)
 from torchrl_her.reservoir import GoalReservoir
 
 ENDS = st.sampled_from(["terminated", "truncated", "silent"])
@@ -208,7 +216,7 @@ KINDS = {
     "TensorDictPrioritizedReplayBuffer": partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5),
     "sync=False": partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5, sync=False),
 }
-STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage, CompressedListStorage]
+STORAGES = [LazyTensorStorage, PackedStorage, LazyMemmapStorage, ListStorage, LazyStackStorage, CompressedListStorage]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -394,6 +402,14 @@ def test_one_that_changes_what_is_written_stands_after_it():
     rb = make_buffer(Compose(make_transform(), DoubleToFloat()))
     rb.extend(make_tensordict(EPISODE, True))
     assert len(rb) == 25
+
+
+def test_what_was_flushed_passes_by_transforms_that_change_what_is_written():
+    cast = DTypeCastTransform(torch.float64, torch.float32, in_keys=["observation"], in_keys_inv=["observation"])
+    rb = make_buffer(Compose(make_transform(), cast))
+    assert len(rb.extend(make_tensordict(EPISODE[:3], True))) == 0
+    assert len(rb.extend(rb.transform[0].flush())) == 15
+    assert rb.storage[:]["observation"].dtype == torch.float64
 
 
 def test_an_entry_that_contains_the_desired_goal_is_refused_unless_sampling_writes_it_anew():
@@ -668,6 +684,15 @@ def test_flush_right_after_loading_writes_what_was_held_back():
     assert len(twin.extend(twin.transform[0].flush())) == 0
 
 
+def test_other_transitions_than_those_that_were_loaded_are_refused():
+    rb, twin = make_buffer(), make_buffer()
+    data = make_tensordict(EPISODE, True)
+    rb.extend(data[:3])
+    twin.transform[0].load_state_dict(rb.transform[0].state_dict())
+    not_written(twin, lambda: twin.extend(data[3:].exclude("observation")), ValueError, "'observation'")
+    assert len(twin.extend(data[3:])) == 25
+
+
 def test_a_copy_for_another_process_leaves_what_is_held_back_to_this_one():
     hindsight = make_transform()
     hindsight.inv(make_tensordict(EPISODE[:3], True))
@@ -675,6 +700,17 @@ def test_a_copy_for_another_process_leaves_what_is_held_back_to_this_one():
     hindsight.share_memory_()
     assert pickle.loads(pickle.dumps(hindsight)).held_back == 0
     assert copy.deepcopy(hindsight).held_back == hindsight.held_back == 3
+
+
+def test_a_forked_process_leaves_what_is_held_back_to_its_parent():
+    for is_shared, left in ((True, 0), (False, 3)):
+        hindsight = make_transform()
+        hindsight.inv(make_tensordict(EPISODE[:3], True))
+        if is_shared:
+            hindsight.share_memory_()
+        hindsight._process = -1  # as in a fork, whose number is another
+        hindsight.flush()
+        assert hindsight.held_back == left
 
 
 # Collectors

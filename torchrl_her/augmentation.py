@@ -206,7 +206,7 @@ class HindsightAugmentation(Hindsight):
         with self._lock:
             self._leave_lanes_of_parent()
             self._flushed += self.tracker.flush()
-        return TensorDict(batch_size=[0])
+            return self._held.none()
 
     @property
     def held_back(self) -> int:
@@ -260,13 +260,13 @@ class HindsightAugmentation(Hindsight):
             self._leave_lanes_of_parent()
             if self.reservoir is not None and state["reservoir"] is not None:
                 self.reservoir.load_state_dict(state["reservoir"])
-            ends = np.cumsum(
-                [len(lane["goals"]) for lane in state["lanes"]["lanes"]] + [len(g) for _, g in state["flushed"]]
-            )
-            slots = iter(torch.arange(int(ends[-1]) if len(ends) else 0).tensor_split(torch.from_numpy(ends[:-1])))
-            lanes = [lane | {"goals": next(slots)} for lane in state["lanes"]["lanes"]]
-            self._flushed = [Publication(episode, next(slots), 0) for episode, _ in state["flushed"]]
-            self._held.load_state_dict(state["rows"], int(ends[-1]) if len(ends) else 0)
+            saved, flushed = state["lanes"]["lanes"], state["flushed"]
+            counts = [len(goals) for goals in (*(lane["goals"] for lane in saved), *(goals for _, goals in flushed))]
+            slots = iter(torch.arange(sum(counts)).split(counts))
+            lanes = [lane | {"goals": next(slots)} for lane in saved]
+            self._flushed = [Publication(episode, next(slots), 0) for episode, _ in flushed]
+            self._held.load_state_dict(state["rows"], sum(counts))
+            self._entries = {key: (values.shape[1:], values.dtype) for key, values in state["rows"].items()}
             self.tracker.load_state_dict(state["lanes"] | {"lanes": lanes})
             self._episodes = state["episodes"]
 

@@ -74,6 +74,12 @@ class HeldRows:
         store[torch.from_numpy(slots)] = rows
         self._store = store
 
+    def none(self) -> TensorDict:
+        """Return a tensordict ``[0]`` with the entries of what was held last."""
+        if self._store is None:
+            return TensorDict(batch_size=[0])
+        return gather(self._store, torch.zeros(0, dtype=torch.int64))
+
     def state_dict(self, slots: np.ndarray) -> dict[str, Any]:
         """Return what is held in slots, entry by entry."""
         if self._store is None:
