@@ -1,8 +1,8 @@
 """Hindsight when sampling and when writing: success against steps, on BitFlipping and PointReach.
 
-Both ways train with the settings of `examples/dqn.py` and `examples/ddpg.py`, which differ in `hindsight.when` alone;
-with `--prioritized`, BitFlipping is trained with prioritized replay, too. The storage holds all 5,000 transitions, and
-for hindsight when writing their four copies. Every 500 steps 100 greedy episodes are played.
+Both ways train with the settings of `examples/dqn.py` and `examples/ddpg.py`, and differ in `hindsight.when` alone;
+with `--prioritized`, BitFlipping is trained with prioritized replay, too. The storage holds all 5,000 transitions,
+and for hindsight when writing their four copies. Every 500 steps 100 greedy episodes are played.
 
 Writes `both_ways.jsonl`, a line for each run, and `both_ways.png`. Runs that are in the file are not done again.
 """
@@ -24,8 +24,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS, COPIES = 5_000, 4
 TASKS = {  # title: script, overrides
     "BitFlipping, 15 bits, DQN": ("dqn", []),
-    "PointReach, DDPG": ("ddpg", []),
     "BitFlipping, 15 bits, prioritized DQN": ("dqn", ["buffer.prioritized=true"]),
+    "PointReach, DDPG": ("ddpg", []),
 }
 WAYS = {"sampling": ("HERTransform", "#d62728", "-"), "writing": ("HindsightAugmentation", "#9467bd", "--")}
 
@@ -35,13 +35,13 @@ Run = dict[str, Any]
 def train(task: str, way: str, seed: int) -> Run:
     """Train once, and return what is kept of it."""
     script, overrides = TASKS[task]
-    rows = STEPS * (COPIES + 1 if way == "writing" else 1)
+    rows_each = COPIES + 1 if way == "writing" else 1
     overrides = [
         *overrides,
         f"seed={seed}",
         f"hindsight.when={way}",
         f"total_steps={STEPS}",
-        f"buffer.size={rows}",
+        f"buffer.size={STEPS * rows_each}",
         "logger.kinds=[csv]",
     ]
     with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
@@ -55,7 +55,7 @@ def train(task: str, way: str, seed: int) -> Run:
         "way": way,
         "seed": seed,
         "success": success,
-        "bytes": stored.bytes() / STEPS,
+        "bytes": rows_each * stored.bytes() / len(stored),  # in the storage, of each transition
         "seconds": training.counters["training_seconds"],
     }
 
@@ -75,7 +75,7 @@ def runs(path: Path, tasks: list[str], seeds: list[int]) -> Iterator[Run]:
 
 
 def draw(results: list[Run], tasks: list[str], path: Path) -> None:
-    figure, panels = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.6), sharey=True, layout="constrained")
     for panel, task in zip(np.atleast_1d(panels), tasks, strict=True):
         for way, (label, colour, style) in WAYS.items():
             curves = [run["success"] for run in results if (run["task"], run["way"]) == (task, way)]
@@ -84,10 +84,11 @@ def draw(results: list[Run], tasks: list[str], path: Path) -> None:
             panel.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
             panel.plot(steps, np.median(values, axis=0), style, color=colour, label=f"{label} ({way})")
         panel.set(title=task, xlabel="environment steps", xlim=(0, STEPS), ylim=(0, 1.02))
+        panel.set_xticks(range(0, STEPS, 1_000), [f"{step:,}" for step in range(0, STEPS, 1_000)])
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("success of 100 greedy episodes")
-    figure.axes[-1].legend(loc="lower right", frameon=False)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -99,7 +100,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path.insert(0, str(EXAMPLES))
     arguments.output.mkdir(parents=True, exist_ok=True)
-    tasks = list(TASKS)[: 3 if arguments.prioritized else 2]
+    tasks = [task for task in TASKS if arguments.prioritized or "prioritized" not in task]
     results = list(runs(arguments.output / "both_ways.jsonl", tasks, arguments.seeds))
     for task in tasks:
         for way in WAYS:

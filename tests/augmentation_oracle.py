@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
-from oracle import ENTRIES, Stream, Transition, entries, make_tensordict, reached, reward_of
+from oracle import ENTRIES, Stream, Transition, entries, entries_under, make_tensordict, reached, reward_of
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 LAYOUTS = ("flat with ids", "flat, time first, with ids", "one step of all lanes", "one step of all lanes, with ids")
@@ -114,15 +114,7 @@ class Oracle:
                 "episode": range(len(part)),
             }[self.strategy]
             assert goal_step in allowed, f"{transition} was given the goal of step {goal_step}"
-        ended = reached(transition.next_achieved, goal)
-        expected = entries(transition) | {
-            "desired_goal": goal,
-            ("next", "desired_goal"): goal,
-            ("next", "reward"): reward_of(transition.next_achieved, goal),
-            ("next", "terminated"): ended,
-            ("next", "done"): ended or transition.truncated,
-        }
-        assert found == expected, f"{transition} was relabelled and came back as {found}"
+        assert found == entries_under(goal, transition), f"{transition} was relabelled and came back as {found}"
 
 
 def run(stream: Stream, package, copies: int = 2, max_episode_steps: int = 1000, patience: int = 30, flushes=()) -> int:

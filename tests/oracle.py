@@ -123,6 +123,18 @@ def entries(row: Transition) -> dict:
     }
 
 
+def entries_under(goal: float, row: Transition) -> dict:
+    """What a transition is when it is relabelled."""
+    ended = reached(row.next_achieved, goal)
+    return entries(row) | {
+        "desired_goal": goal,
+        ("next", "desired_goal"): goal,
+        ("next", "reward"): reward_of(row.next_achieved, goal),
+        ("next", "terminated"): ended,
+        ("next", "done"): ended or row.truncated,
+    }
+
+
 ENTRIES = list(entries(Transition(0, 0, 0, 0, 0.0, 0.0, 0.0, False, False)))
 
 
@@ -270,15 +282,7 @@ class Oracle:
             assert step in self.allowed_steps(transition), f"{transition} was given the goal of step {step}"
         there = (int(episode), step) in self.may_be_there
         assert there, f"{transition} was given the goal {goal}, which is not in the table"
-        ended = reached(transition.next_achieved, goal)
-        expected = entries(transition) | {
-            "desired_goal": goal,
-            ("next", "desired_goal"): goal,
-            ("next", "reward"): reward_of(transition.next_achieved, goal),
-            ("next", "terminated"): ended,
-            ("next", "done"): ended or transition.truncated,
-        }
-        assert row == expected, f"{transition} was relabelled and came back as {row}"
+        assert row == entries_under(goal, transition), f"{transition} was relabelled and came back as {row}"
 
 
 def run(stream: Stream, package) -> tuple[int, int]:
