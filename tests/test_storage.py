@@ -372,6 +372,10 @@ FIRST = {
         TensorDict({"a": torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, [3]),
         "'a' is a NestedTensor",
     ),
+    "a tensorclass inside": (
+        TensorDict({"next": {"state": Transition(torch.zeros(3, 2), batch_size=[3])}}, [3]),
+        r"\('next', 'state'\) is a Transition",
+    ),
     "nothing": (TensorDict({}, [3]), "a tensordict without entries"),
     "a tensor": (torch.zeros(3, 2), "stores TensorDicts, got a Tensor"),
     "a dict": ({"a": torch.zeros(3, 2)}, "stores TensorDicts, got a dict"),
