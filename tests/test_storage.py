@@ -479,6 +479,16 @@ def test_slices_are_those_of_torchrls_storage():
     assert same(*drawn)
 
 
+@pytest.mark.parametrize("cursor", [3, torch.tensor([3]), slice(3, 4)], ids=str)
+def test_samplers_are_told_that_rows_have_changed(cursor):
+    """They remember where episodes end until TorchRL's number of the storage's contents, a private one, is another."""
+    storage = PackedStorage(20)
+    storage.set(range(10), make_transitions(10))
+    before = storage._mutation_revision
+    storage[cursor] = make_transitions(20)[cursor]
+    assert storage._mutation_revision > before
+
+
 def test_members_of_an_ensemble_can_be_packed():
     members = [TensorDictReplayBuffer(storage=PackedStorage(20)) for _ in range(3)]
     rb = ReplayBufferEnsemble(*members, batch_size=6)
@@ -644,6 +654,20 @@ def test_reading_compiles_in_one_piece(ndim):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("compilable", [False, True])
+def test_a_buffer_that_is_compiled_samples_what_is_stored(compilable):
+    rb = TensorDictReplayBuffer(storage=PackedStorage(40, compilable=compilable), batch_size=8, compilable=compilable)
+    sample = torch.compile(rb.sample, backend="eager")
+    written = []
+    for number in (0, 24):
+        data = make_transitions(24, number)
+        written += bits(data)
+        rb.extend(data)
+        batch = sample()
+        assert bits(batch.exclude("index")) == [written[uid] for uid in batch["uid"].tolist()]
+    torch._dynamo.reset()
+
+
 # On a CUDA device
 
 
@@ -654,12 +678,15 @@ class TestCuda:
     @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto"])
     def test_rows_are_on_the_device_and_samples_are_those_of_the_host(self, device, written_from):
         rb = TensorDictReplayBuffer(storage=PackedStorage(20, device=device), batch_size=8)
+        written = []
         for number in (0, 15):
-            rb.extend(make_transitions(15, number).to(written_from))
+            data = make_transitions(15, number)
+            written += bits(data)
+            rb.extend(data.to(written_from))
         batch = rb.sample()
         expected = torch.device("cpu" if (device, written_from) == ("auto", "cpu") else "cuda:0")
         assert batch.device == batch["next", "done"].device == expected
-        assert bits(batch.cpu().exclude("index")) == [bits(make_transitions(30))[uid] for uid in batch["uid"].tolist()]
+        assert bits(batch.cpu().exclude("index")) == [written[uid] for uid in batch["uid"].tolist()]
         assert (batch["uid"] % 20 == batch["index"]).all()
 
     def test_sampling_waits_for_nothing(self):

@@ -118,7 +118,9 @@ class PackedStorage(TensorStorage):
         data = _as_tensordict(data)
         if not self.initialized:
             self._init(data if isinstance(cursor, int) else data[0])
-        if isinstance(cursor, Tensor) and cursor.ndim == 1 and set_cursor:
+        if isinstance(cursor, int) and set_cursor:
+            self._rows[cursor] = self._layout.pack(data).to(self.device)
+        elif isinstance(cursor, Tensor) and cursor.ndim == 1 and set_cursor:
             rows = self._layout.pack(data).to(self.device)
             last = slice(-len(self._rows), None)  # of more transitions than there is room for, the last ones stay
             self._rows.index_copy_(0, cursor[last].to(self.device), rows[last])
