@@ -582,8 +582,9 @@ def test_a_state_dict_of_another_size_or_with_other_entries_is_refused():
     rb = ReplayBuffer(storage=PackedStorage(20))
     rb.extend(make_transitions(5))
     other = ReplayBuffer(storage=PackedStorage(30))
-    with pytest.raises(ValueError, match=r"holds \[20\] transitions and this one \[30\]"):
+    with pytest.raises(ValueError, match=r"has room for \[20\] transitions and this one for \[30\]"):
         other.load_state_dict(rb.state_dict())
+    other.extend(make_transitions(5, entries=[]))  # it is as it was
     other = ReplayBuffer(storage=PackedStorage(20))
     other.extend(make_transitions(5, entries=[]))
     with pytest.raises(ValueError, match="'observation' is new"):
