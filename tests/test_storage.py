@@ -372,6 +372,10 @@ FIRST = {
         TensorDict({"a": torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)}, [3]),
         "'a' is a NestedTensor",
     ),
+    "a tensorclass inside": (
+        TensorDict({"next": {"state": Transition(torch.zeros(3, 2), batch_size=[3])}}, [3]),
+        r"\('next', 'state'\) is a Transition",
+    ),
     "nothing": (TensorDict({}, [3]), "a tensordict without entries"),
     "a tensor": (torch.zeros(3, 2), "stores TensorDicts, got a Tensor"),
     "a dict": ({"a": torch.zeros(3, 2)}, "stores TensorDicts, got a dict"),
@@ -475,6 +479,16 @@ def test_slices_are_those_of_torchrls_storage():
     assert same(*drawn)
 
 
+@pytest.mark.parametrize("cursor", [3, torch.tensor([3]), slice(3, 4)], ids=str)
+def test_samplers_are_told_that_rows_have_changed(cursor):
+    """They remember where episodes end until TorchRL's number of the storage's contents, a private one, is another."""
+    storage = PackedStorage(20)
+    storage.set(range(10), make_transitions(10))
+    before = storage._mutation_revision
+    storage[cursor] = make_transitions(20)[cursor]
+    assert storage._mutation_revision > before
+
+
 def test_members_of_an_ensemble_can_be_packed():
     members = [TensorDictReplayBuffer(storage=PackedStorage(20)) for _ in range(3)]
     rb = ReplayBufferEnsemble(*members, batch_size=6)
@@ -568,8 +582,9 @@ def test_a_state_dict_of_another_size_or_with_other_entries_is_refused():
     rb = ReplayBuffer(storage=PackedStorage(20))
     rb.extend(make_transitions(5))
     other = ReplayBuffer(storage=PackedStorage(30))
-    with pytest.raises(ValueError, match=r"holds \[20\] transitions and this one \[30\]"):
+    with pytest.raises(ValueError, match=r"has room for \[20\] transitions and this one for \[30\]"):
         other.load_state_dict(rb.state_dict())
+    other.extend(make_transitions(5, entries=[]))  # it is as it was
     other = ReplayBuffer(storage=PackedStorage(20))
     other.extend(make_transitions(5, entries=[]))
     with pytest.raises(ValueError, match="'observation' is new"):
@@ -640,6 +655,20 @@ def test_reading_compiles_in_one_piece(ndim):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("compilable", [False, True])
+def test_a_buffer_that_is_compiled_samples_what_is_stored(compilable):
+    rb = TensorDictReplayBuffer(storage=PackedStorage(40, compilable=compilable), batch_size=8, compilable=compilable)
+    sample = torch.compile(rb.sample, backend="eager")
+    written = []
+    for number in (0, 24):
+        data = make_transitions(24, number)
+        written += bits(data)
+        rb.extend(data)
+        batch = sample()
+        assert bits(batch.exclude("index")) == [written[uid] for uid in batch["uid"].tolist()]
+    torch._dynamo.reset()
+
+
 # On a CUDA device
 
 
@@ -650,12 +679,15 @@ class TestCuda:
     @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto"])
     def test_rows_are_on_the_device_and_samples_are_those_of_the_host(self, device, written_from):
         rb = TensorDictReplayBuffer(storage=PackedStorage(20, device=device), batch_size=8)
+        written = []
         for number in (0, 15):
-            rb.extend(make_transitions(15, number).to(written_from))
+            data = make_transitions(15, number)
+            written += bits(data)
+            rb.extend(data.to(written_from))
         batch = rb.sample()
         expected = torch.device("cpu" if (device, written_from) == ("auto", "cpu") else "cuda:0")
         assert batch.device == batch["next", "done"].device == expected
-        assert bits(batch.cpu().exclude("index")) == [bits(make_transitions(30))[uid] for uid in batch["uid"].tolist()]
+        assert bits(batch.cpu().exclude("index")) == [written[uid] for uid in batch["uid"].tolist()]
         assert (batch["uid"] % 20 == batch["index"]).all()
 
     def test_sampling_waits_for_nothing(self):

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 WORD = torch.int64  # a row is a whole number of these, so that each of its entries is aligned
@@ -185,7 +185,7 @@ def _entries(
             raise TypeError(
                 f"PackedStorage stores tensors of one shape each, and {key!r} has several: {error}"
             ) from None
-        if is_tensor_collection(value) and not is_non_tensor(value):
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             yield from _entries(value, dimensions, (*parent, name))
         elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
             yield key, (value.dtype, value.shape[dimensions:])

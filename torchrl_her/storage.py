@@ -77,7 +77,7 @@ class PackedStorage(TensorStorage):
         """Lay out the rows for one transition, or for one of each lane."""
         lanes = data.batch_size[: self.ndim - 1]
         layout = RowLayout(data, len(lanes))
-        shape = torch.Size([-(self.max_size // -lanes.numel()), *lanes])
+        shape = self._shape_for(lanes)
         if self.device == "auto":
             self.device = data.device or torch.device("cpu")
         if self.scratch_dir is None:
@@ -90,6 +90,9 @@ class PackedStorage(TensorStorage):
         # Views of the rows: TorchRL's samplers, checkpointers and in-place updates work on them.
         self._storage = layout.view(self._rows)
         self.initialized = True
+
+    def _shape_for(self, lanes: torch.Size) -> torch.Size:
+        return torch.Size([-(self.max_size // -lanes.numel()), *lanes])
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
         # A writer asks for it before it moves its cursor: what does not fit is refused here, and nothing has changed.
@@ -118,7 +121,9 @@ class PackedStorage(TensorStorage):
         data = _as_tensordict(data)
         if not self.initialized:
             self._init(data if isinstance(cursor, int) else data[0])
-        if isinstance(cursor, Tensor) and cursor.ndim == 1 and set_cursor:
+        if isinstance(cursor, int) and set_cursor:
+            self._rows[cursor] = self._layout.pack(data).to(self.device)
+        elif isinstance(cursor, Tensor) and cursor.ndim == 1 and set_cursor:
             rows = self._layout.pack(data).to(self.device)
             last = slice(-len(self._rows), None)  # of more transitions than there is room for, the last ones stay
             self._rows.index_copy_(0, cursor[last].to(self.device), rows[last])
@@ -172,14 +177,16 @@ class PackedStorage(TensorStorage):
         saved = TensorDict()
         saved.load_state_dict(state_dict["_storage"], strict=False)
         if state_dict["initialized"]:
+            shape = saved.batch_size[: self.ndim]
+            room = self._shape_for(shape[1:])
+            if shape != room:
+                raise ValueError(
+                    f"The saved storage has room for {list(shape)} transitions and this one for {list(room)}: make it "
+                    "as large as it was."
+                )
             if not self.initialized:
                 self._init(saved[0])
             self._layout.check(saved)
-            if saved.batch_size != self._storage.batch_size:
-                raise ValueError(
-                    f"The saved storage holds {list(saved.batch_size)} transitions and this one "
-                    f"{list(self._storage.batch_size)}: make it as large as it was."
-                )
             self._storage.update_(saved)
         self._len = state_dict["_len"]
         self._bump_mutation_revision()
