@@ -42,8 +42,8 @@ Key = tuple[str, str, str]  # task, way, library
 def plan(tasks: list[str], ways: list[str], seeds: list[int]) -> list[tuple[str, str, str, int]]:
     """Return the runs in their order: task, way, library and seed."""
     runs = []
-    for i, (task, seed, way) in enumerate(product(tasks, seeds, ways)):
-        libraries = [OURS, SB3] if i % 2 else [SB3, OURS]
+    for (i, seed), (j, task), (k, way) in product(enumerate(seeds), enumerate(tasks), enumerate(ways)):
+        libraries = [OURS, SB3] if (i + j + k) % 2 else [SB3, OURS]
         runs += [(task, way, library, seed) for library in libraries]
     return runs
 
@@ -61,9 +61,9 @@ def run(task: str, way: str, library: str, seed: int, steps: int | None, interva
 
 
 def run_all(
-    runs: list[tuple[str, str, str, int]], steps: int | None, interval: int, episodes: int = EPISODES
+    runs: list[tuple[str, str, str, int]], steps: int | None, interval: int, episodes: int, path: Path
 ) -> tuple[list[Row], list[list[dict[str, np.ndarray]]]]:
-    """Return the evaluations of all runs, and with what starts and goals they began."""
+    """Return the evaluations of all runs, and with what starts and goals they began; keep the former in a file."""
     rows, starts = [], []
     for task, way, library, seed in (progress := tqdm(runs, unit="run")):
         progress.set_postfix_str(f"{task}, {way}, {library}, seed {seed}")
@@ -71,6 +71,7 @@ def run_all(
             done = process.submit(run, task, way, library, seed, steps, interval, episodes).result()
         about = {"task": task, "settings": way, "library": library, "seed": seed}
         rows += [about | point for point in done.curve]
+        write(path, rows)
         starts.append(done.starts)
     return rows, starts
 
@@ -140,7 +141,9 @@ def summarize(rows: list[Row]) -> list[dict[str, str]]:
             line["ratio of seconds"] = spread(ratios(found, task, way, "seconds"), 2)
             line["ratio of CPU seconds"] = spread(ratios(found, task, way, "cpu_seconds"), 2)
         table.append(line)
-    return sorted(table, key=lambda line: (list(TASKS).index(line["task"]), line["settings"] != EQUAL))
+    return sorted(
+        table, key=lambda line: (list(TASKS).index(line["task"]), line["settings"] != EQUAL, line["library"] != OURS)
+    )
 
 
 def markdown(table: list[dict[str, str]]) -> str:
@@ -207,10 +210,10 @@ def main() -> None:
     missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
     if missing:
         sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")
-    rows, _ = run_all(runs, arguments.steps, arguments.interval, arguments.episodes)
-    table = summarize(rows)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    write(arguments.output / "learning.csv", rows)
+    path = arguments.output / "learning.csv"
+    rows, _ = run_all(runs, arguments.steps, arguments.interval, arguments.episodes, path)
+    table = summarize(rows)
     write(arguments.output / "learning-summary.csv", table)
     (arguments.output / "learning.md").write_text(markdown(table) + "\n")
     draw(rows, arguments.picture or arguments.output / "learning.png")

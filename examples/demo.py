@@ -28,9 +28,8 @@ from queue import Empty
 from typing import Any
 
 import demo_pictures
-import gymnasium
 import torch
-from tensordict import TensorDict
+from point_reach import ENV, EPISODE_STEPS, EVALUATION_INTERVAL, EVALUATION_SEED, evaluate, make_networks
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,22 +37,15 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from torchrl import torchrl_logger
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
-from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModule, ValueOperator
+from torchrl.envs import ExplorationType, GymEnv
+from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from tqdm import tqdm
 
-import torchrl_her.envs  # noqa: F401 (registers PointReach)
 from torchrl_her import EnvReward, Future, GoalStrategy, HERTransform
 from torchrl_her.strategies import Choice, uniform
 
 # Configuration
-
-ENV = "torchrl_her/PointReach-v0"
-EPISODE_STEPS = 50
-EVALUATION_EPISODES = 100
-EVALUATION_INTERVAL = 500  # environment steps
-EVALUATION_SEED = 1_000_000  # of the first of the episodes: seeds of training are smaller
 
 
 class Shuffled(GoalStrategy):
@@ -129,36 +121,6 @@ def make_env(seed: int) -> GymEnv:
     return env
 
 
-def evaluate(policy: TensorDictModule) -> float:
-    """Return the success rate: the share of greedy episodes whose last step is at the goal."""
-    envs = gymnasium.make_vec(ENV, num_envs=EVALUATION_EPISODES, vectorization_mode="sync")
-    observation, _ = envs.reset(seed=EVALUATION_SEED)
-    with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-        for _ in range(EPISODE_STEPS):
-            tensordict = policy(TensorDict(observation, batch_size=EVALUATION_EPISODES))
-            observation, _, _, truncated, info = envs.step(tensordict["action"].numpy())
-    assert truncated.all()  # so this was the last step
-    return float(info["is_success"].mean())
-
-
-# Networks
-
-
-def make_networks(config: Config, env: GymEnv) -> tuple[TensorDictModule, TensorDictModule]:
-    """Return the policy and the critic, which read the entries of the goal observation side by side."""
-    layers = {"num_cells": [config.hidden, config.hidden], "activation_class": nn.ReLU}
-    inputs = ["observation", "desired_goal"]
-    spec = env.action_spec
-    policy = TensorDictSequential(
-        TensorDictModule(MLP(out_features=spec.shape[-1], **layers), inputs, ["action"]),
-        TanhModule(in_keys=["action"], spec=spec),
-    )
-    critic = ValueOperator(MLP(out_features=1, **layers), in_keys=[*inputs, "action"])
-    with torch.no_grad():
-        critic(policy(env.fake_tensordict()))  # lazy layers take their sizes from the data
-    return policy, critic
-
-
 # Data
 
 
@@ -205,7 +167,7 @@ def train(config: Config, seed: int) -> Result:
     """Train an agent, and evaluate it as it learns."""
     torch.manual_seed(seed)
     env = make_env(seed)
-    policy, critic = make_networks(config, env)
+    policy, critic = make_networks(config.hidden, env)
     loss = DDPGLoss(policy, critic, delay_actor=True)
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
