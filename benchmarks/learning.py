@@ -97,9 +97,9 @@ def curves(rows: list[Row]) -> dict[Key, dict[int, list[Row]]]:
 
 
 def spread(values: list[float], digits: int) -> str:
-    """Return median and range; infinity is what was not reached."""
+    """Return median and range; what is not finite was not reached."""
     texts = [
-        "not reached" if np.isinf(value) else f"{value:,.{digits}f}"
+        f"{value:,.{digits}f}" if np.isfinite(value) else "not reached"
         for value in (np.median(values), min(values), max(values))
     ]
     return texts[0] if len(values) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
@@ -112,10 +112,11 @@ def reached(by_seed: dict[int, list[Row]], held: int, what: str) -> list[float]:
 
 
 def ratios(found: dict[Key, dict[int, list[Row]]], task: str, way: str, what: str) -> list[float]:
-    """Return our time to theirs, one for each seed; NaN where neither reached the success."""
-    ours, theirs = (np.array(reached(found[task, way, library], TASKS[task].held, what)) for library in (OURS, SB3))
-    with np.errstate(invalid="ignore"):
-        return list(ours / theirs)
+    """Return our time to theirs, one for each seed; where only they did not get there, theirs is that of their run."""
+    ours, theirs = found[task, way, OURS], found[task, way, SB3]
+    ends = [curve[-1][what] for curve in theirs.values()]
+    held = TASKS[task].held
+    return list(np.array(reached(ours, held, what)) / np.minimum(reached(theirs, held, what), ends))
 
 
 def summarize(rows: list[Row]) -> list[dict[str, str]]:
@@ -187,6 +188,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def read(path: Path) -> list[Row]:
+    """Return the evaluations of a file, of those seeds with which both libraries were trained."""
+    numbers = {"seed": int, "steps": int, "success": float, "seconds": float, "cpu_seconds": float}
+    with path.open(newline="") as file:
+        rows = [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    libraries: dict[tuple[str, str, int], set[str]] = {}
+    for row in rows:
+        libraries.setdefault((row["task"], row["settings"], row["seed"]), set()).add(row["library"])
+    return [row for row in rows if len(libraries[row["task"], row["settings"], row["seed"]]) == 2]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How fast agents learn: the training scripts and Stable-Baselines3.")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "Point" in name])
@@ -195,9 +207,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of each run, in place of the task's own")
     parser.add_argument("--interval", type=int, default=500, help="environment steps between evaluations")
     parser.add_argument("--episodes", type=int, default=EPISODES, help="of an evaluation")
+    parser.add_argument("--results", type=Path, help="train nothing: show this learning.csv, of a run that may go on")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
     parser.add_argument("--picture", type=Path, help="by default learning.png in that folder")
     return parser.parse_args()
+
+
+def train_all(arguments: argparse.Namespace) -> list[Row]:
+    """Do the runs that are asked for, and return their evaluations."""
+    runs = plan(arguments.tasks, arguments.settings, arguments.seeds)
+    missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
+    if missing:
+        sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")
+    path = arguments.output / "learning.csv"
+    return run_all(runs, arguments.steps, arguments.interval, arguments.episodes, path)[0]
 
 
 def main() -> None:
@@ -206,13 +229,8 @@ def main() -> None:
     print(", ".join(f"{package} {version(package)}" for package in packages))
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} at the start")
 
-    runs = plan(arguments.tasks, arguments.settings, arguments.seeds)
-    missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
-    if missing:
-        sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / "learning.csv"
-    rows, _ = run_all(runs, arguments.steps, arguments.interval, arguments.episodes, path)
+    rows = read(arguments.results) if arguments.results else train_all(arguments)
     table = summarize(rows)
     write(arguments.output / "learning-summary.csv", table)
     (arguments.output / "learning.md").write_text(markdown(table) + "\n")

@@ -56,6 +56,9 @@ def test_both_libraries_train_and_meet_the_same_starts_and_goals(tmp_path, monke
         "CPU seconds to 0.95", "CPU seconds per 1,000 steps", "ratio of seconds", "ratio of CPU seconds",
     ]  # fmt: skip
     assert len(table) == 2
+    assert learning.summarize(learning.read(tmp_path / "learning.csv")) == list(
+        csv.DictReader((tmp_path / "learning-summary.csv").open())
+    )
     assert (tmp_path / "learning.png").stat().st_size > 10_000
 
 
@@ -92,8 +95,8 @@ def test_ratios_are_of_the_times_to_success():
     rows = []
     for library, seed, successes in ((OURS, 0, (0, 1)), (OURS, 1, (0, 0, 1)), (SB3, 0, (0, 0, 1)), (SB3, 1, (0, 0, 0))):
         rows += [{"task": TASK, "settings": EQUAL, "library": library, "seed": seed} | row for row in curve(*successes)]
-    assert learning.ratios(learning.curves(rows), TASK, EQUAL, "seconds") == [0.5, 0.0]
+    assert learning.ratios(learning.curves(rows), TASK, EQUAL, "seconds") == [0.5, 1.0]
     ours, theirs = learning.summarize(rows)
     assert ours["steps to 0.95"] == "750 (500 to 1,000)"
     assert theirs["steps to 0.95"] == "not reached (1,000 to not reached)"
-    assert (ours["ratio of seconds"], theirs["ratio of seconds"]) == ("0.25 (0.00 to 0.50)", "")
+    assert (ours["ratio of seconds"], theirs["ratio of seconds"]) == ("0.75 (0.50 to 1.00)", "")
