@@ -159,7 +159,7 @@ def draw(rows: list[Row], path: Path) -> None:
     found = curves(rows)
     panels = list(dict.fromkeys((task, way) for task, way, _ in found))
     figure, axes = plt.subplots(
-        len(panels), 2, figsize=(9, 2.3 * len(panels) + 0.5), sharey=True, squeeze=False, layout="constrained"
+        len(panels), 2, figsize=(9, 1.7 * len(panels) + 0.5), sharey=True, squeeze=False, layout="constrained"
     )
     for (task, way), pair in zip(panels, axes, strict=True):
         for panel, what in zip(pair, ("steps", "cpu_seconds"), strict=True):
@@ -177,7 +177,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axes[-1, 1].set_xlabel("CPU seconds of training")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
     plt.close(figure)
 
 
