@@ -78,8 +78,6 @@ def reward_at_goal(env: EnvBase) -> float:
 
 # Normalization
 
-INPUTS = ["observation", "desired_goal"]  # of policies and critics
-
 
 class Moments(nn.Module):
     """Mean and deviation of all values so far."""
@@ -111,11 +109,13 @@ class Normalization(nn.Module):
     goals have one statistic. Networks read the entries ``keys``.
     """
 
-    def __init__(self, config: DictConfig, env: EnvBase, device: str):
+    def __init__(self, config: DictConfig, env: EnvBase):
         super().__init__()
-        self.enabled, self.clip = config.enabled, config.clip
-        self.keys = [f"normalized_{key}" for key in INPUTS] if self.enabled else INPUTS
-        self.moments = nn.ModuleDict({key: Moments(env.observation_spec[key].shape, device) for key in INPUTS})
+        self.enabled, self.clip = config.normalization.enabled, config.normalization.clip
+        self.inputs = list(config.inputs)
+        self.keys = [f"normalized_{key}" for key in self.inputs] if self.enabled else self.inputs
+        shapes = {key: env.observation_spec[key].shape for key in ("observation", "desired_goal")}
+        self.moments = nn.ModuleDict({key: Moments(shape, config.device) for key, shape in shapes.items()})
 
     def when_acting(self) -> list[Transform]:
         """Return the transforms in front of a policy."""
@@ -126,8 +126,8 @@ class Normalization(nn.Module):
         return list(self._transforms([(), ("next",)])) if self.enabled else []
 
     def _transforms(self, places: list[tuple[str, ...]]) -> Iterator[Transform]:
-        for key, normalized in zip(INPUTS, self.keys, strict=True):
-            moments = self.moments[key]
+        for key, normalized in zip(self.inputs, self.keys, strict=True):
+            moments = self.moments["desired_goal" if key == "achieved_goal" else key]
             in_keys = [unravel_key((*place, key)) for place in places]
             out_keys = [unravel_key((*place, normalized)) for place in places]
             yield ObservationNorm(moments.loc, moments.scale, in_keys, out_keys, standard_normal=True)

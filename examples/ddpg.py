@@ -56,7 +56,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     """Train an agent, and keep what happens in a folder."""
     set_up_process(config)
     env = make_env(config.env)
-    normalization = Normalization(config.normalization, env, config.device)
+    normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic)
     target_updater = SoftUpdate(loss, tau=config.tau)

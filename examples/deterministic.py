@@ -13,7 +13,7 @@ from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModu
 def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[TensorDictSequential, TensorDictModule]:
     """Return the actor and the critic, which read observation and goal side by side."""
     layers = {"num_cells": list(config.hidden), "activation_class": nn.ReLU, "device": config.device}
-    width = sum(env.observation_spec[key].shape.numel() for key in ("observation", "desired_goal"))
+    width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
     spec = env.action_spec.to(config.device)
     actor = TensorDictSequential(
         TensorDictModule(MLP(width, spec.shape[-1], **layers), inputs, ["action"]),

@@ -31,7 +31,7 @@ from training import Training, make_adam, make_policy, set_up_process, speed_up,
 def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[TensorDictSequential]:
     """Return the actor: action values, which read observation and goal side by side, and the choice of the best."""
     spec = env.action_spec.to(config.device)
-    width = sum(env.observation_spec[key].shape.numel() for key in ("observation", "desired_goal"))
+    width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
     values = MLP(width, spec.n, num_cells=list(config.hidden), activation_class=nn.ReLU, device=config.device)
     return (TensorDictSequential(TensorDictModule(values, inputs, ["action_value"]), QValueModule(spec=spec)),)
 
@@ -43,7 +43,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     """Train an agent, and keep what happens in a folder."""
     set_up_process(config)
     env = make_env(config.env)
-    normalization = Normalization(config.normalization, env, config.device)
+    normalization = Normalization(config, env)
     (actor,) = make_networks(config, env, normalization.keys)
     loss = DQNLoss(actor, action_space=env.action_spec, delay_value=True, double_dqn=config.double)
     loss.make_value_estimator(gamma=config.gamma)

@@ -30,7 +30,7 @@ from training import Training, make_adam, make_policy, set_up_process, speed_up,
 def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[ProbabilisticActor, TensorDictModule]:
     """Return the actor and the critic, which read observation and goal side by side."""
     layers = {"num_cells": list(config.hidden), "activation_class": nn.ReLU, "device": config.device}
-    width = sum(env.observation_spec[key].shape.numel() for key in ("observation", "desired_goal"))
+    width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
     spec = env.action_spec.to(config.device)
     actions, (low, high) = spec.shape[-1], map(bound, (spec.space.low, spec.space.high))
     actor = ProbabilisticActor(
@@ -73,7 +73,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     """Train an agent, and keep what happens in a folder."""
     set_up_process(config)
     env = make_env(config.env)
-    normalization = Normalization(config.normalization, env, config.device)
+    normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic).to(config.device)
     target_updater = SoftUpdate(loss, tau=config.tau)

@@ -30,7 +30,7 @@ from training import make_policy
 def load_policy(config: DictConfig, checkpoint: Path) -> TensorDictModuleBase:
     """Return the greedy policy of a checkpoint, with its normalization."""
     env = make_env(config.env)
-    normalization = Normalization(config.normalization, env, config.device)
+    normalization = Normalization(config, env)
     script = importlib.import_module(config.algorithm)
     actor, *_ = script.make_networks(config, env, normalization.keys)
     policy = make_policy(normalization, actor)

@@ -59,6 +59,7 @@ RUNS = {
     "ddpg without hindsight": ["hindsight.enabled=false", "action_penalty=1.0"],
     "ddpg in several environments, normalized, with windows": [
         "env.num_envs=5", "normalization.enabled=true", "buffer.n_steps=3", "hindsight.strategy=final",
+        "inputs=[observation,achieved_goal,desired_goal]",
     ],
     "td3 with priorities": ["buffer.prioritized=true", "hindsight.strategy=episode"],
     "sac with quantiles": ["loss=tqc"],
@@ -296,9 +297,9 @@ def test_targets_of_ddpg_are_clipped():
 
 
 def test_goals_have_one_statistic_and_both_places_normalize_alike():
-    config = configure("ddpg", "normalization.enabled=true")
+    config = configure("ddpg", "normalization.enabled=true", "inputs=[observation,achieved_goal,desired_goal]")
     env = common.make_env(config.env)
-    normalization = common.Normalization(config.normalization, env, "cpu")
+    normalization = common.Normalization(config, env)
     rb, _ = common.make_replay_buffer(config, normalization)
     policy = TensorDictSequential(*normalization.when_acting())
     seen, observations = [], []
@@ -315,9 +316,9 @@ def test_goals_have_one_statistic_and_both_places_normalize_alike():
         torch.testing.assert_close(moments.scale, values.std(0, correction=0))
     batch = rb.sample(500)
     for where in (batch, batch["next"]):
-        acted = policy(where.select("observation", "desired_goal"))
-        for key in ("observation", "desired_goal"):
-            moments = normalization.moments[key]
+        acted = policy(where.select("observation", "achieved_goal", "desired_goal"))
+        for key in ("observation", "achieved_goal", "desired_goal"):
+            moments = normalization.moments["observation" if key == "observation" else "desired_goal"]
             expected = ((where[key] - moments.loc) / moments.scale).clamp(-5, 5)
             torch.testing.assert_close(where[f"normalized_{key}"], expected)
             assert torch.equal(acted[f"normalized_{key}"], where[f"normalized_{key}"])
