@@ -59,7 +59,7 @@ RUNS = {
     "ddpg without hindsight": ["hindsight.enabled=false", "action_penalty=1.0"],
     "ddpg in several environments, normalized, with windows": [
         "env.num_envs=5", "normalization.enabled=true", "buffer.n_steps=3", "hindsight.strategy=final",
-        "inputs=[observation,achieved_goal,desired_goal]",
+        "inputs=[observation,desired_goal]",
     ],
     "td3 with priorities": ["buffer.prioritized=true", "hindsight.strategy=episode"],
     "sac with quantiles": ["loss=tqc"],
