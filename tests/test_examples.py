@@ -285,7 +285,7 @@ def test_targets_of_ddpg_are_clipped():
     ddpg = importlib.import_module("ddpg")
     config = configure("ddpg", "gamma=0.9")
     env = common.make_env(config.env)
-    actor, critic = ddpg.make_networks(config, env, common.INPUTS)
+    actor, critic = ddpg.make_networks(config, env, list(config.inputs))
     batch = env.rollout(50)
     for bias in (100.0, -100.0):
         torch.nn.init.constant_(list(critic.parameters())[-1], bias)  # of the value itself
