@@ -150,7 +150,9 @@ def make_hindsight(config: DictConfig) -> HERTransform | HindsightAugmentation:
     """
     reward = EnvReward(partial(make_env, config.env))
     strategy, her_ratio = config.hindsight.strategy, config.hindsight.her_ratio
-    if config.hindsight.when == "writing":
+    if config.hindsight.when not in ("sampling", "writing"):
+        raise ValueError(f"hindsight.when is 'sampling' or 'writing', not {config.hindsight.when!r}.")
+    if config.hindsight.enabled and config.hindsight.when == "writing":
         return HindsightAugmentation(reward, strategy=strategy, n_sampled_goal=round(her_ratio / (1 - her_ratio)))
     spec = gymnasium.spec(config.env.name)
     publishes_early = spec.max_episode_steps is not None and spec.max_episode_steps >= 64

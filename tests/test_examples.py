@@ -296,6 +296,18 @@ def test_targets_of_ddpg_are_clipped():
         assert free["target_value"].abs().max() > 80
 
 
+@pytest.mark.parametrize("when", ["sampling", "writing"])
+def test_without_hindsight_nothing_is_relabelled(when, tmp_path):
+    training = train("ddpg", tmp_path, "hindsight.enabled=false", f"hindsight.when={when}")
+    assert len(training.replay_buffer) == 300
+    assert not training.replay_buffer.sample(300)["hindsight", "relabelled"].any()
+
+
+def test_another_time_of_relabelling_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="hindsight.when is 'sampling' or 'writing', not 'write'"):
+        train("ddpg", tmp_path, "hindsight.when=write")
+
+
 def test_goals_have_one_statistic_and_both_places_normalize_alike():
     config = configure("ddpg", "normalization.enabled=true", "inputs=[observation,achieved_goal,desired_goal]")
     env = common.make_env(config.env)

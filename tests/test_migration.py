@@ -14,6 +14,7 @@ from torchrl.data import HERReplayBuffer, LazyTensorStorage
 import torchrl_her.envs  # registers the environments
 
 DOCS = Path(__file__).parents[1] / "docs"
+EXTRA = "the extra 'benchmarks' has it"
 PAGES = {
     "stable_baselines3": "from-stable-baselines3.md",
     "cpprb": "from-cpprb.md",
@@ -77,15 +78,15 @@ def test_pages_name_every_argument():
             assert name in ("self", *leave_out) or name in text, f"{PAGES[library]} does not name {name}"
 
     check("torchrl", HERReplayBuffer.__init__)
-    check("stable_baselines3", pytest.importorskip("stable_baselines3").HerReplayBuffer.__init__)
-    check("cpprb", pytest.importorskip("cpprb").HindsightReplayBuffer.__init__, leave_out=["kwargs"])
+    check("stable_baselines3", pytest.importorskip("stable_baselines3", reason=EXTRA).HerReplayBuffer.__init__)
+    check("cpprb", pytest.importorskip("cpprb", reason=EXTRA).HindsightReplayBuffer.__init__, leave_out=["kwargs"])
 
 
 # Stable-Baselines3
 
 
 def test_stable_baselines3_and_the_same_return_batches_of_one_kind():
-    pytest.importorskip("stable_baselines3", reason="the extra 'benchmarks' has it")
+    pytest.importorskip("stable_baselines3", reason=EXTRA)
     theirs = run("stable_baselines3", 0)["model"].replay_buffer
     sample = theirs.sample(4000)
     achieved, goal, reward = (
@@ -139,13 +140,13 @@ def test_prioritized_dqn_on_cpprbs_example_flips_10_bits():
 
 
 def test_cpprb_on_the_same_example_flips_10_bits():
-    pytest.importorskip("cpprb", reason="the extra 'benchmarks' has it")
+    pytest.importorskip("cpprb", reason=EXTRA)
     assert success(run("cpprb", 0)["act"]) >= 0.95
 
 
 def test_cpprb_and_the_same_store_the_same_of_an_episode():
     """One episode with goals that tell their step: as many rows, and goals and rewards from the same sets."""
-    cpprb = pytest.importorskip("cpprb", reason="the extra 'benchmarks' has it")
+    cpprb = pytest.importorskip("cpprb", reason=EXTRA)
     steps, copies = 20, 1000
 
     theirs = cpprb.HindsightReplayBuffer(
@@ -210,7 +211,7 @@ def test_what_stands_beside_tianshou_relabels_as_many():
 
 
 def test_tianshou_runs():
-    pytest.importorskip("tianshou")
+    pytest.importorskip("tianshou", reason=EXTRA)
     batch = run("tianshou", 0)["batch"]
     check_point_reach(
         *(torch.as_tensor(values) for values in (batch.obs_next.achieved_goal, batch.obs_next.desired_goal, batch.rew))
