@@ -304,7 +304,7 @@ def test_without_hindsight_nothing_is_relabelled(when, tmp_path):
 
 
 def test_another_time_of_relabelling_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="hindsight.when is 'sampling' or 'writing', not 'write'"):
+    with pytest.raises(ValueError, match=r"hindsight\.when is 'sampling' or 'writing', not 'write'"):
         train("ddpg", tmp_path, "hindsight.when=write")
 
 
