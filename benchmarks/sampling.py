@@ -51,12 +51,17 @@ from contenders import (
     UNREACHABLE,
     WITHOUT_HINDSIGHT,
     K,
+    TorchRL,
     Transitions,
     make_episodes,
+    make_transitions,
 )
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from torchrl import torchrl_logger
+from torchrl.data import LazyTensorStorage, Storage, TensorDictReplayBuffer
 from tqdm import tqdm
+
+from torchrl_her import HERTransform, PackedStorage, SparseReward
 
 WARM_UP = 50  # batches that are sampled and checked before the clock starts
 
@@ -259,6 +264,26 @@ def print_targets(results: Results) -> None:
         print(f"{reached:<12} {value:6.2f} ({bound} {limit}): {text}")
 
 
+def print_memory() -> None:
+    print("\nBytes per transition, with the flags at the root that collectors write")
+    for storage in (LazyTensorStorage, PackedStorage):
+        whole, compact = (stored_bytes(storage, compact) for compact in (False, True))
+        print(f"{storage.__name__:<18} {whole:.0f}, with compact=True {compact:.0f}: {whole - compact:.0f} less")
+
+
+def stored_bytes(storage: type[Storage], compact: bool) -> float:
+    """What the storage of a full buffer takes for each transition."""
+    size = 1_000
+    transitions = TorchRL(size).prepare(next(make_transitions(size)))
+    transitions.update(dict.fromkeys(("done", "terminated", "truncated"), torch.zeros(size, 1, dtype=torch.bool)))
+    transform = HERTransform(SparseReward(THRESHOLD), capacity=size, compact=compact)
+    buffer = TensorDictReplayBuffer(storage=storage(size), transform=transform)
+    buffer.extend(transitions)
+    entries = buffer.storage[:].values(include_nested=True, leaves_only=True)
+    stores = {store.data_ptr(): store.nbytes() for store in (entry.untyped_storage() for entry in entries)}
+    return sum(stores.values()) / size
+
+
 def draw(results: Results, path: Path) -> None:
     names, sizes = (list(dict.fromkeys(keys)) for keys in zip(*results, strict=True))
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
@@ -329,6 +354,7 @@ def main() -> None:
         print_rows(summarize(in_file))
     results |= in_file
     print_checks(results)
+    print_memory()
     print_targets(results)
     if failures := [failure for each in results.values() for failure in each.failures()]:
         sys.exit("\n".join(failures))

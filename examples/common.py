@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import (
     ClipTransform,
     Compose,
@@ -32,7 +32,7 @@ from torchrl.envs import (
 )
 
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
-from torchrl_her import EnvReward, HERTransform, HindsightAugmentation
+from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, PackedStorage
 
 with contextlib.suppress(ImportError):  # an extra, see make_env
     import gymnasium_robotics
@@ -174,7 +174,7 @@ def make_replay_buffer(
     windows = [MultiStepTransform(n_steps, config.gamma)] if n_steps > 1 else []
     arguments = {
         # Windows are made along time: environments stay apart, [environments, time].
-        "storage": LazyTensorStorage(config.buffer.size, device=config.device, ndim=2 if n_steps > 1 else 1),
+        "storage": PackedStorage(config.buffer.size, device=config.device, ndim=2 if n_steps > 1 else 1),
         "transform": Compose(*windows, hindsight, *normalization.when_sampling()),
     }
     if config.buffer.prioritized:

@@ -36,13 +36,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from torchrl import torchrl_logger
 from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import ExplorationType, GymEnv
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from tqdm import tqdm
 
-from torchrl_her import EnvReward, Future, GoalStrategy, HERTransform
+from torchrl_her import EnvReward, Future, GoalStrategy, HERTransform, PackedStorage
 from torchrl_her.strategies import Choice, uniform
 
 # Configuration
@@ -147,7 +147,7 @@ def make_replay_buffer(config: Config, env: GymEnv) -> TensorDictReplayBuffer:
     hindsight = HERTransform(
         EnvReward(env), strategy=config.strategy, her_ratio=config.her_ratio, capacity=config.total_steps
     )
-    storage = LazyTensorStorage(config.total_steps)
+    storage = PackedStorage(config.total_steps)
     return TensorDictReplayBuffer(storage=storage, transform=hindsight, batch_size=config.batch_size)
 
 

@@ -19,14 +19,14 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl import torchrl_logger
 from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
+from torchrl.data import TensorDictPrioritizedReplayBuffer
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
 from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
 from tqdm import tqdm
 
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping)
-from torchrl_her import EnvReward, HERTransform
+from torchrl_her import EnvReward, HERTransform, PackedStorage
 
 # Configuration
 
@@ -101,7 +101,7 @@ def make_replay_buffer(env: GymEnv, seed: int) -> TensorDictPrioritizedReplayBuf
     replay_buffer = TensorDictPrioritizedReplayBuffer(
         alpha=ALPHA,
         beta=BETA,
-        storage=LazyTensorStorage(TOTAL_STEPS),
+        storage=PackedStorage(TOTAL_STEPS),
         transform=HERTransform(EnvReward(env), capacity=TOTAL_STEPS),
         batch_size=BATCH_SIZE,
     )

@@ -29,13 +29,13 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch.optim.lr_scheduler import LinearLR
 from torchrl import torchrl_logger
 from torchrl.collectors.distributed import RayCollector
-from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import ExplorationType, GymEnv
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from tqdm import tqdm
 
-from torchrl_her import EnvReward, HERTransform
+from torchrl_her import EnvReward, HERTransform, PackedStorage
 
 # Configuration
 
@@ -91,7 +91,7 @@ def make_replay_buffer(capacity: int) -> RayReplayBuffer:
     """Return a replay buffer in an actor of its own, with hindsight: the goal table is there, too."""
     replay_buffer = RayReplayBuffer(
         replay_buffer_cls=TensorDictReplayBuffer,
-        storage=partial(LazyTensorStorage, capacity),
+        storage=partial(PackedStorage, capacity),
         transform_factory=partial(make_hindsight, capacity),
         remote_config=REPLAY_BUFFER_RESOURCES,
     )

@@ -49,6 +49,7 @@ def set_up_process(config: DictConfig) -> None:
     """Set threads, seeds and messages; before networks are made."""
     torchrl_logger.setLevel("WARNING")
     torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision(config.matmul_precision)
     torch.distributions.Distribution.set_default_validate_args(False)  # it asks for values of tensors
     if importlib.util.find_spec("pandas") is None:
         sys.modules["pandas"] = None  # type: ignore[assignment] (or tensordict seeks it on disk, at every module call)

@@ -86,6 +86,7 @@ class Stream:
     her_ratio: float = 1.0
     tells_terminated: bool = True
     first_publication: int = 64  # the design's number, written down a second time on purpose
+    compact: bool = False
 
     def __iter__(self) -> Iterator[list[list[Step]]]:
         """The writes: for each lane its next ``chunk`` steps."""
@@ -120,6 +121,9 @@ class Stream:
         return itertools.islice(itertools.cycle(self.cells), episode, None)
 
 
+ROOT_FLAGS = ("done", "terminated", "truncated")
+
+
 def expected_of(window: list[Step], goal: Goal | None, gamma: float, tells_terminated: bool = True) -> dict:
     """What comes out of a window that was relabelled with a goal, or, with none, was not."""
     total, count, stops = 0.0, 0, False
@@ -138,6 +142,7 @@ def expected_of(window: list[Step], goal: Goal | None, gamma: float, tells_termi
         "observation": first.observation,
         "achieved_goal": first.start,
         "desired_goal": desired,
+        **dict.fromkeys(ROOT_FLAGS, False),
         "steps_to_next_obs": count,
         "gamma": gamma**count,
         "nonterminal": count > 1,  # TorchRL's name for a window of several steps
@@ -282,6 +287,7 @@ def make_tensordict(steps: list[Step], with_ids: bool = True) -> TensorDict:
             "action": torch.eye(2)[[step.uid % 2 for step in steps]],
             "achieved_goal": column(step.start for step in steps),
             "desired_goal": column(step.desired for step in steps),
+            **{key: torch.zeros(len(steps), 1, dtype=torch.bool) for key in ROOT_FLAGS},
             "next": {
                 "observation": column(step.next_observation for step in steps),
                 "achieved_goal": column(step.outcome for step in steps),
@@ -301,7 +307,7 @@ def make_tensordict(steps: list[Step], with_ids: bool = True) -> TensorDict:
 
 def make_transform(stream: Stream, **kwargs: Any) -> Compose:
     reward = GoalReward(reward_of, terminated_fn=reached if stream.tells_terminated else None)
-    arguments = {"strategy": stream.strategy, "her_ratio": stream.her_ratio, "capacity": stream.capacity} | kwargs
+    arguments = {name: getattr(stream, name) for name in ("strategy", "her_ratio", "capacity", "compact")} | kwargs
     return Compose(MultiStepTransform(stream.n, stream.gamma), HERTransform(reward, **arguments))
 
 
@@ -361,6 +367,7 @@ STREAMS = [
     replace(WALK, cells=None, tells_terminated=False, her_ratio=1.0),
     replace(WALK, n=4, gamma=0.5, episodes=((9, "truncated"), (2, "both")), her_ratio=1.0),
     replace(WALK, strategy="episode", her_ratio=1.0, capacity=40),  # windows whose first steps have left the table
+    replace(WALK, compact=True),
 ]
 
 
@@ -369,7 +376,11 @@ def run(package: Any) -> None:
     for stream in STREAMS:
         reward = package.GoalReward(reward_of, terminated_fn=reached if stream.tells_terminated else None)
         hindsight = package.HERTransform(
-            reward, strategy=stream.strategy, her_ratio=stream.her_ratio, capacity=stream.capacity
+            reward,
+            strategy=stream.strategy,
+            her_ratio=stream.her_ratio,
+            capacity=stream.capacity,
+            compact=stream.compact,
         )
         rb = make_buffer(stream, Compose(MultiStepTransform(stream.n, stream.gamma), hindsight))
         oracle = Oracle(stream)

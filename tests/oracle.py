@@ -60,6 +60,7 @@ class Stream:
     strategy: str = "future"
     her_ratio: float = 1.0
     first_publication: int = 64  # the design's number, written down a second time on purpose
+    compact: bool = False
 
     @property
     def with_ids(self) -> bool:
@@ -106,6 +107,9 @@ def reached(achieved, desired):
     return achieved == desired
 
 
+ROOT_FLAGS = ("done", "terminated", "truncated")
+
+
 def entries(row: Transition) -> dict:
     """What is stored of a transition."""
     return {
@@ -113,6 +117,7 @@ def entries(row: Transition) -> dict:
         "observation": row.uid * 0.5,
         "achieved_goal": row.achieved,
         "desired_goal": row.desired,
+        **dict.fromkeys(ROOT_FLAGS, False),
         ("next", "observation"): row.uid * 0.5 + 0.25,
         ("next", "achieved_goal"): row.next_achieved,
         ("next", "desired_goal"): row.desired,
@@ -295,6 +300,7 @@ def run(stream: Stream, package) -> tuple[int, int]:
         strategy=stream.strategy,
         her_ratio=stream.her_ratio,
         capacity=stream.capacity,
+        compact=stream.compact,
     )
     rb = make_buffer(stream, transform)
     oracle = Oracle(stream)
@@ -304,6 +310,9 @@ def run(stream: Stream, package) -> tuple[int, int]:
             for rows in write(rb, stream, lanes):
                 oracle.write(rows)
             stored = rb.storage[:].clone()
+            if stream.compact:
+                left_out = {*ROOT_FLAGS, ("next", "desired_goal")}
+                assert left_out.isdisjoint(stored.keys(True)), "what is left out is stored"
             sample = rb.sample()
             sampled += sample.numel()
             relabelled += oracle.check(sample)
@@ -345,4 +354,5 @@ def random_stream(seed: int) -> Stream:
         strategy=draw.choice(["future", "final", "episode", "random"]),
         her_ratio=draw.choice([1.0, 1.0, 0.5]),
         first_publication=draw.choice([3, 64]),
+        compact=draw.choice([False, True]),
     )

@@ -247,6 +247,29 @@ def test_a_bad_transition_that_is_added_alone_is_refused_and_leaves_no_trace(nam
     is_as_if_never_written(lambda chunk: bad(chunk)[0], error, message, good_before=good_before)
 
 
+def compact_buffer():
+    return make_buffer(compact=True)
+
+
+def with_root_flag(key):
+    return lambda tensordict: tensordict.set(key, torch.arange(10)[:, None] == 4)
+
+
+@pytest.mark.parametrize("good_before", [0, 1])
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (with_entry(NEXT_DESIRED, lambda goals: goals - (torch.arange(10) == 7)[:, None].float()), ValueError,
+         r"compact=True leaves \('next', 'desired_goal'\) out, and it differs from 'desired_goal'.*compact=False"),
+        (with_root_flag("done"), ValueError, r"compact=True leaves 'done' out, and it is True.*compact=False"),
+        (with_root_flag("truncated"), ValueError, r"compact=True leaves 'truncated' out, and it is True"),
+        BAD_WRITES["no next desired goal"],
+    ],
+)  # fmt: skip
+def test_a_write_that_says_more_than_compact_keeps_is_refused_and_leaves_no_trace(bad, error, message, good_before):
+    is_as_if_never_written(bad, error, message, compact_buffer, good_before=good_before)
+
+
 @pytest.mark.parametrize("good_before", [1, 2])
 def test_goals_of_another_shape_than_before_are_refused_and_leave_no_trace(good_before):
     message = r"One goal has the shape \(3,\), the goal table was made for \(2,\)"
@@ -654,15 +677,18 @@ def test_goals_that_goal_spec_does_not_describe_are_refused(goal_spec, message):
     is_refused(rb, lambda: rb.extend(transitions()), ValueError, message)
 
 
-def test_the_state_of_a_transform_of_another_capacity_is_refused_and_changes_nothing():
+@pytest.mark.parametrize(
+    ("options", "message"), [({"capacity": 50}, "capacity=100"), ({"compact": True}, "with compact=False, then load")]
+)
+def test_the_state_of_a_transform_with_other_arguments_is_refused_and_changes_nothing(options, message):
     rb = make_buffer()
     rb.extend(transitions(count=30))
     state = rb.transform[0].state_dict()
     for count in (0, 10):
-        other = make_buffer(capacity=50)
+        other = make_buffer(**options)
         if count:
             other.extend(transitions(count=count))
-        is_refused(other, lambda: other.transform[0].load_state_dict(state), ValueError, "capacity=100")  # noqa: B023
+        is_refused(other, lambda: other.transform[0].load_state_dict(state), ValueError, message)  # noqa: B023
 
 
 # Rewards of another kind

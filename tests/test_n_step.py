@@ -119,6 +119,7 @@ def streams(draw):
         her_ratio=draw(st.sampled_from([1.0, 1.0, 0.5])),
         tells_terminated=draw(st.sampled_from([True, True, False])),
         first_publication=draw(st.sampled_from([3, 64])),
+        compact=draw(st.booleans()),
     )
 
 

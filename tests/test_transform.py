@@ -39,6 +39,7 @@ def streams(draw):
         strategy=draw(st.sampled_from(["future", "final", "episode", "random"])),
         her_ratio=draw(st.sampled_from([1.0, 0.5])),
         first_publication=draw(st.sampled_from([3, 64])),
+        compact=draw(st.booleans()),
     )
 
 

@@ -268,6 +268,15 @@ def check_sequences(count: int, length: int) -> None:
         )
 
 
+def check_same_compact(saved: bool, compact: bool) -> None:
+    """Check that what is loaded and what will be written have the same entries."""
+    if saved != compact:
+        raise ValueError(
+            f"The buffer was saved with compact={saved}, and what this one writes, with compact={compact}, has other "
+            f"entries: make the transform with compact={saved}, then load."
+        )
+
+
 def check_extend(batch: torch.Size, is_added: bool) -> None:
     """Check that several transitions can take the place of those that are written."""
     if is_added or len(batch) != 1:

@@ -16,6 +16,7 @@ from torchrl.envs import MultiStepTransform
 
 from torchrl_her import checks
 from torchrl_her.capacity import CapacityWatch
+from torchrl_her.compact import bring_back, leave_out, root_flags
 from torchrl_her.episodes import EpisodeTracker
 from torchrl_her.goal_table import GoalTable
 from torchrl_her.hindsight import RELABELLED, Hindsight
@@ -66,13 +67,17 @@ class HERTransform(Hindsight):
         mask_key (NestedKey, optional): transitions that are False here are padding.
         sequence_length (int, optional): sampled batches are sequences of this length, and each gets one
             goal, drawn for its last transition.
+        compact (bool): leaves out of the storage what a transition says twice, the desired goal under
+            ``"next"`` and the flags at the root (of the step before, False), and brings it back in samples.
+            Default: False.
 
     A sampled batch has ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Draws come from torch's default
     random generator.
 
     Raises:
         ValueError, TypeError: if an argument is wrong; when writing (nothing is stored then), if goals,
-            rewards or flags have the wrong shape, or an achieved goal is NaN.
+            rewards or flags have the wrong shape, an achieved goal is NaN, or with ``compact`` something
+            that is to be left out differs.
         KeyError: when writing, if an entry is missing; when sampling, if the transitions were not written
             through this transform.
 
@@ -109,6 +114,7 @@ class HERTransform(Hindsight):
         max_episode_steps: int | None = None,
         mask_key: NestedKey | None = None,
         sequence_length: int | None = None,
+        compact: bool = False,
     ):
         checks.check_at_least_one("capacity", capacity)
         if max_episode_steps is not None:
@@ -120,6 +126,7 @@ class HERTransform(Hindsight):
         self.her_ratio = checks.check_her_ratio(her_ratio)
         self.capacity = capacity
         self.sequence_length = sequence_length
+        self.compact = compact
         self._n_step_return: NStepReturn | None = None
         self._windows = Windows()
         self._n_steps, self._gamma = 1, 1.0  # of n-step returns; they can change while training
@@ -137,10 +144,12 @@ class HERTransform(Hindsight):
         multi_step = self._look_around()
         batch = tensordict.batch_size
         if not batch.numel():
-            return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
+            stored = leave_out(tensordict, self.keys) if self.compact else tensordict
+            return stored.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
         goal_of_table = None if self.table is None else self.table.goals[0]
         written_after = self._order.written_after() if self.her_ratio else None
         written, kept = self._read(tensordict, goal_of_table, written_after)
+        stored = leave_out(tensordict, self.keys) if self.compact else tensordict
         if multi_step is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
             self._windows.follow(written, batch, multi_step)
@@ -159,14 +168,15 @@ class HERTransform(Hindsight):
             stamps[kept] = tracked.stamps
         stamp = torch.from_numpy(stamps).to(written.goals.device)
         if multi_step is not None:
-            keep_flags(tensordict, self.keys)
-        return tensordict.set(STAMP, stamp.view(*batch, 2))
+            keep_flags(stored, self.keys)
+        return stored.set(STAMP, stamp.view(*batch, 2))
 
     def _look_around(self) -> MultiStepTransform | None:
         """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
         order = Order.around(self)
         if order != self._order:
-            order.check(set(self._replaced), self.keys.next_achieved, Hindsight)
+            replaced = {*self._replaced, *(root_flags(self.keys) if self.compact else [])}
+            order.check(replaced, self.keys.next_achieved, Hindsight)
             self._order = order
         multi_step = order.multi_step()
         if multi_step is not None:
@@ -201,6 +211,8 @@ class HERTransform(Hindsight):
         stored = {key: tensordict.get(key) for key in replaced}
         # What a storage returns can be the storage itself: what is set goes into a new tensordict.
         tensordict = tensordict.exclude(*stored)
+        if self.compact or stored[self.keys.next_desired] is None:
+            bring_back(tensordict, stored, self.keys)
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
         goals, relabelled = self._draw(table, episode, step)
@@ -299,10 +311,16 @@ class HERTransform(Hindsight):
                 "table": None if self.table is None else self.table.state_dict(),
                 "lanes": self.tracker.state_dict(),
                 "longest_window": self.longest_window,
+                "compact": self.compact,
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load what `get_extra_state` returned."""
+        """Load what `get_extra_state` returned.
+
+        Raises:
+            ValueError: if it is that of a transform with other goals, another capacity or another ``compact``.
+        """
+        checks.check_same_compact(state["compact"], self.compact)
         with self._lock:
             self._leave_lanes_of_parent()
             saved = state["table"]
