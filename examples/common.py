@@ -170,14 +170,21 @@ def make_replay_buffer(
 ) -> tuple[TensorDictReplayBuffer, HERTransform | HindsightAugmentation]:
     """Make the buffer and its transform."""
     hindsight = make_hindsight(config)
-    n_steps = config.buffer.n_steps
+    n_steps, prioritized = config.buffer.n_steps, config.buffer.prioritized
+    if prioritized not in (None, "error", "movement"):
+        raise ValueError(f"buffer.prioritized is null, 'error' or 'movement', not {prioritized!r}.")
+    if prioritized == "movement" and (n_steps > 1 or isinstance(hindsight, HindsightAugmentation)):
+        raise ValueError(
+            "buffer.prioritized=movement needs a row of the buffer for each step: use buffer.n_steps=1 and "
+            "hindsight.when=sampling."
+        )
     windows = [MultiStepTransform(n_steps, config.gamma)] if n_steps > 1 else []
     arguments = {
         # Windows are made along time: environments stay apart, [environments, time].
         "storage": PackedStorage(config.buffer.size, device=config.device, ndim=2 if n_steps > 1 else 1),
         "transform": Compose(*windows, hindsight, *normalization.when_sampling()),
     }
-    if config.buffer.prioritized:
+    if prioritized:
         buffer = TensorDictPrioritizedReplayBuffer(alpha=config.buffer.alpha, beta=config.buffer.beta, **arguments)
     else:
         buffer = TensorDictReplayBuffer(**arguments)

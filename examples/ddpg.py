@@ -88,7 +88,7 @@ def train(config: DictConfig, folder: Path) -> Training:
         actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
     for data in training.collect(explorer):
-        replay_buffer.extend(data)
+        training.write(data)
         normalization.update(data)
         for batch in training.batches():
             training.record(update(batch), batch)

@@ -101,7 +101,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     replay_buffer, hindsight = make_replay_buffer(config, normalization)
     training = Training(config, folder, replay_buffer, hindsight, normalization, policy, loss, optimizer=optimizer)
     for data in training.collect(explorer):
-        replay_buffer.extend(data)
+        training.write(data)
         normalization.update(data)
         for batch in training.batches():
             training.record(update(batch), batch)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from plots import draw_training
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
@@ -79,6 +79,7 @@ class Training:
         self.config, self.folder = config, folder
         self.replay_buffer, self.hindsight, self.policy = replay_buffer, hindsight, policy
         self.chunk = config.collector.steps_per_chunk
+        self.prioritized = config.buffer.prioritized
         self._check_intervals()
         num_envs = config.env.num_envs
         self.envs = make_envs(config.env, num_envs, config.env.parallel) if num_envs > 1 else make_env(config.env)
@@ -199,18 +200,25 @@ class Training:
             return data.reshape(self.config.env.num_envs, -1)
         return data.reshape(-1)
 
+    def write(self, data: TensorDictBase) -> None:
+        """Write a chunk into the buffer, and its priorities where they are known from the start."""
+        index = self.replay_buffer.extend(data)
+        if self.prioritized == "movement":
+            self.replay_buffer.update_priority(index, movement(data, self.config.buffer.far))
+
     def batches(self) -> Iterator[TensorDictBase]:
         """Yield as many batches as updates are due: ``updates_per_step`` for every step after the random ones."""
         config, steps = self.config, self.steps + self.chunk  # with the chunk that was just written
         due = int(config.updates_per_step * max(0, steps - config.collector.random_steps))
-        at_once = 1 if config.buffer.prioritized else BATCHES_AT_ONCE  # priorities change with each update
+        by_error = self.prioritized == "error"
+        at_once = 1 if by_error else BATCHES_AT_ONCE  # priorities change with each update
         while (left := due - self.counters["updates"]) > 0:
             for batch in self.replay_buffer.sample(min(left, at_once) * config.batch_size).split(config.batch_size):
                 yield batch
                 self.counters["updates"] += 1
-                if config.buffer.prioritized:
+                if by_error:
                     self.replay_buffer.update_tensordict_priority(batch)
-        if config.buffer.prioritized:  # Schaul et al. 2016: the correction is whole at the end
+        if by_error:  # Schaul et al. 2016: the correction is whole at the end
             share = min(1.0, steps / config.total_steps)
             self.replay_buffer.sampler.beta = config.buffer.beta + (1 - config.buffer.beta) * share
 
@@ -262,6 +270,18 @@ class Training:
             if hasattr(closed, "close"):
                 closed.close()
         print(f"{self.steps:,} steps: success {self.history['evaluation/success'][-1][1]:.2f}. See {self.folder}/")
+
+
+def movement(data: TensorDictBase, far: float) -> Tensor:
+    """Return priorities ``[n]`` of transitions: how far the achieved goal moves in their episode, at most ``far``.
+
+    Energy-based prioritization (Zhao and Tresp 2018, arXiv:1810.01363) without the physics: where nothing moves,
+    hindsight has nothing to tell. Such transitions keep a twentieth.
+    """
+    _, episode = data["collector", "traj_ids"].unique(return_inverse=True)
+    steps = (data["next", "achieved_goal"].float() - data["achieved_goal"].float()).flatten(1).norm(dim=-1)
+    path = torch.zeros_like(steps).index_add_(0, episode, steps)[episode]
+    return 0.05 + (path / far).clamp_max(1.0)
 
 
 def make_policy(normalization: Normalization, actor: TensorDictModuleBase) -> TensorDictSequential:

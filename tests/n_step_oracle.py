@@ -175,6 +175,11 @@ class Oracle:
         self.let_out = [0] * self.stream.lanes
 
     def write(self, rows: list[list[Step]]) -> None:
+        writes = [[[step]] for step in rows[0]] if self.stream.layout == "add" else [rows]
+        for each in writes:
+            self._write(each)
+
+    def _write(self, rows: list[list[Step]]) -> None:
         for lane, (steps, new) in enumerate(zip(self.lanes, rows, strict=True)):
             steps.extend(new)
             for step in new:

@@ -26,6 +26,7 @@ import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
+from training import movement  # noqa: E402
 
 SMALL = [
     "total_steps=400",
@@ -51,20 +52,21 @@ TINY = [
 BITS = ["env.kwargs.n_bits=5", "collector.steps_per_chunk=25"]
 RUNS = {
     "dqn in several environments, with priorities and windows": [
-        *BITS, "env.num_envs=5", "buffer.prioritized=true", "buffer.n_steps=3", "double=true",
+        *BITS, "env.num_envs=5", "buffer.prioritized=error", "buffer.n_steps=3", "double=true",
     ],
     "dqn that relabels what it writes, with priorities": [
-        *BITS, "hindsight.when=writing", "buffer.prioritized=true", "env.num_envs=5",
+        *BITS, "hindsight.when=writing", "buffer.prioritized=error", "env.num_envs=5",
     ],
+    "ddpg with priorities that are movements, in bfloat16": ["buffer.prioritized=movement", "matmul_precision=medium"],
     "ddpg without hindsight": ["hindsight.enabled=false", "action_penalty=1.0"],
     "ddpg in several environments, normalized, with windows": [
         "env.num_envs=5", "normalization.enabled=true", "buffer.n_steps=3", "hindsight.strategy=final",
         "inputs=[observation,desired_goal]",
     ],
-    "td3 with priorities": ["buffer.prioritized=true", "hindsight.strategy=episode"],
+    "td3 with priorities": ["buffer.prioritized=error", "hindsight.strategy=episode"],
     "sac with quantiles": ["loss=tqc"],
     "sac in processes, normalized, with priorities": [
-        "env.num_envs=2", "env.parallel=true", "normalization.enabled=true", "buffer.prioritized=true",
+        "env.num_envs=2", "env.parallel=true", "normalization.enabled=true", "buffer.prioritized=error",
         "env.clip_observation=200",
         "evaluation.parallel=false",
     ],
@@ -136,7 +138,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(run, tmp_path):
     assert share == 0 if "without hindsight" in run else share > 0.4
 
 
-@pytest.mark.parametrize("run", ["sac", "sac loss=tqc", "td3 buffer.prioritized=true", "ddpg action_penalty=1", "dqn"])
+@pytest.mark.parametrize("run", ["sac", "sac loss=tqc", "td3 buffer.prioritized=error", "ddpg action_penalty=1", "dqn"])
 def test_a_recorded_update_is_bit_for_bit_the_update(run, tmp_path):
     script, *overrides = [*run.split(), *TINY, *(BITS if run == "dqn" else [])]
     played = train(script, tmp_path / "played", *overrides)
@@ -301,6 +303,42 @@ def test_without_hindsight_nothing_is_relabelled(when, tmp_path):
     training = train("ddpg", tmp_path, "hindsight.enabled=false", f"hindsight.when={when}")
     assert len(training.replay_buffer) == 300
     assert not training.replay_buffer.sample(300)["hindsight", "relabelled"].any()
+
+
+def test_the_priority_of_movement_is_the_way_of_the_achieved_goal_in_the_episode():
+    generator = torch.Generator().manual_seed(0)
+    ids, states = torch.tensor([7, 7, 3, 3, 3, 9]), torch.rand(6, 2, 3, generator=generator)
+    states[5, 1] = states[5, 0]
+    data = TensorDict({"collector": {"traj_ids": ids}, "achieved_goal": states[:, 0]}, [6])
+    data["next", "achieved_goal"] = states[:, 1]
+    ways = {int(each): 0.0 for each in ids}
+    for each, (start, end) in zip(ids.tolist(), states.tolist(), strict=True):
+        ways[each] += sum((b - a) ** 2 for a, b in zip(start, end, strict=True)) ** 0.5
+    found = movement(data, far=1.0)
+    assert found.tolist() == pytest.approx([0.05 + min(ways[int(each)], 1.0) for each in ids], rel=1e-5)
+    assert {round(way, 3) >= 1 for way in ways.values()} == {True, False}, "a way that counts in full, and another"
+
+
+def test_what_moves_is_sampled_more_often(tmp_path):
+    run = train("ddpg", tmp_path, "buffer.prioritized=movement", "buffer.alpha=1", "buffer.beta=0", "buffer.far=10")
+    chunks = run.replay_buffer.storage[:].split(50)
+    stored = torch.cat([movement(chunk, far=10) for chunk in chunks])
+    sampled = stored[torch.cat([run.replay_buffer.sample(32)["index"] for _ in range(1000)])]
+    plain, prioritized = stored.mean(), stored.square().mean() / stored.mean()
+    assert abs(sampled.mean() - prioritized) < 0.2 * (prioritized - plain)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["buffer.prioritized=true"], "is null, 'error' or 'movement', not True"),
+        (["buffer.prioritized=movement", "buffer.n_steps=3"], "needs a row of the buffer for each step"),
+        (["buffer.prioritized=movement", "hindsight.when=writing"], "needs a row of the buffer for each step"),
+    ],
+)
+def test_priorities_that_cannot_be_are_refused(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train("ddpg", tmp_path, *overrides)
 
 
 def test_another_time_of_relabelling_is_refused(tmp_path):
