@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from n_step_oracle import (
     KEYS,
     NEXT_FLAGS,
+    ROOT_FLAGS,
     WALK,
     Oracle,
     Step,
@@ -393,6 +394,7 @@ def check_tape(batch: TensorDictBase, n: int, gamma: float) -> Counter:
             "observation": row["observation"],
             "achieved_goal": row["observation"],
             "desired_goal": goal,
+            **dict.fromkeys(ROOT_FLAGS, [False]),
             "steps_to_next_obs": [len(rewards)],
             "gamma": [gamma ** len(rewards)],
             "nonterminal": [len(rewards) > 1],
