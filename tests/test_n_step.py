@@ -394,7 +394,7 @@ def check_tape(batch: TensorDictBase, n: int, gamma: float) -> Counter:
             "observation": row["observation"],
             "achieved_goal": row["observation"],
             "desired_goal": goal,
-            **dict.fromkeys(ROOT_FLAGS, [False]),
+            **{key: [False] for key in ROOT_FLAGS},
             "steps_to_next_obs": [len(rewards)],
             "gamma": [gamma ** len(rewards)],
             "nonterminal": [len(rewards) > 1],
