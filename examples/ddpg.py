@@ -6,7 +6,7 @@ cost something, so that the actor's tanh does not saturate. ``examples/config/dd
 
     python examples/ddpg.py
     python examples/ddpg.py hindsight.enabled=false
-    python examples/ddpg.py +task=fetch_ddpg env.name=FetchPush-v4
+    python examples/ddpg.py +task=fetch_push
     python examples/ddpg.py resume=outputs/ddpg/PointReach-v0/2026-01-31_12-00-00
 """
 

@@ -270,6 +270,14 @@ def test_every_storage_relabels_rightly_with_every_sampler(storage, sampler):
         go_through(make_buffer(sampler=SAMPLERS[sampler]()), write)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_storage_brings_back_what_compact_leaves_out(storage):
+    make_storage, write = STORAGES[storage]
+    rb = make(storage=make_storage, transform=make_transform(compact=True))
+    go_through(rb, write)
+    assert {"done", "terminated", "truncated", ("next", "desired_goal")}.isdisjoint(everything(rb).keys(True))
+
+
 def add(rb, lanes, shape=()):
     """Write one step at a time: of one environment after the other, or of all at once."""
     for rows in zip(*lanes, strict=True):
