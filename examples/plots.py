@@ -48,7 +48,7 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
         axes[1, 0].set_yscale("symlog", linthresh=1e-2)  # an actor's loss can be negative
     for panel in axes[1]:
         panel.set_xlabel("environment steps")
-        panel.xaxis.set_major_formatter("{x:,.0f}")
+        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
     _save(figure, path, title)
 
 

@@ -23,8 +23,10 @@ from plots import draw_episodes
 from tensordict.nn import TensorDictModuleBase
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
-from torchrl.envs import ExplorationType, set_exploration_type
+from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from training import make_policy
+
+PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: what it renders, and the rest
 
 
 def load_policy(config: DictConfig, checkpoint: Path) -> TensorDictModuleBase:
@@ -51,20 +53,18 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     return checkpoints[steps.index(step)]
 
 
-def play(config: DictConfig, policy: TensorDictModuleBase, seed: int, render: bool) -> dict[str, Any]:
+def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, success: str) -> dict[str, Any]:
     """Return one greedy episode, as ``draw_episodes`` shows it."""
-    env = make_env(config.env, **({"from_pixels": True, "pixels_only": False} if render else {}))
     env.set_seed(seed)
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         steps = env.rollout(LONGEST_EPISODE, policy).cpu()
-    env.close()
     goals = torch.cat([steps["achieved_goal"][:1], steps["next", "achieved_goal"]]).flatten(1)
     episode = {
         "achieved_goal": goals.numpy(),  # [steps + 1, goal]
         "desired_goal": steps["desired_goal"][0].flatten().numpy(),  # [goal]
-        "success": bool(steps["next", config.env.success][-1]),
+        "success": bool(steps["next", success][-1]),
     }
-    if render:
+    if ("next", "pixels") in steps.keys(include_nested=True):
         episode["frames"] = steps["next", "pixels"].numpy()  # [steps, height, width, 3]
     return episode
 
@@ -78,6 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torchrl_logger.setLevel("WARNING")
     config = OmegaConf.load(arguments.folder / "config.yaml")
+    torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(arguments.folder, arguments.step)
     policy = load_policy(config, checkpoint)
 
@@ -91,7 +92,10 @@ def main() -> None:
         columns = (values.mean(), values.min(), values.median(), values.max())
         print(f"{name:10}" + "".join(f"{float(value):10.3f}" for value in columns))
 
-    episodes = [play(config, policy, EVALUATION_SEED + i, arguments.render) for i in range(arguments.episodes)]
+    # One environment for all: while one is cleared away, MuJoCo draws black in another.
+    env = make_env(config.env, **(PIXELS if arguments.render else {}))
+    episodes = [play(env, policy, EVALUATION_SEED + i, config.env.success) for i in range(arguments.episodes)]
+    env.close()
     picture = arguments.folder / "episodes.png"
     draw_episodes(episodes, picture, f"{config.algorithm}, {config.env.name}, {checkpoint.name}")
     print(f"Picture: {picture}")

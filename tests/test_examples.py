@@ -257,7 +257,8 @@ def test_what_is_shown_is_what_was_trained(tmp_path):
     for name, values in outcomes.items():
         assert float(values.float().mean()) == training.history[f"evaluation/{name}"][-1][1]
     for render in (False, True):
-        episode = show.play(configure("ddpg", *overrides), policy, seed=1, render=render)
+        env = common.make_env(configure("ddpg").env, **(show.PIXELS if render else {}))
+        episode = show.play(env, policy, seed=1, success="is_success")
         assert episode["achieved_goal"].shape == (51, 2)
         assert ("frames" in episode) == render
 
