@@ -106,9 +106,8 @@ MUTANTS = {
     "brings the flags of the next step back for those at the root": [
         ("compact.py", "torch.zeros_like(flag)", "flag"),
     ],
-    "leaves the goal under next out of samples, too": [
-        ("compact.py", "stored[keys.next_desired] = stored[keys.desired]", "del stored[keys.next_desired]"),
-        ("hindsight.py", "for key in self._goal_keys:", "for key in [k for k in self._goal_keys if k in stored]:"),
+    "brings back another goal under next": [
+        ("compact.py", "] = stored[keys.desired]", "] = torch.zeros_like(stored[keys.desired])"),
     ],
     "stores what it says it leaves out": [
         ("compact.py", "return tensordict.exclude(keys.next_desired, *flags)", "return tensordict"),
