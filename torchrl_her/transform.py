@@ -144,12 +144,12 @@ class HERTransform(Hindsight):
         multi_step = self._look_around()
         batch = tensordict.batch_size
         if not batch.numel():
-            stored = leave_out(tensordict, self.keys) if self.compact else tensordict
-            return stored.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
+            stamp = torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device)
+            return self._without_repetition(tensordict).set(STAMP, stamp)
         goal_of_table = None if self.table is None else self.table.goals[0]
         written_after = self._order.written_after() if self.her_ratio else None
         written, kept = self._read(tensordict, goal_of_table, written_after)
-        stored = leave_out(tensordict, self.keys) if self.compact else tensordict
+        stored = self._without_repetition(tensordict)
         if multi_step is not None:
             checks.check_n_step_rows(self.keys.mask, len(batch))
             self._windows.follow(written, batch, multi_step)
@@ -170,6 +170,9 @@ class HERTransform(Hindsight):
         if multi_step is not None:
             keep_flags(stored, self.keys)
         return stored.set(STAMP, stamp.view(*batch, 2))
+
+    def _without_repetition(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return leave_out(tensordict, self.keys) if self.compact else tensordict
 
     def _look_around(self) -> MultiStepTransform | None:
         """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
@@ -211,6 +214,8 @@ class HERTransform(Hindsight):
         stored = {key: tensordict.get(key) for key in replaced}
         # What a storage returns can be the storage itself: what is set goes into a new tensordict.
         tensordict = tensordict.exclude(*stored)
+        # Rows can have been loaded that were written otherwise: what is not there is brought back, and what stands
+        # there from another row before this one is not read.
         if self.compact or stored[self.keys.next_desired] is None:
             bring_back(tensordict, stored, self.keys)
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
