@@ -272,7 +272,7 @@ def test_a_write_that_says_more_than_compact_keeps_is_refused_and_leaves_no_trac
 
 @pytest.mark.parametrize("good_before", [1, 2])
 def test_goals_of_another_shape_than_before_are_refused_and_leave_no_trace(good_before):
-    message = r"One goal has the shape \(3,\), the goal table was made for \(2,\)"
+    message = r"One goal has the shape \(3,\), and goal_spec, or the first write, \(2,\)"
     is_as_if_never_written(with_entries(ALL_GOALS, wider), ValueError, message, good_before=good_before)
 
 
@@ -664,9 +664,9 @@ def test_a_shared_transform_with_goal_spec_or_data_is_not_refused():
 @pytest.mark.parametrize(
     ("goal_spec", "message"),
     [
-        (Unbounded((3,)), r"One goal has the shape \(2,\), the goal table was made for \(3,\) \(from goal_spec"),
-        (Unbounded((4, 2)), r"made for \(4, 2\) .*without the batch of environments"),
-        (Unbounded(()), r"made for \(\) \(from goal_spec"),
+        (Unbounded((3,)), r"One goal has the shape \(2,\), and goal_spec, or the first write, \(3,\)\. goal_spec is"),
+        (Unbounded((4, 2)), r"or the first write, \(4, 2\)\. .*without the batch of environments"),
+        (Unbounded(()), r"or the first write, \(\)\."),
         (Unbounded((2,), dtype=torch.int64), r"torch\.int64.*torch\.float32|torch\.float32.*torch\.int64"),
         (Unbounded((2,), dtype=torch.float64), r"torch\.float64.*torch\.float32|torch\.float32.*torch\.float64"),
     ],

@@ -14,6 +14,23 @@ from torchrl_her.goal_table import GoalTable
 CPU = torch.device("cpu")
 
 
+def test_while_it_moves_it_is_where_the_goals_are_not_yet():
+    """`device` says where the table is, and it is asked without a lock."""
+
+    moved = []
+
+    class Recording(GoalTable):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            moved.append(name)
+
+    table = Recording(10, (2,), torch.float32, CPU)
+    moved.clear()
+    table.to(torch.device("meta"))
+    assert sorted(moved) == ["goals", "lengths", "owners", "size", "starts"]
+    assert moved[-1] == "goals"
+
+
 class Model:
     """What a table that was published to holds: the goals of each episode, and which of them are still there.
 

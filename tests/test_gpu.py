@@ -55,6 +55,17 @@ def no_waits():
         torch.cuda.set_sync_debug_mode(before)
 
 
+def test_a_state_that_was_loaded_onto_the_device_is_continued(tmp_path):
+    rb, twin = (buffer(HERTransform(rewards()["SparseReward"], capacity=1000)) for _ in range(2))
+    data = collected(30).reshape(-1)
+    rb.extend(data[:15])
+    torch.save(rb.transform[0].state_dict(), tmp_path / "state")
+    twin.transform[0].load_state_dict(torch.load(tmp_path / "state", map_location="cuda"))
+    for each in (rb, twin):
+        each.extend(data[15:])
+    assert rb.transform[0].tracker.written == twin.transform[0].tracker.written
+
+
 @pytest.mark.parametrize("written_from", ["cuda", "cpu"])
 @pytest.mark.parametrize(("strategy", "reward", "sequence_length"), HALVES)
 def test_sampling_waits_for_nothing(strategy, reward, sequence_length, written_from):

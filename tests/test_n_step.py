@@ -313,10 +313,16 @@ def test_transforms_after_it_see_the_return_of_the_new_goal():
     torch.testing.assert_close(batch["scaled"], 2 * batch["next", "reward"])
 
 
-def test_goal_fn_maps_each_outcome_on_the_way_once():
+class Swap(torch.nn.Module):
+    def forward(self, state):
+        return state[..., [1, 0]]
+
+
+@pytest.mark.parametrize("goal_fn", [lambda state: state[..., [1, 0]], Swap()], ids=["function", "module"])
+def test_goal_fn_maps_each_outcome_on_the_way_once(goal_fn):
     """What is achieved are states, ``(cell, episode, more)``: to map a goal again would swap it back."""
     stream = WALK
-    transform = make_transform(stream, goal_fn=lambda state: state[..., [1, 0]])
+    transform = make_transform(stream, goal_fn=goal_fn)
     rb, oracle = make_buffer(stream, transform), Oracle(stream)
     achieved = ["achieved_goal", ("next", "achieved_goal")]
     for lanes in stream:
@@ -481,6 +487,29 @@ def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own(fille
     assert len(rb[:]["observation"][:, 0].unique()) == 2 + filled_before
     assert 0.7 < count["relabelled"] / count["sampled"] < 0.85
     assert count["reached on the way"] > 50
+
+
+@pytest.mark.parametrize("filled_before", [True, False])
+def test_another_process_loses_nothing_after_its_first_write(filled_before):
+    spec = tape.make_tape().observation_spec["achieved_goal"]
+    chunks = list(Collector(tape.make_tape(2), frames_per_batch=5, total_frames=20))
+    observations = []
+    for in_another_process in (False, True):
+        rb = ReplayBuffer(storage=LazyTensorStorage(2000), transform=tape_transform(goal_spec=spec))
+        hindsight = rb.transform[1].share_memory_()
+        if filled_before:
+            (data,) = Collector(tape.make_tape(3), frames_per_batch=7, total_frames=7)
+            rb.extend(data)
+        if in_another_process:
+            hindsight._process = -1  # as in a fork, whose number is another
+        else:
+            hindsight.flush()
+        for chunk in chunks:
+            rb.extend(chunk)
+        stored = rb.storage[:]["observation"]
+        observations.append(stored[stored[:, 0] == 2])
+    assert len(observations[0]) == 20 - 3  # held back
+    assert torch.equal(*observations)
 
 
 @pytest.mark.parametrize("transform", [lambda: MultiStepTransform(3, 0.5), tape_transform], ids=["plain", "hindsight"])

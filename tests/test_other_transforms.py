@@ -29,7 +29,7 @@ from torchrl.envs import (
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import TD3Loss
 
-from torchrl_her import GoalReward, HERTransform
+from torchrl_her import GoalReward, HERTransform, copies
 
 NEXT_GOAL, NEXT_OBSERVATION, NEXT_REWARD = ("next", "desired_goal"), ("next", "observation"), ("next", "reward")
 GOALS = ["desired_goal", NEXT_GOAL]
@@ -384,6 +384,21 @@ def test_it_is_refused_however_it_is_written_once_the_goal_has_changed_often_eno
     goals = {tuple(goal) for goal in data["desired_goal"][: written + 1].tolist()}
     assert how != "add" or len(goals) == 8
     assert len(rb) == written
+
+
+def test_another_thread_may_find_at_the_same_time_that_nothing_is_a_copy(monkeypatch):
+    looking, data = copies.GoalCopies(), collect(concatenating())
+    keys = ("achieved_goal", "desired_goal", set())
+    looking.check(data[:1], *keys)
+    places = copies._places
+
+    def places_after_the_other(*arguments):
+        looking._suspects = {}
+        return places(*arguments)
+
+    monkeypatch.setattr(copies, "_places", places_after_the_other)
+    looking.check(data[1:2], *keys)
+    assert not looking.undecided or looking._suspects.keys() == {"both"}
 
 
 def test_a_goal_that_is_there_in_a_concatenation_alone_is_refused():

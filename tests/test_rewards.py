@@ -297,6 +297,14 @@ def test_the_reward_is_the_environments_for_every_way_to_name_it(way):
     check_sample(batch, written, *by_environment(PointReach()))
 
 
+def test_discrete_goals_that_are_stored_as_one_hot_vectors_are_refused_with_the_way_to_go():
+    env = GymEnv(BIT_FLIPPING, n_bits=3, discrete_observation=True)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=HERTransform(EnvReward(env)))
+    with pytest.raises(ValueError, match=r"has the shape \(\), and those .* \(8,\).*categorical_action_encoding=True"):
+        rb.extend(rollout(env, steps=10))
+    assert len(rb) == 0
+
+
 @pytest.mark.parametrize("form", ["bits", "image_observation", "discrete_observation"])
 def test_bit_flipping_ends_where_the_new_goal_is_reached_and_not_where_the_old_one_was(form):
     options = {} if form == "bits" else {form: True}

@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 import threading
+import warnings
 
 import oracle
 import pytest
@@ -12,9 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import LAYOUTS, Stream, make_tensordict
 from tensordict import TensorDict
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement, TensorDictReplayBuffer, Unbounded
+from torchrl.data import (
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    Unbounded,
+)
 from torchrl.envs import Compose, GymEnv, RewardScaling, SerialEnv, Transform
 
 import torchrl_her
@@ -143,6 +152,25 @@ def test_a_goal_is_a_tensor_of_any_shape_and_dtype(goal_shape, dtype):
     assert (sample["desired_goal"] == td["next", "achieved_goal"][-1]).all()
 
 
+class Half(nn.Module):
+    def forward(self, state):
+        return state[..., : state.shape[-1] // 2]
+
+
+def test_a_reward_that_two_transforms_share_maps_to_the_goals_of_each():
+    reward, td = SparseReward(0.5), episode_of(6, goal_shape=(4,))
+    of_states = td.clone()
+    for place in (of_states, of_states["next"]):
+        place["desired_goal"] = place["desired_goal"][..., :2].clone()
+    first = buffer_with(HERTransform(reward, goal_fn=Half(), her_ratio=1.0), of_states)
+    second = buffer_with(HERTransform(reward, her_ratio=1.0), td)
+    for rb, goal_fn in ((first, Half()), (second, nn.Identity())):
+        sample = rb.sample()
+        reached = (goal_fn(sample["next", "achieved_goal"]) == sample["desired_goal"]).all(-1, keepdim=True)
+        assert 0 < reached.sum() < len(sample)
+        assert torch.equal(sample["next", "reward"], reached.float() - 1)
+
+
 def test_nested_keys_work():
     td = episode_of(6)
     renamed = TensorDict(
@@ -216,6 +244,21 @@ def test_padding_is_never_relabelled_and_never_a_goal():
         sample = rb.sample(512)
         assert torch.equal(sample["hindsight", "relabelled"].squeeze(-1), sample["collector", "mask"])
         assert (sample["desired_goal"][sample["collector", "mask"]] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("chunk", [5, 40])
+def test_an_episode_that_was_loaded_ends_where_max_episode_steps_is_smaller(chunk):
+    td = episode_of(100)
+    td["next", "done"].zero_()
+    before = HERTransform(SparseReward(0), max_episode_steps=50, her_ratio=1.0)
+    after = HERTransform(SparseReward(0), max_episode_steps=20, strategy="final", her_ratio=1.0)
+    buffer_with(before, td[:30])
+    after.load_state_dict(before.state_dict())
+    rb = buffer_with(after, *td[30:70].split(chunk))
+    relabelled = rb[:]["hindsight", "relabelled"].flatten()
+    assert relabelled.all()  # two episodes of twenty steps each
+    goals = td["next", "achieved_goal"][[49, 69]].repeat_interleave(20, dim=0)
+    assert torch.equal(rb[:]["desired_goal"], goals)
 
 
 def test_max_episode_steps_ends_an_episode_that_never_does():
@@ -492,6 +535,45 @@ def test_a_writer_in_another_thread_never_makes_a_goal_wrong(lengths):
         sys.setswitchinterval(interval)
     assert wrong == 0
     assert relabelled > 10_000
+
+
+def test_sampling_leaves_what_is_stored_under_its_own_keys_alone():
+    """A list gives out its own tensordicts; samples of one buffer are written into another."""
+    source = buffer_with(HERTransform(SparseReward(0), her_ratio=0.5), episode_of(40))
+    rows = source[:].exclude("hindsight_stamp")
+    rb = TensorDictReplayBuffer(
+        storage=ListStorage(100), transform=HERTransform(SparseReward(0), her_ratio=0.0), batch_size=40
+    )
+    rb.extend(rows)
+    sampled = [rb.sample(), rb[:], *(rb[row] for row in range(40))]
+    assert not any(each["hindsight", "relabelled"].any() for each in sampled)
+    stored = torch.stack([row["hindsight", "relabelled"] for row in rb.storage[:]])
+    assert torch.equal(stored, rows["hindsight", "relabelled"])
+    assert stored.any()
+
+
+def test_what_compact_brings_back_is_not_written_into_the_storage():
+    td = episode_of(20)
+    for name in ("done", "terminated", "truncated"):
+        td["next", "agents", name] = td["next"].pop(name)
+    td["agents"] = td["next", "agents"].apply(torch.zeros_like)
+    td["agents", "mask"] = torch.ones(20, 1)
+    transform = HERTransform(SparseReward(0), done_key=("agents", "done"), compact=True, capacity=20)
+    rb = buffer_with(transform, td, size=20)
+    assert not rb[:]["agents", "done"].any()
+    assert set(rb.storage[:]["agents"].keys()) == {"mask"}
+
+
+def test_a_draw_is_counted_once():
+    """A buffer that is written much more often than sampled: of three that should be relabelled, two were."""
+    rb = buffer_with(HERTransform(SparseReward(0), capacity=10), episode_of(10))
+    rb.sample()
+    table = rb.transform[0].table
+    table.last_draw = (torch.tensor([True] * 3), torch.tensor([True, True, False]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(500 * 16):
+            rb.transform[0]._capacity_watch.after_write(table.last_draw)
 
 
 def test_it_says_what_it_is():

@@ -121,7 +121,6 @@ class HindsightAugmentation(Hindsight):
         self._held = HeldRows()
         self._episodes = 0  # how many began
         self._flushed: list[Publication] = []  # episodes that ended between two writes
-        self._entries: dict | None = None  # the names, shapes and dtypes of what is written
         self._goal: Tensor | None = None  # one of those that were written
         self._is_shared = False
 
@@ -138,7 +137,8 @@ class HindsightAugmentation(Hindsight):
             self._leave_lanes_of_parent()
             ended, self._flushed = self._flushed, []
             arriving = np.empty(0, dtype=np.int64)
-            if written is not None:
+            if rows is not None and written is not None:
+                self._held.admit(rows)
                 arriving = self._held.assign(len(written.done))
                 tracked = self.tracker.track(written._replace(goals=torch.from_numpy(arriving)), self._episodes + 1)
                 self._episodes += tracked.opened
@@ -159,7 +159,6 @@ class HindsightAugmentation(Hindsight):
             tensordict = tensordict.contiguous()
         everywhere = Order([], [*self._order.before, *self._order.after])
         written, kept = self._read(tensordict, self._goal, everywhere.written_after())
-        self._entries = checks.check_same_entries(tensordict, self._entries if self.held_back else None)
         if self._goal is None:
             self._goal = tensordict.get(self.keys.desired)[0].clone()
             if _is_dummy(tensordict, [*self._goal_keys, self.keys.achieved, self.keys.next_achieved]):
@@ -236,6 +235,11 @@ class HindsightAugmentation(Hindsight):
     def _without_lanes(self) -> dict[str, Any]:
         return {"tracker": self.tracker.without_lanes(), "_held": HeldRows(), "_flushed": []}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HindsightAugmentation:
+        copied = super().__deepcopy__(memo)
+        copied._is_shared = False
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         return self._state_of_a_copy() | (self._without_lanes() if self._is_shared else {})
 
@@ -266,7 +270,6 @@ class HindsightAugmentation(Hindsight):
             lanes = [lane | {"goals": next(slots)} for lane in saved]
             self._flushed = [Publication(episode, next(slots), 0) for episode, _ in flushed]
             self._held.load_state_dict(state["rows"], sum(counts))
-            self._entries = {key: (values.shape[1:], values.dtype) for key, values in state["rows"].items()}
             self.tracker.load_state_dict(state["lanes"] | {"lanes": lanes})
             self._episodes = state["episodes"]
 

@@ -27,6 +27,7 @@ class CapacityWatch:
         self.capacity = capacity
         self.writes = 0
         self._told = False
+        self._looked_at: tuple[Tensor, Tensor] | None = None
         self._counts = np.zeros(2)  # transitions that were to be relabelled, and those that were
 
     def after_write(self, last_draw: tuple[Tensor, Tensor]) -> None:
@@ -36,8 +37,9 @@ class CapacityWatch:
             last_draw: flags ``bool [batch]`` of those that were to be relabelled, and of those that were.
         """
         self.writes += 1
-        if self._told or self.writes % WRITES_BETWEEN:
+        if self._told or self.writes % WRITES_BETWEEN or last_draw is self._looked_at:
             return
+        self._looked_at = last_draw
         self._counts += np.array([int(flags.sum()) for flags in last_draw])
         wanted, relabelled = self._counts
         if wanted < ENOUGH:

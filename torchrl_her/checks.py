@@ -36,14 +36,13 @@ def check_at_least_one(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
-def check_goal_spec(spec: TensorSpec) -> TensorSpec:
+def check_goal_spec(spec: TensorSpec) -> None:
     """Check that the spec is that of one tensor."""
     if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
         raise TypeError(
             f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
             'env.observation_spec["achieved_goal"], of one environment.'
         )
-    return spec
 
 
 def check_is_tensor(value: object, name: str) -> Tensor:
@@ -62,9 +61,9 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
     advice = f"Name the right one with {argument}=..."
     if isinstance(key, tuple) and key[:2] == ("next", "next"):
         advice = f"Give {argument} without 'next', which is added"
-    elif isinstance(key, tuple) and key[0] == "next" and tensordict.get(key[1:], None) is not None:
+    elif "goal" in argument and key[0] == "next" and tensordict.get(key[1:], None) is not None:
         advice = "It stands at the root alone: a collector with compact_obs=True leaves it out, so use False"
-    raise KeyError(f"HERTransform found no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")
+    raise KeyError(f"There is no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")
 
 
 def check_same_kind(name: str, at_root: Tensor, under_next: Tensor) -> None:
@@ -82,20 +81,19 @@ def check_same_kind(name: str, at_root: Tensor, under_next: Tensor) -> None:
 
 
 def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None:
-    """Check that an achieved goal can stand in for a desired one, and that the goal table was made for such goals."""
+    """Check that an achieved goal can stand in for a desired one, and that goals are as they were before."""
     if achieved.shape != desired.shape:
         raise ValueError(
             f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
             "achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
-    origin = "(from goal_spec, or the first write)."
     if table is not None and desired.shape != table.shape:
         raise ValueError(
-            f"One goal has the shape {tuple(desired.shape)}, the goal table was made for {tuple(table.shape)} {origin} "
+            f"One goal has the shape {tuple(desired.shape)}, and goal_spec, or the first write, {tuple(table.shape)}. "
             "goal_spec is that of one goal, without the batch of environments."
         )
     if table is not None and desired.dtype != table.dtype:
-        raise ValueError(f"Goals are {desired.dtype}, the goal table was made for {table.dtype} {origin}")
+        raise ValueError(f"Goals are {desired.dtype}, and {table.dtype} in goal_spec, or the first write.")
 
 
 def check_finite(goals: Tensor) -> None:

@@ -47,13 +47,13 @@ class GoalCopies:
         """
         goals = [_rows(tensordict, tensordict.get(key)) for key in (desired, _under_next(desired))]  # [rows, goal]
         stride = math.prod(tensordict.get(desired).shape[tensordict.ndim + 1 :])
-        suspects = {}
-        for key in _leaves(tensordict) if self._suspects is None else self._suspects:
+        suspects, earlier = {}, self._suspects  # which another thread may replace
+        for key in _leaves(tensordict) if earlier is None else earlier:
             if key in (achieved, desired) or {key, _under_next(key)} <= written_after:
                 continue
             places = _places(tensordict, key, goals, stride)
-            if self._suspects is not None:
-                before = self._suspects[key].to(places.device)
+            if earlier is not None:
+                before = earlier[key].to(places.device)
                 places = places & before if places.shape == before.shape else torch.zeros_like(places)
             if bool(places.any()):
                 suspects[key] = places

@@ -123,7 +123,14 @@ class _EnvFunction:
             return [(reached + offset).astype(reached.dtype) for offset in (1, -1, 2, -2, 5, -5, 10, -10)]
         space = copy.deepcopy(space["desired_goal"])  # leaves the environment's draws alone
         space.seed(0)
-        return [np.asarray(space.sample(), dtype=reached.dtype).reshape(reached.shape) for _ in range(8)]
+        goals = [np.asarray(space.sample(), dtype=reached.dtype) for _ in range(8)]
+        if goals[0].size != reached.size:
+            raise ValueError(
+                f"A goal of {type(self.env).__name__} has the shape {goals[0].shape}, and those that are stored "
+                f"{reached.shape}: its {self.name} cannot take them. Of discrete goals, GymEnv makes one-hot vectors, "
+                "unless it is given categorical_action_encoding=True."
+            )
+        return [goal.reshape(reached.shape) for goal in goals]
 
 
 def _goal_environment(env: Any) -> Any:

@@ -138,6 +138,9 @@ class EpisodeTracker:
                 # One that was paused for long says little of the others, so it counts for twice the longest at most.
                 waited = min(before - lane.written, 2 * self.longest_wait + len(written.done))
                 self.longest_wait = max(self.longest_wait, waited)
+                if lane.steps >= self.max_steps:  # loaded into a tracker whose episodes are shorter
+                    lane.publish_into(publications)
+                    lane = None
             while begin < end:
                 if lane is None:
                     lane = Lane(first_episode + opened, trajectory)
@@ -234,7 +237,7 @@ class EpisodeTracker:
         """Replace the open lanes by those that `state_dict` returned."""
         self._clear()
         for saved in state["lanes"]:
-            lane = Lane(saved["episode"], saved["trajectory"], saved["outcome"].numpy().tobytes())
+            lane = Lane(saved["episode"], saved["trajectory"], saved["outcome"].numpy(force=True).tobytes())
             lane.extend(saved["goals"])
             lane.published = saved["published"]
             self.written = saved["written"]

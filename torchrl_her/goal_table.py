@@ -53,7 +53,7 @@ class GoalTable:
         # multiple of the capacity, so that they fill the rings from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
         # How many rows and how many episode ids were ever given away, and the id before the first.
-        self.counters = torch.tensor([0, 0, before_first])
+        self.counters = torch.tensor([0, 0, before_first], device="cpu")
         # Which transitions of the last sample were to be relabelled, and which of them were.
         self.last_draw = (torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
 
@@ -153,8 +153,8 @@ class GoalTable:
     _tensors = (*_rings, "size")
 
     def to(self, device: torch.device) -> None:
-        """Move the table."""
-        for name in self._tensors:
+        """Move the table, the goals last: where they are, `device` says, the others are, too."""
+        for name in reversed(self._tensors):
             setattr(self, name, getattr(self, name).to(device))
 
     def clear(self) -> None:

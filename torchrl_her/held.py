@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_her import checks
+
 
 class HeldRows:
     """Transitions by slot: each gets one when it arrives, and gives it back when it leaves.
@@ -20,7 +22,8 @@ class HeldRows:
     def __init__(self) -> None:
         self._clear()
 
-    def _clear(self) -> None:
+    def _clear(self, entries: dict | None = None) -> None:
+        self._entries = entries  # the shapes and dtypes of what is written, by key
         self._store: TensorDictBase | None = None  # [slots]
         self._free = np.empty(0, dtype=np.int64)
         # Which of the arriving transitions has the slot, -1 for none.
@@ -29,10 +32,15 @@ class HeldRows:
     def __len__(self) -> int:
         return len(self._arrival) - len(self._free)
 
-    @property
-    def slots(self) -> int:
-        """How many transitions there is room for."""
-        return len(self._arrival)
+    def admit(self, rows: TensorDictBase) -> None:
+        """Check that transitions can be held together with those that are held.
+
+        Raises:
+            ValueError: if they have other entries.
+        """
+        entries = checks.check_same_entries(rows, self._entries if len(self) else None)
+        if entries != self._entries:
+            self._clear(entries)
 
     def assign(self, count: int) -> np.ndarray:
         """Return slots ``int64 [count]`` for transitions that arrive."""
@@ -90,12 +98,12 @@ class HeldRows:
     def load_state_dict(self, state: dict[str, Any], count: int) -> None:
         """Hold ``count`` transitions, and nothing else, in the slots from 0 on."""
         self._clear()
-        slots = self.assign(count)
         if count:
             rows = TensorDict(batch_size=[count])
             for key, value in state.items():
                 rows.set(key, value)
-            self._put(slots, rows)
+            self.admit(rows)
+            self._put(self.assign(count), rows)
 
 
 def gather(rows: TensorDictBase, index: Tensor) -> TensorDict:

@@ -38,7 +38,7 @@ class GoalReservoir:
         """Let goals ``[n, *goal]`` in, one after the other, with their episodes and steps ``int64 [n]``."""
         all_goals = self.goals_like(goals)
         number = np.arange(self.seen, self.seen + len(goals))
-        drawn = (torch.rand(len(goals), dtype=torch.float64).numpy() * (number + 1)).astype(np.int64)
+        drawn = (torch.rand(len(goals), dtype=torch.float64, device="cpu").numpy() * (number + 1)).astype(np.int64)
         place = np.where(number < self.size, number, drawn)
         # Of several that come to one place the last one stays there.
         place, last = np.unique(place[::-1], return_index=True)
@@ -79,5 +79,7 @@ class GoalReservoir:
             )
         self._clear()
         if "goals" in state:
-            self.add(state["goals"], state["episodes"], state["steps"])  # no more than there are places
+            goals = self.goals_like(state["goals"])
+            for values, saved in ((goals, "goals"), (self.episodes, "episodes"), (self.steps, "steps")):
+                values[: len(state[saved])] = state[saved]
         self.seen = state["seen"]

@@ -43,8 +43,7 @@ def make_reward(
     if not isinstance(reward, TensorDictModuleBase):
         reward = GoalReward(reward)
     if isinstance(reward, GoalReward):
-        reward = copy.copy(reward)  # another transform may use it with other keys
-        reward.goal_fn = goal_fn
+        reward = _with_goal_fn(reward, goal_fn)  # another transform may use it with other keys
         reward.set_keys(
             achieved_goal=keys.achieved,
             desired_goal=keys.desired,
@@ -52,6 +51,16 @@ def make_reward(
             terminated=keys.terminated[1:],
         )
     checks.check_out_keys(reward, keys.reward)
+    return reward
+
+
+def _with_goal_fn(reward: GoalReward, goal_fn: Callable[[Tensor], Tensor] | None) -> GoalReward:
+    """Return a copy with that function, which may be a module: its transform's, and not registered here, too.
+
+    Copies have one registry of modules in common.
+    """
+    reward = copy.copy(reward)
+    object.__setattr__(reward, "goal_fn", goal_fn)
     return reward
 
 
@@ -128,8 +137,7 @@ class NStepReturn:
     def __init__(self, reward: TensorDictModuleBase, keys: Keys, has_goal_fn: bool):
         checks.check_reads_goals_alone(reward, {keys.next_achieved, keys.desired, keys.next_desired}, has_goal_fn)
         if isinstance(reward, GoalReward):
-            reward = copy.copy(reward)
-            reward.goal_fn = None  # the goals of the table are mapped already
+            reward = _with_goal_fn(reward, None)  # the goals of the table are mapped already
         self.reward = reward
         self.keys = keys
         self.tells_ends = keys.terminated in reward.out_keys

@@ -150,12 +150,12 @@ class HERTransform(Hindsight):
         written_after = self._order.written_after() if self.her_ratio else None
         written, kept = self._read(tensordict, goal_of_table, written_after)
         stored = self._without_repetition(tensordict)
-        if multi_step is not None:
-            checks.check_n_step_rows(self.keys.mask, len(batch))
-            self._windows.follow(written, batch, multi_step)
-            self.longest_window = max(self.longest_window, self._n_steps)
         with self._lock:
             self._leave_lanes_of_parent()
+            if multi_step is not None:
+                checks.check_n_step_rows(self.keys.mask, len(batch))
+                self._windows.follow(written, batch, multi_step)
+                self.longest_window = max(self.longest_window, self._n_steps)
             table = self._table_for(written.goals)
             tracked = self.tracker.track(written, first_episode=table.next_episode)
             table.open_episodes(tracked.opened)
@@ -212,11 +212,12 @@ class HERTransform(Hindsight):
         n_step = self._n_step_for(tensordict)
         replaced = self._replaced if n_step is None else [*self._goal_keys, *n_step.replaced(tensordict)]
         stored = {key: tensordict.get(key) for key in replaced}
-        # What a storage returns can be the storage itself: what is set goes into a new tensordict.
-        tensordict = tensordict.exclude(*stored)
         # Rows can have been loaded that were written otherwise: what is not there is brought back, and what stands
         # there from another row before this one is not read.
-        if self.compact or stored[self.keys.next_desired] is None:
+        repeats = root_flags(self.keys) if self.compact or stored[self.keys.next_desired] is None else None
+        # What a storage returns can be the storage itself: what is set goes into a new tensordict.
+        tensordict = tensordict.exclude(*stored, RELABELLED, *(repeats or ()))
+        if repeats is not None:
             bring_back(tensordict, stored, self.keys)
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
