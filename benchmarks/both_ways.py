@@ -19,12 +19,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS, COPIES = 5_000, 4
 TASKS = {  # title: script, overrides
     "BitFlipping, 15 bits, DQN": ("dqn", []),
-    "BitFlipping, 15 bits, prioritized DQN": ("dqn", ["buffer.prioritized=true"]),
+    "BitFlipping, 15 bits, prioritized DQN": ("dqn", ["buffer.prioritized=error"]),
     "PointReach, DDPG": ("ddpg", []),
 }
 WAYS = {"sampling": ("HERTransform", "#d62728", "-"), "writing": ("HindsightAugmentation", "#9467bd", "--")}
@@ -34,18 +35,7 @@ Run = dict[str, Any]
 
 def train(task: str, way: str, seed: int) -> Run:
     """Train once, and return what is kept of it."""
-    script, overrides = TASKS[task]
-    rows_each = COPIES + 1 if way == "writing" else 1
-    overrides = [
-        *overrides,
-        f"seed={seed}",
-        f"hindsight.when={way}",
-        f"total_steps={STEPS}",
-        f"buffer.size={STEPS * rows_each}",
-        "logger.kinds=[csv]",
-    ]
-    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
-        config = compose(script, overrides)
+    script, config = configure(task, way, seed)
     with tempfile.TemporaryDirectory() as folder:
         training = importlib.import_module(script).train(config, Path(folder))
     stored = training.replay_buffer.storage[:]
@@ -55,9 +45,29 @@ def train(task: str, way: str, seed: int) -> Run:
         "way": way,
         "seed": seed,
         "success": success,
-        "bytes": rows_each * stored.bytes() / len(stored),  # in the storage, of each transition
+        "bytes": rows_each(way) * stored.bytes() / len(stored),  # in the storage, of each transition
         "seconds": training.counters["training_seconds"],
     }
+
+
+def rows_each(way: str) -> int:
+    """Return how many rows a transition takes."""
+    return COPIES + 1 if way == "writing" else 1
+
+
+def configure(task: str, way: str, seed: int) -> tuple[str, DictConfig]:
+    """Return the script and its configuration."""
+    script, overrides = TASKS[task]
+    overrides = [
+        *overrides,
+        f"seed={seed}",
+        f"hindsight.when={way}",
+        f"total_steps={STEPS}",
+        f"buffer.size={STEPS * rows_each(way)}",
+        "logger.kinds=[csv]",
+    ]
+    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
+        return script, compose(script, overrides)
 
 
 def runs(path: Path, tasks: list[str], seeds: list[int]) -> Iterator[Run]:
@@ -84,7 +94,8 @@ def draw(results: list[Run], tasks: list[str], path: Path) -> None:
             panel.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
             panel.plot(steps, np.median(values, axis=0), style, color=colour, label=f"{label} ({way})")
         panel.set(title=task, xlabel="environment steps", xlim=(0, STEPS), ylim=(0, 1.02))
-        panel.set_xticks(range(0, STEPS, 1_000), [f"{step:,}" for step in range(0, STEPS, 1_000)])
+        panel.set_xticks(range(0, STEPS + 1, 1_000))
+        panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("success of 100 greedy episodes")

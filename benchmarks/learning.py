@@ -80,7 +80,7 @@ def run_all(
 
 
 def first_success(curve: list[Row], held: int) -> Row | None:
-    """Return the first of ``held`` evaluations in a row that are good enough, the last of them included in the time."""
+    """Return the first of ``held`` evaluations in a row that are good enough."""
     good = [row["success"] >= SUCCESS for row in curve]
     for i in range(len(curve) - held + 1):
         if all(good[i : i + held]):

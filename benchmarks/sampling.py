@@ -301,7 +301,7 @@ def draw(results: Results, path: Path) -> None:
             left = np.arange(len(sizes)) + (i - (len(names) - 1) / 2) * width
             label = name if operation == "sample" else None
             spread = median - low, high - median
-            panel.bar(left, median, 0.92 * width, yerr=spread, color=COLOURS[name], label=label)
+            panel.errorbar(left, median, yerr=spread, fmt="o", ms=5, color=COLOURS[name], label=label)
         panel.set(title=title, xlabel="rows stored", yscale="log")
         panel.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase, unravel_key
@@ -55,7 +56,7 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
             "of Gymnasium-Robotics need MuJoCo, with versions that belong together:\n"
             "    pip install -c constraints.txt gymnasium-robotics mujoco"
         ) from None
-    env.set_info_dict_reader(default_info_dict_reader([config.success]))
+    env.set_info_dict_reader(SuccessReader([config.success]))
     transforms: list[Transform] = []
     if env.observation_spec["observation"].dtype == torch.float64:
         transforms.append(DoubleToFloat())
@@ -64,16 +65,48 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
+class SuccessReader(default_info_dict_reader):
+    """Reads the info entry of success, which some environments give as a plain bool, and others not at every reset."""
+
+    def __call__(self, info: dict[str, Any], tensordict: TensorDictBase) -> TensorDictBase:  # noqa: D102
+        found = {key: np.asarray(info[key], dtype=np.float32) for key in self.keys if key in info}
+        return super().__call__(found, tensordict)
+
+
+def check_success(env: EnvBase, success: str) -> None:
+    """Check that a step of an environment tells of success."""
+    gym_env = unwrap(env)
+    gym_env.reset()
+    *_, info = gym_env.step(gym_env.action_space.sample())
+    if success not in info:
+        raise SystemExit(
+            f"A step of {gym_env.spec.id} has no info entry {success!r}, but {sorted(info)}: name the one that tells "
+            "whether the goal is reached, env.success=..."
+        )
+
+
+def unwrap(env: EnvBase) -> gymnasium.Env:
+    """Return the Gymnasium environment in an environment of `make_env`."""
+    return (env.base_env if isinstance(env, TransformedEnv) else env).unwrapped
+
+
 def make_envs(config: DictConfig, num_envs: int, parallel: bool) -> EnvBase:
     """Make a batch of environments; ``num_envs=1`` makes a batch of one."""
     return (ParallelEnv if parallel else SerialEnv)(num_envs, partial(make_env, config))
 
 
+def on_device(envs: EnvBase, device: str) -> dict[str, bool]:
+    """Return what a rollout is told where the policy is on another device than environments, which are on the CPU."""
+    if device == "cpu":  # nothing is moved, and no device named: that costs time
+        return {}
+    envs.to("cpu")
+    return {"auto_cast_to_device": True}
+
+
 def reward_at_goal(env: EnvBase) -> float:
     """Return what a step earns that ends at its goal."""
     goal = env.reset()["desired_goal"].numpy()
-    base = env.base_env if isinstance(env, TransformedEnv) else env
-    return float(base.unwrapped.compute_reward(goal, goal, {}))
+    return float(unwrap(env).compute_reward(goal, goal, {}))
 
 
 # Normalization
@@ -201,6 +234,7 @@ class Evaluation:
         self.episodes, self.success = config.evaluation.episodes, config.env.success
         self.envs = make_envs(config.env, min(config.evaluation.num_envs, self.episodes), config.evaluation.parallel)
         self.envs.set_seed(EVALUATION_SEED)  # starts them
+        self.on_device = on_device(self.envs, config.device)
 
     def __call__(self, policy: TensorDictModuleBase) -> dict[str, Tensor]:
         """Return success and distance at the last step, return and length of each episode, ``[episodes]``."""
@@ -209,7 +243,7 @@ class Evaluation:
             seed = self.envs.set_seed(seed)
             with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
                 steps = self.envs.rollout(
-                    LONGEST_EPISODE, policy, break_when_any_done=False, break_when_all_done=True
+                    LONGEST_EPISODE, policy, break_when_any_done=False, break_when_all_done=True, **self.on_device
                 )  # [envs, time]
             outcomes.append(self._outcomes(steps["next"]))
         return {name: torch.cat([outcome[name] for outcome in outcomes])[: self.episodes] for name in outcomes[0]}

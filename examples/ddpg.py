@@ -7,7 +7,7 @@ cost something, so that the actor's tanh does not saturate. ``examples/config/dd
     python examples/ddpg.py
     python examples/ddpg.py hindsight.enabled=false
     python examples/ddpg.py +task=fetch_push
-    python examples/ddpg.py resume=outputs/ddpg/PointReach-v0/2026-01-31_12-00-00
+    python examples/ddpg.py resume=outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ def train(config: DictConfig, folder: Path) -> Training:
         config, folder, replay_buffer, hindsight, normalization, policy, loss,
         actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
+    if config.clip_target and training.reward_at_goal > 0:
+        raise SystemExit(
+            f"clip_target=true is for rewards of -1 and 0, and {config.env.name} gives {training.reward_at_goal:g} at "
+            "the goal: use clip_target=false."
+        )
     for data in training.collect(explorer):
         training.write(data)
         normalization.update(data)

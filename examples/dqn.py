@@ -6,7 +6,7 @@ first experiment this is: flipping bits). ``examples/config/dqn.yaml`` has every
     python examples/dqn.py
     python examples/dqn.py hindsight.enabled=false
     python examples/dqn.py +task=bit_flipping_50
-    python examples/dqn.py resume=outputs/dqn/BitFlipping-v0/2026-01-31_12-00-00
+    python examples/dqn.py resume=outputs/dqn/torchrl_her/BitFlipping-v0/2026-01-31_12-00-00
 """
 
 from __future__ import annotations

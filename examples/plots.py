@@ -67,9 +67,10 @@ def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]],
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.grid(alpha=0.3)
     axes[0, 0].set_ylabel("success rate")
-    lines = [Line2D([], [], color=colours[name], marker="o", ms=3) for name in names]
-    columns = int(11 * figure.get_figwidth() / (max(map(len, names)) + 6))  # that the figure has room for
-    figure.legend(lines, names, loc="outside lower center", ncols=min(max(columns, 1), 4), frameon=False)
+    if len(names) > 1:
+        lines = [Line2D([], [], color=colours[name], marker="o", ms=3) for name in names]
+        columns = int(11 * figure.get_figwidth() / (max(map(len, names)) + 6))  # that the figure has room for
+        figure.legend(lines, names, loc="outside lower center", ncols=min(max(columns, 1), 4), frameon=False)
     _save(figure, path, title)
 
 

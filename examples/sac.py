@@ -6,7 +6,7 @@ et al. 2020, arXiv:2005.04269), with hindsight experience replay. ``examples/con
     python examples/sac.py
     python examples/sac.py loss=tqc
     python examples/sac.py +task=fetch env.name=FetchReach-v4
-    python examples/sac.py resume=outputs/sac/PointReach-v0/2026-01-31_12-00-00
+    python examples/sac.py resume=outputs/sac/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 It loads the run's last checkpoint, or the one that is named::
 
-    python examples/show.py outputs/ddpg/PointReach-v0/2026-01-31_12-00-00
-    python examples/show.py outputs/ddpg/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8 --render
+    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
+    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8 --render
 
 The picture goes to ``episodes.png`` in the folder of the run. With ``--render`` it shows what the environment renders,
-where it can (``rgb_array``).
+where it can (``rgb_array``); MuJoCo needs ``MUJOCO_GL=egl`` for that where there is no display.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Normalization, make_env
+from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Normalization, make_env, on_device, unwrap
 from omegaconf import DictConfig, OmegaConf
 from plots import draw_episodes
 from tensordict.nn import TensorDictModuleBase
@@ -53,11 +53,13 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     return checkpoints[steps.index(step)]
 
 
-def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, success: str) -> dict[str, Any]:
-    """Return one greedy episode, as ``draw_episodes`` shows it."""
-    env.set_seed(seed)
+def play(
+    env: EnvBase, policy: TensorDictModuleBase, seed: int, success: str, device: str = "cpu"
+) -> tuple[dict[str, Any], int]:
+    """Return one greedy episode, as ``draw_episodes`` shows it, and the seed of the next."""
+    next_seed = env.set_seed(seed)
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-        steps = env.rollout(LONGEST_EPISODE, policy).cpu()
+        steps = env.rollout(LONGEST_EPISODE, policy, **on_device(env, device)).cpu()
     goals = torch.cat([steps["achieved_goal"][:1], steps["next", "achieved_goal"]]).flatten(1)
     episode = {
         "achieved_goal": goals.numpy(),  # [steps + 1, goal]
@@ -66,7 +68,7 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, success: str) ->
     }
     if ("next", "pixels") in steps.keys(include_nested=True):
         episode["frames"] = steps["next", "pixels"].numpy()  # [steps, height, width, 3]
-    return episode
+    return episode, next_seed
 
 
 def main() -> None:
@@ -93,8 +95,16 @@ def main() -> None:
         print(f"{name:10}" + "".join(f"{float(value):10.3f}" for value in columns))
 
     # One environment for all: while one is cleared away, MuJoCo draws black in another.
-    env = make_env(config.env, **(PIXELS if arguments.render else {}))
-    episodes = [play(env, policy, EVALUATION_SEED + i, config.env.success) for i in range(arguments.episodes)]
+    env = make_env(config.env)
+    if arguments.render and "rgb_array" not in unwrap(env).metadata["render_modes"]:
+        print(f"{config.env.name} renders nothing: the picture shows goals.")
+    elif arguments.render:
+        env.close()
+        env = make_env(config.env, **PIXELS)
+    episodes, seed = [], EVALUATION_SEED  # the first of those above
+    for _ in range(arguments.episodes):
+        episode, seed = play(env, policy, seed, config.env.success, config.device)
+        episodes.append(episode)
     env.close()
     picture = arguments.folder / "episodes.png"
     draw_episodes(episodes, picture, f"{config.algorithm}, {config.env.name}, {checkpoint.name}")

@@ -6,7 +6,7 @@ replay (Andrychowicz et al. 2017, arXiv:1707.01495). ``examples/config/td3.yaml`
     python examples/td3.py
     python examples/td3.py buffer.n_steps=3
     python examples/td3.py +task=fetch env.name=FetchReach-v4
-    python examples/td3.py resume=outputs/td3/PointReach-v0/2026-01-31_12-00-00
+    python examples/td3.py resume=outputs/td3/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
 from __future__ import annotations

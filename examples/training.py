@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from capture import Captured, Update
-from common import Evaluation, Normalization, make_env, make_envs, reward_at_goal
+from common import Evaluation, Normalization, check_success, make_env, make_envs, reward_at_goal
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from plots import draw_training
@@ -41,8 +41,12 @@ def start(config: DictConfig) -> tuple[DictConfig, Path]:
     if config.resume is None:
         return config, Path(HydraConfig.get().runtime.output_dir)
     folder = Path(config.resume)
-    given = [override for override in HydraConfig.get().overrides.task if not override.startswith(("task=", "+task="))]
-    return OmegaConf.merge(OmegaConf.load(folder / "config.yaml"), OmegaConf.from_dotlist(given)), folder
+    resumed = OmegaConf.load(folder / "config.yaml")
+    for override in HydraConfig.get().overrides.task:
+        key = override.partition("=")[0].lstrip("+")
+        if key != "task":
+            OmegaConf.update(resumed, key, OmegaConf.select(config, key), force_add=True)
+    return resumed, folder
 
 
 def set_up_process(config: DictConfig) -> None:
@@ -86,7 +90,9 @@ class Training:
         self.envs.set_seed(config.seed)  # starts them
         # Where all is on the CPU, no device is named: the collector would move each step there.
         self.devices = {} if config.device == "cpu" else {"policy_device": config.device, "storing_device": "cpu"}
-        self.reward_at_goal = reward_at_goal(make_env(config.env))
+        env = make_env(config.env)
+        check_success(env, config.env.success)
+        self.reward_at_goal = reward_at_goal(env)
         self.evaluation = Evaluation(config)
         self.counters = {"steps": 0, "updates": 0, "training_seconds": 0.0}
         self.history: dict[str, list[list[float]]] = {}  # of everything that is logged: [step, value]
@@ -120,8 +126,7 @@ class Training:
                 shutil.rmtree(leftover)
             self.rotation.load_latest(self.checkpoint)
             self._end_episodes()
-        else:
-            OmegaConf.save(self.config, self.folder / "config.yaml")
+        OmegaConf.save(OmegaConf.merge(self.config, {"resume": None}), self.folder / "config.yaml")
         logs = self.folder / "logs"
         shutil.rmtree(logs, ignore_errors=True)  # a killed run logged steps after its last checkpoint, too
         self.loggers = [get_logger(kind, str(logs), kind) for kind in self.config.logger.kinds]
@@ -275,8 +280,9 @@ class Training:
 def movement(data: TensorDictBase, far: float) -> Tensor:
     """Return priorities ``[n]`` of transitions: how far the achieved goal moves in their episode, at most ``far``.
 
-    Energy-based prioritization (Zhao and Tresp 2018, arXiv:1810.01363) without the physics: where nothing moves,
-    hindsight has nothing to tell. Such transitions keep a twentieth.
+    Of an episode that goes on in another chunk, each part counts for itself. Energy-based prioritization (Zhao and
+    Tresp 2018, arXiv:1810.01363) without the physics: where nothing moves, hindsight has nothing to tell. Such
+    transitions keep a twentieth.
     """
     _, episode = data["collector", "traj_ids"].unique(return_inverse=True)
     steps = (data["next", "achieved_goal"].float() - data["achieved_goal"].float()).flatten(1).norm(dim=-1)

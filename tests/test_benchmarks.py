@@ -2,7 +2,9 @@
 
 import csv
 import itertools
+import math
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,24 @@ pytest.importorskip("hydra", reason="the training scripts need the extra 'exampl
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import both_ways  # noqa: E402
+import common  # noqa: E402 (of the examples, whose folder learners adds)
 import learners  # noqa: E402
 import learning  # noqa: E402
+import tuning  # noqa: E402
 from learners import EQUAL, OURS, SB3, TASKS, TUNED  # noqa: E402
 
 TASK = "PointReach, DDPG"
+
+
+@pytest.mark.parametrize("task", both_ways.TASKS)
+@pytest.mark.parametrize("way", both_ways.WAYS)
+def test_the_comparison_of_both_ways_has_a_buffer_for_each_task(task, way):
+    _, config = both_ways.configure(task, way, seed=0)
+    env = common.make_env(config.env)
+    rb, hindsight = common.make_replay_buffer(config, common.Normalization(config, env))
+    assert type(hindsight).__name__ == both_ways.WAYS[way][0]
+    assert ("Prioritized" in type(rb.sampler).__name__) == ("prioritized" in task)
 
 
 def test_both_libraries_train_and_meet_the_same_starts_and_goals(tmp_path, monkeypatch):
@@ -100,3 +115,56 @@ def test_ratios_are_of_the_times_to_success():
     assert ours["steps to 0.95"] == "750 (500 to 1,000)"
     assert theirs["steps to 0.95"] == "not reached (1,000 to not reached)"
     assert (ours["ratio of seconds"], theirs["ratio of seconds"]) == ("0.75 (0.50 to 1.00)", "")
+
+
+def test_the_search_takes_what_is_fastest_with_all_seeds():
+    first, second, third = tuning.SEEDS
+    seconds = {
+        "lucky once": {first: 1.0, second: 9.0, third: 9.0},
+        "fast": {first: 2.0, second: 3.0, third: 4.0},
+        "fails once": {first: 1.5, second: 1.5, third: math.inf},
+        "slow at first": {first: 5.0, second: 0.0, third: 0.0},
+        "never": dict.fromkeys(tuning.SEEDS, math.inf),
+    }
+    trained = []
+    means = tuning.search(list(seconds), 3, lambda name, seed: (trained.append((name, seed)), seconds[name][seed])[1])
+    assert dict(zip(seconds, means, strict=True)) == {
+        "lucky once": 19 / 3, "fast": 3.0, "fails once": math.inf, "slow at first": math.inf, "never": math.inf,
+    }  # fmt: skip
+    assert len(trained) == 5 + 3 * 2
+    assert tuning.search(["never"], 3, lambda name, seed: math.inf) == [math.inf]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_search_gives_both_libraries_the_same_candidates(task):
+    ours, theirs = (tuning.make_candidates(task, library, 20) for library in (OURS, SB3))
+    assert len(set(map(str, theirs))) > 15
+    for mine, other in zip(ours, theirs, strict=True):
+        assert learners.replace(mine, random_actions=0.0) == other
+        for settings in (mine, other):
+            assert settings.steps_per_chunk % settings.num_envs == 0
+
+
+def test_a_run_of_the_search_ends_when_success_is_held(monkeypatch):
+    def act(observation):
+        return np.zeros((2, 2), dtype=np.float32)
+
+    evaluations = tuning.UntilSuccess("torchrl_her/PointReach-v0", 500, 2)
+    evaluations.held = 2
+    assert evaluations(act) < learning.SUCCESS
+    monkeypatch.setattr(learning, "SUCCESS", 0.0)
+    evaluations.curve.clear()
+    evaluations(act)
+    with pytest.raises(tuning.Reached):
+        evaluations(act)
+    assert [row["steps"] for row in evaluations.curve] == [0, 500]
+
+
+def test_the_clock_runs_from_the_first_evaluation_on_and_not_in_evaluations():
+    evaluations = learners.Evaluations("torchrl_her/PointReach-v0", 500, 2)
+    time.sleep(0.3)
+    for _ in range(2):
+        evaluations(lambda observation: (time.sleep(0.01), np.zeros((2, 2), dtype=np.float32))[1])
+    first, second = evaluations.curve
+    assert first["seconds"] == first["cpu_seconds"] == 0.0
+    assert 0.0 < second["seconds"] < 0.3  # an evaluation, of 50 steps, takes half a second

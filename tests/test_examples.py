@@ -18,6 +18,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 pytest.importorskip("hydra", reason="the training scripts need the extra 'examples'")
 pytest.importorskip("tensorboard", reason="the training scripts need the extra 'examples'")
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -27,6 +28,8 @@ import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
 from training import movement  # noqa: E402
+
+from torchrl_her.envs import PointReach  # noqa: E402
 
 SMALL = [
     "total_steps=400",
@@ -198,8 +201,12 @@ def test_the_command_line_trains_resumes_and_shows(tmp_path):
     assert "200 steps" in run(EXAMPLES / "dqn.py", *SMALL, *BITS, "total_steps=200", f"hydra.run.dir={folder}")
     # The other settings are those of the run.
     assert "400 steps" in run(EXAMPLES / "dqn.py", f"resume={folder}", "total_steps=400", "hydra.run.dir=other")
-    shown = run(EXAMPLES / "show.py", folder, "--episodes", 2)
+    # What is given anew is kept, too.
+    kept = OmegaConf.load(folder / "config.yaml")
+    assert (kept.total_steps, kept.batch_size, kept.env.kwargs.n_bits, kept.resume) == (400, 32, 5, None)
+    shown = run(EXAMPLES / "show.py", folder, "--episodes", 2, "--render")
     assert "checkpoint-000000000400: 5 greedy episodes" in shown
+    assert "renders nothing: the picture shows goals" in shown
     assert "success" in shown
     assert (folder / "episodes.png").stat().st_size > 5_000
 
@@ -247,6 +254,51 @@ def test_without_runs_a_comparison_says_so(tmp_path):
         compare.find_runs([tmp_path])
 
 
+class OtherRewards(PointReach):
+    """Success is a plain bool under another name, which resets do not tell; the goal earns 1."""
+
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)[0], {}
+
+    def step(self, action):
+        *transition, info = super().step(action)
+        return *transition, {"at_goal": bool(info["is_success"])}
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return super().compute_reward(achieved_goal, desired_goal, info) + 1
+
+
+gymnasium.register("OtherRewards-v0", OtherRewards, max_episode_steps=50)
+
+
+def test_success_may_have_another_name_and_be_a_bool(tmp_path):
+    overrides = ["env.name=OtherRewards-v0", "env.success=at_goal", "clip_target=false"]
+    training = train("ddpg", tmp_path, *overrides, "total_steps=200")
+    assert training.reward_at_goal == 1.0
+    assert 0 <= training.history["evaluation/success"][-1][1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"no info entry 'is_success', but \['at_goal'\].*env\.success="),
+        (["env.success=at_goal"], "gives 1 at the goal: use clip_target=false"),
+    ],
+)
+def test_environments_that_the_settings_do_not_fit_are_refused(overrides, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train("ddpg", tmp_path, "env.name=OtherRewards-v0", *overrides)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac"])
+def test_a_script_trains_on_the_device(script, tmp_path):
+    training = train(script, tmp_path, *(BITS if script == "dqn" else ["normalization.enabled=true"]), "device=cuda")
+    assert training.history["evaluation/success"][-1][0] == 400
+    assert training.replay_buffer.sample(32).device.type == "cuda"
+
+
 def test_what_is_shown_is_what_was_trained(tmp_path):
     overrides = ["normalization.enabled=true"]
     training = train("ddpg", tmp_path, *overrides)
@@ -258,9 +310,12 @@ def test_what_is_shown_is_what_was_trained(tmp_path):
         assert float(values.float().mean()) == training.history[f"evaluation/{name}"][-1][1]
     for render in (False, True):
         env = common.make_env(configure("ddpg").env, **(show.PIXELS if render else {}))
-        episode = show.play(env, policy, seed=1, success="is_success")
-        assert episode["achieved_goal"].shape == (51, 2)
-        assert ("frames" in episode) == render
+        seed = common.EVALUATION_SEED
+        for distance in outcomes["distance"].tolist():  # the episodes of the table
+            episode, seed = show.play(env, policy, seed, success="is_success")
+            assert episode["achieved_goal"].shape == (51, 2)
+            assert ("frames" in episode) == render
+            assert np.linalg.norm(episode["achieved_goal"][-1] - episode["desired_goal"]) == pytest.approx(distance)
 
 
 def test_an_evaluation_is_of_the_episodes_last_steps_and_always_the_same():

@@ -49,7 +49,7 @@ ROWS = [
     "n-step returns",
     "one goal per sequence",
     "other distributions of goals",
-    "goals of actor and critic",
+    "different goals for actor and critic",
 ]
 
 
