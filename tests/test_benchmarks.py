@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("stable_baselines3", reason="the benchmarks need the extra 'benchmarks'")
 pytest.importorskip("hydra", reason="the training scripts need the extra 'examples'")
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import both_ways  # noqa: E402
-import common  # noqa: E402 (of the examples, whose folder learners adds)
+import common  # noqa: E402
 import learners  # noqa: E402
 import learning  # noqa: E402
 import tuning  # noqa: E402

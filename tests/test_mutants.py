@@ -92,7 +92,11 @@ MUTANTS = {
         ("transform.py", "(torch.rand(step.shape, device=step.device) < self.her_ratio)", "(step >= 0)"),
     ],
     "writes into the storage's own tensordict": [
-        ("transform.py", "tensordict = tensordict.exclude(*stored)", "tensordict = tensordict"),
+        (
+            "transform.py",
+            "tensordict = tensordict.exclude(*stored, RELABELLED, *(repeats or ()))",
+            "tensordict = tensordict",
+        ),
     ],
     "recomputes rewards that keep their goal": [
         ("returns.py", "where(relabelled, computed[key].detach(), stored[key])", "computed[key]"),
