@@ -607,15 +607,28 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("flushed", [False, True])
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_writes_lose_nothing(bad):
+def test_bad_writes_lose_nothing(bad, flushed):
     spoil, error, match = BAD[bad]
     rb = make_buffer()
     data = make_tensordict(EPISODE, True)
     rb.extend(data)
     rb.extend(data[:3])
+    if flushed:
+        rb.transform[0].flush()
     not_written(rb, lambda: rb.extend(spoil(data)), error, match)
     assert len(rb.extend(data[3:])) == 25
+
+
+def test_goals_of_another_kind_after_loading_lose_nothing():
+    rb, twin = make_buffer(), make_buffer()
+    data = make_tensordict(EPISODE, True)
+    rb.extend(data[:3])
+    twin.transform[0].load_state_dict(rb.transform[0].state_dict())
+    spoil, error, _ = BAD["goals of another kind"]
+    not_written(twin, lambda: twin.extend(spoil(data)), error, "other entries")
+    assert len(twin.extend(data[3:])) == 25
 
 
 def test_while_nothing_is_held_back_other_entries_may_come():

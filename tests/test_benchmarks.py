@@ -4,8 +4,8 @@ import csv
 import itertools
 import math
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,11 +160,18 @@ def test_a_run_of_the_search_ends_when_success_is_held(monkeypatch):
     assert [row["steps"] for row in evaluations.curve] == [0, 500]
 
 
-def test_the_clock_runs_from_the_first_evaluation_on_and_not_in_evaluations():
+def test_the_clock_runs_from_the_first_evaluation_on_and_not_in_evaluations(monkeypatch):
+    now = 100.0
+
+    def act(observation):
+        nonlocal now
+        now += 1.0
+        return np.zeros((2, 2), dtype=np.float32)
+
+    monkeypatch.setattr(learners, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now / 2))
     evaluations = learners.Evaluations("torchrl_her/PointReach-v0", 500, 2)
-    time.sleep(0.3)
-    for _ in range(2):
-        evaluations(lambda observation: (time.sleep(0.01), np.zeros((2, 2), dtype=np.float32))[1])
-    first, second = evaluations.curve
-    assert first["seconds"] == first["cpu_seconds"] == 0.0
-    assert 0.0 < second["seconds"] < 0.3  # an evaluation, of 50 steps, takes half a second
+    for training in (30.0, 7.0, 5.0):
+        now += training
+        evaluations(act)
+    assert [row["seconds"] for row in evaluations.curve] == [0.0, 7.0, 12.0]
+    assert [row["cpu_seconds"] for row in evaluations.curve] == [0.0, 3.5, 6.0]

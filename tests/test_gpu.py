@@ -63,7 +63,8 @@ def test_a_state_that_was_loaded_onto_the_device_is_continued(tmp_path):
     twin.transform[0].load_state_dict(torch.load(tmp_path / "state", map_location="cuda"))
     for each in (rb, twin):
         each.extend(data[15:])
-    assert rb.transform[0].tracker.written == twin.transform[0].tracker.written
+    assert rb.transform[0].tracker.written == twin.transform[0].tracker.written == 30
+    assert torch.equal(rb.transform[0].table.goals, twin.transform[0].table.goals)
 
 
 @pytest.mark.parametrize("written_from", ["cuda", "cpu"])

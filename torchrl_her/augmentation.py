@@ -135,10 +135,13 @@ class HindsightAugmentation(Hindsight):
             rows, written = self._read_rows(tensordict)
         with self._lock:
             self._leave_lanes_of_parent()
+            if rows is not None:
+                self._held.admit(rows)
+                if self._goal is None:
+                    self._goal = rows.get(self.keys.desired)[0].clone()
             ended, self._flushed = self._flushed, []
             arriving = np.empty(0, dtype=np.int64)
-            if rows is not None and written is not None:
-                self._held.admit(rows)
+            if written is not None:
                 arriving = self._held.assign(len(written.done))
                 tracked = self.tracker.track(written._replace(goals=torch.from_numpy(arriving)), self._episodes + 1)
                 self._episodes += tracked.opened
@@ -159,10 +162,9 @@ class HindsightAugmentation(Hindsight):
             tensordict = tensordict.contiguous()
         everywhere = Order([], [*self._order.before, *self._order.after])
         written, kept = self._read(tensordict, self._goal, everywhere.written_after())
-        if self._goal is None:
-            self._goal = tensordict.get(self.keys.desired)[0].clone()
-            if _is_dummy(tensordict, [*self._goal_keys, self.keys.achieved, self.keys.next_achieved]):
-                written = written._replace(done=np.ones(1, dtype=bool))
+        goals = [*self._goal_keys, self.keys.achieved, self.keys.next_achieved]
+        if self._goal is None and _is_dummy(tensordict, goals):
+            written = written._replace(done=np.ones(1, dtype=bool))
         if kept is not None:
             tensordict = tensordict[torch.from_numpy(kept).to(written.goals.device)]
         return (tensordict, written) if len(tensordict) else (None, None)
