@@ -1,20 +1,26 @@
-"""Records an update once, as a list of tensor operations, and plays it back.
+"""Records an update, or a policy, once, as a list of tensor operations, and plays it back.
 
-With networks of a few hundred units most of an update's time goes into the Python between its operations. Played
-back, the same operations run with nothing in between, and their results are the same bit for bit.
+With networks of a few hundred units most of the time goes into the Python between the operations. Played back, the
+same operations run with nothing in between, and their results are the same bit for bit.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torchrl.envs import ExplorationType
+from torchrl.envs.utils import exploration_type
 
 Update = Callable[..., TensorDictBase]
+VIEWS = {torch.ops.aten.t.default, torch.ops.aten.unbind.int, operator.getitem}
 
 
 class Captured:
@@ -41,6 +47,20 @@ class Captured:
         return recording.play(batch)
 
 
+class CapturedPolicy(TensorDictModuleBase):
+    """A policy that is played back, and gives the action alone. With and without exploration are two recordings."""
+
+    def __init__(self, policy: TensorDictModuleBase):
+        super().__init__()
+        self.in_keys, self.out_keys = list(policy.in_keys), ["action"]
+        self._act = Captured(lambda data, _: policy(data.copy()).select("action"))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Set the action."""
+        explores = exploration_type() == ExplorationType.RANDOM  # the policy asks, too
+        return tensordict.set("action", self._act(tensordict.select(*self.in_keys), explores)["action"])
+
+
 class Recording:
     """The operations of one update."""
 
@@ -62,7 +82,7 @@ class Recording:
             recorded = make_fx(operations)(*given.values())
         except RuntimeError as error:
             raise RuntimeError(f"The update cannot be recorded; capture=false runs it as it is. {error}") from error
-        self.given, self.operations = list(given), without_detach(recorded)
+        self.given, self.operations = list(given), slimmed(recorded)
         return losses
 
     @torch.no_grad()
@@ -73,10 +93,32 @@ class Recording:
         return TensorDict(dict(zip(self.keys, results, strict=False)))
 
 
-def without_detach(recorded: GraphModule) -> GraphModule:
-    """Leave out what has no effect where no gradients are tracked."""
-    for node in recorded.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])
-    recorded.graph.eliminate_dead_code()
+def slimmed(recorded: GraphModule) -> GraphModule:
+    """Leave out what has no effect where no gradients are tracked, and what gives the same in every call."""
+    graph, ops = recorded.graph, torch.ops
+    for target in (ops.aten.detach.default, ops.aten.alias.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[0])
+    for target in (ops.profiler._record_function_exit._RecordFunction, ops.profiler._record_function_enter_new.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            graph.erase_node(node)
+    make_views_once(recorded)
+    graph.eliminate_dead_code()
     recorded.recompile()
     return recorded
+
+
+@torch.no_grad()
+def make_views_once(recorded: GraphModule) -> None:
+    """Make attributes of the views of weights: these are changed where they are."""
+    views: dict[Node, Any] = {}
+    for node in recorded.graph.nodes:
+        if node.op == "get_attr":
+            views[node] = getattr(recorded, node.target)
+        elif node.target in VIEWS and node.args[0] in views:
+            views[node] = node.target(views[node.args[0]], *node.args[1:])
+    for node, view in views.items():
+        if isinstance(view, Tensor):
+            vars(recorded)[node.name] = view  # as a parameter or a buffer it would be found more slowly
+            with recorded.graph.inserting_before(node):
+                node.replace_all_uses_with(recorded.graph.create_node("get_attr", node.name))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
+from capture import CapturedPolicy
 from common import Normalization, make_env, make_replay_buffer
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
@@ -81,10 +82,10 @@ def train(config: DictConfig, folder: Path) -> Training:
 
     policy = make_policy(normalization, actor)
     spec, share = env.action_spec.to(config.device), config.exploration.random_actions
-    explorer = policy
+    explorer = CapturedPolicy(policy) if config.capture else policy
     if share:
         explorer = TensorDictSequential(
-            policy, EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device)
+            explorer, EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device)
         )
 
     def update(batch: TensorDictBase) -> TensorDictBase:
