@@ -10,7 +10,7 @@ from test_compile import HALVES, Graphs, Waiting, check, collected, some
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform
 
-from torchrl_her import GoalReward, HERTransform, SparseReward
+from torchrl_her import GoalReward, HERTransform, HindsightAugmentation, SparseReward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +65,21 @@ def test_a_state_that_was_loaded_onto_the_device_is_continued(tmp_path):
         each.extend(data[15:])
     assert rb.transform[0].tracker.written == twin.transform[0].tracker.written == 30
     assert torch.equal(rb.transform[0].table.goals, twin.transform[0].table.goals)
+
+
+def test_episodes_that_are_held_back_and_were_loaded_onto_the_device_are_continued(tmp_path):
+    rb, twin = (buffer(HindsightAugmentation(rewards()["SparseReward"])) for _ in range(2))
+    data = collected(30).reshape(-1)
+    rb.extend(data[:15])
+    torch.save(rb.transform[0].state_dict(), tmp_path / "state")
+    before = len(rb)
+    twin.transform[0].load_state_dict(torch.load(tmp_path / "state", map_location="cuda"))
+    for each in (rb, twin):
+        torch.manual_seed(0)
+        each.extend(data[15:])
+        each.transform[0].flush()
+    assert len(rb) > before
+    assert (rb[before:].exclude("index") == twin[:].exclude("index")).all()
 
 
 @pytest.mark.parametrize("written_from", ["cuda", "cpu"])

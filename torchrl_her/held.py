@@ -41,6 +41,8 @@ class HeldRows:
         entries = checks.check_same_entries(rows, self._entries if len(self) else None)
         if entries != self._entries:
             self._clear(entries)
+        elif self._store is not None:
+            self._store = self._store.to(device_of(rows))  # loaded from another device
 
     def assign(self, count: int) -> np.ndarray:
         """Return slots ``int64 [count]`` for transitions that arrive."""
@@ -108,8 +110,13 @@ class HeldRows:
 
 def gather(rows: TensorDictBase, index: Tensor) -> TensorDict:
     """Return the transitions at ``index``, ``int64 [n]``; faster than ``rows[index]``, and storages store it faster."""
-    device = next(iter(rows.values(include_nested=True, leaves_only=True))).device
+    device = device_of(rows)
     return TensorDict(_gather(rows, index.to(device)), batch_size=index.shape, device=device)
+
+
+def device_of(rows: TensorDictBase) -> torch.device:
+    """Return where the transitions are."""
+    return next(iter(rows.values(include_nested=True, leaves_only=True))).device
 
 
 def _gather(rows: TensorDictBase, index: Tensor) -> dict[str, Any]:
