@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Settings:
-    """What both libraries have; with what only ours has, as overrides of its configuration, or only theirs."""
+    """What both libraries have; with what only ours has, as overrides of its configuration."""
 
     hidden: tuple[int, ...] = (128, 128)
     batch_size: int = 256
@@ -70,7 +70,6 @@ class Settings:
     normalize: bool = False  # observations and goals
     steps_per_chunk: int = 50  # collected, then the updates for them
     ours: tuple[str, ...] = ()
-    theirs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def updates_per_chunk(self) -> int:
@@ -246,7 +245,7 @@ def train_sb3(task: Task, settings: Settings, seed: int, evaluations: Evaluation
         size = env.action_space.shape
         arguments["action_noise"] = NormalActionNoise(np.zeros(size), np.full(size, settings.noise))
     algorithm = getattr(stable_baselines3, task.algorithm.upper())
-    model = algorithm("MultiInputPolicy", env, seed=seed, device="cpu", **(arguments | settings.theirs))
+    model = algorithm("MultiInputPolicy", env, seed=seed, device="cpu", **arguments)
     model.learn(task.steps, callback=EvaluateSB3(evaluations))
 
 
