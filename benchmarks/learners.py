@@ -32,11 +32,11 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import training  # noqa: E402 (of the examples)
+from common import EVALUATION_SEED  # noqa: E402
 
 OURS, SB3 = "ours", "Stable-Baselines3"
 EQUAL, TUNED = "equal", "each tuned"
 EPISODES = 100  # of an evaluation
-EVALUATION_SEED = 1_000_000  # of the first of them
 
 # Tasks and settings
 

@@ -219,6 +219,9 @@ def train_all(arguments: argparse.Namespace) -> list[Row]:
     missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
     if missing:
         sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")
+    chunks = {settings_of(way, task, library).steps_per_chunk for task, way, library, _ in runs}
+    if arguments.steps and any(arguments.steps % chunk for chunk in chunks):
+        sys.exit(f"--steps has to be a multiple of {max(chunks)}: so many are collected at a time.")
     path = arguments.output / "learning.csv"
     return run_all(runs, arguments.steps, arguments.interval, arguments.episodes, path)[0]
 
@@ -231,6 +234,8 @@ def main() -> None:
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     rows = read(arguments.results) if arguments.results else train_all(arguments)
+    if not rows:
+        sys.exit(f"{arguments.results} has no seed with which both libraries were trained.")
     table = summarize(rows)
     write(arguments.output / "learning-summary.csv", table)
     (arguments.output / "learning.md").write_text(markdown(table) + "\n")

@@ -132,7 +132,7 @@ def main() -> None:
     with (
         (arguments.output / "tuning.csv").open("w", newline="") as file,
         tqdm(total=len(searches) * (count + finalists * (len(SEEDS) - 1)), unit="run") as progress,
-        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as process,
     ):
         table = csv.writer(file)
         table.writerow(["task", "library", "seed", "cpu_seconds", "settings"])
@@ -150,7 +150,8 @@ def main() -> None:
             candidates = make_candidates(task, library, count)
             means = search(candidates, finalists, partial(measure, task, library))
             seconds, best = min(zip(means, candidates, strict=True), key=lambda pair: pair[0])
-            tqdm.write(f"{task}, {library}: {seconds:.1f} s with {best}")
+            found = f"{seconds:.1f} s with {best}" if math.isfinite(seconds) else "none got there with all seeds"
+            tqdm.write(f"{task}, {library}: {found}")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Recording:
         try:
             recorded = make_fx(operations)(*given.values())
         except RuntimeError as error:
-            raise RuntimeError(f"The update cannot be recorded; capture=false runs it as it is. {error}") from error
+            raise RuntimeError(f"This cannot be recorded; capture=false runs it as it is. {error}") from error
         self.given, self.operations = list(given), slimmed(recorded)
         return losses
 

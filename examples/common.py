@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -50,12 +51,10 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
     """Make one goal environment, whose info entry of success stands in the data."""
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **OmegaConf.to_object(config.kwargs), **kwargs)
-    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
-        raise SystemExit(
-            f"There is no environment {config.name!r} ({error}). Fetch, the hand, the mazes and the other environments "
-            "of Gymnasium-Robotics need MuJoCo, with versions that belong together:\n"
-            "    pip install -c constraints.txt gymnasium-robotics mujoco"
-        ) from None
+    except (gymnasium.error.UnregisteredEnv, ModuleNotFoundError) as error:
+        raise SystemExit(f"There is no environment {config.name!r}: {error}.{how_to_install()}") from None
+    if missing := {"observation", "achieved_goal", "desired_goal"} - set(env.observation_spec.keys()):
+        raise SystemExit(f"{config.name} is not a goal environment: its observations have no {sorted(missing)}.")
     env.set_info_dict_reader(SuccessReader([config.success]))
     transforms: list[Transform] = []
     if env.observation_spec["observation"].dtype == torch.float64:
@@ -63,6 +62,23 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
     if config.clip_observation is not None:
         transforms.append(ClipTransform(["observation"], low=-config.clip_observation, high=config.clip_observation))
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
+
+
+def how_to_install() -> str:
+    """Say how environments are installed that are not."""
+    if importlib.util.find_spec("gymnasium_robotics") and importlib.util.find_spec("mujoco"):
+        return " Those of other packages are named with the module that registers them, module:Name-v0."
+    return (
+        " Fetch, the hand, the mazes and the other environments of Gymnasium-Robotics need MuJoCo, with versions that "
+        "belong together:\n    pip install -c constraints.txt gymnasium-robotics mujoco"
+    )
+
+
+def check_actions(env: EnvBase, continuous: bool) -> None:
+    """Check that a script can act in an environment."""
+    if env.action_spec.dtype.is_floating_point != continuous:
+        found, scripts = ("numbers", "dqn.py") if continuous else ("vectors", "ddpg.py, td3.py or sac.py")
+        raise SystemExit(f"Actions of {unwrap(env).spec.id} are {found}: train it with {scripts}.")
 
 
 class SuccessReader(default_info_dict_reader):
@@ -86,8 +102,13 @@ def check_success(env: EnvBase, success: str) -> None:
 
 
 def unwrap(env: EnvBase) -> gymnasium.Env:
-    """Return the Gymnasium environment in an environment of `make_env`."""
-    return (env.base_env if isinstance(env, TransformedEnv) else env).unwrapped
+    """Return the Gymnasium environment in an environment of `make_env`, with no wrapper around it."""
+    return outermost(env).unwrapped
+
+
+def outermost(env: EnvBase) -> GymEnv:
+    """Return what passes on the attributes of the Gymnasium environment, with the wrappers around it."""
+    return env.base_env if isinstance(env, TransformedEnv) else env
 
 
 def make_envs(config: DictConfig, num_envs: int, parallel: bool) -> EnvBase:
@@ -113,7 +134,10 @@ def reward_at_goal(env: EnvBase) -> float:
 
 
 class Moments(nn.Module):
-    """Mean and deviation of all values so far."""
+    """Mean and deviation of all values so far that it is told of.
+
+    TorchRL's VecNormV2 takes note of what it normalizes: of what is sampled, too, and of each entry for itself.
+    """
 
     def __init__(self, shape: torch.Size, device: str):
         super().__init__()
@@ -186,9 +210,11 @@ def make_hindsight(config: DictConfig) -> HERTransform | HindsightAugmentation:
     if config.hindsight.when not in ("sampling", "writing"):
         raise ValueError(f"hindsight.when is 'sampling' or 'writing', not {config.hindsight.when!r}.")
     if config.hindsight.enabled and config.hindsight.when == "writing":
+        if not 0 < her_ratio < 1:
+            raise ValueError(f"hindsight.when=writing writes k copies, her_ratio = k / (k + 1), not {her_ratio}.")
         return HindsightAugmentation(reward, strategy=strategy, n_sampled_goal=round(her_ratio / (1 - her_ratio)))
-    spec = gymnasium.spec(config.env.name)
-    publishes_early = spec.max_episode_steps is not None and spec.max_episode_steps >= 64
+    longest = outermost(make_env(config.env)).spec.max_episode_steps
+    publishes_early = longest is not None and longest >= 64
     return HERTransform(
         reward,
         strategy=strategy,

@@ -32,20 +32,28 @@ class Run(NamedTuple):
     @classmethod
     def read(cls, folder: Path) -> Run:
         """Read the folder of a run."""
-        logs = {}
-        for name, metric in METRICS.items():
-            path = folder / "logs" / "csv" / "scalars" / f"{metric}.csv"
-            logs[name] = np.loadtxt(path, delimiter=",", ndmin=2)
+        logs = {name: np.loadtxt(path, delimiter=",", ndmin=2) for name, path in paths(folder).items()}
         return cls(OmegaConf.load(folder / "config.yaml"), logs)
 
     def group(self, entries: list[str]) -> str:
         """Name the entries of its configuration and what they are."""
-        return ", ".join(f"{entry.rpartition('.')[2]} {OmegaConf.select(self.config, entry)}" for entry in entries)
+        return ", ".join(f"{entry.rpartition('.')[2]} {self.entry(entry)}" for entry in entries)
+
+    def entry(self, name: str) -> Any:
+        """Return an entry of its configuration."""
+        if (value := OmegaConf.select(self.config, name, default=self)) is self:
+            raise SystemExit(f"A run of {self.config.algorithm} has no entry {name!r} in its configuration.")
+        return value
 
     def at(self, name: str, step: int) -> float:
-        """Return what was logged at a step, or last before it."""
+        """Return what was logged at a step, or last before it; NaN where nothing was."""
         logged = self.logs[name]
-        return float(logged[logged[:, 0] <= step][-1, 1])
+        return float(([np.nan], *logged[logged[:, 0] <= step])[-1][-1])
+
+
+def paths(folder: Path) -> dict[str, Path]:
+    """Return where a run logs what is compared."""
+    return {name: folder / "logs" / "csv" / "scalars" / f"{metric}.csv" for name, metric in METRICS.items()}
 
 
 def find_runs(folders: list[Path]) -> list[Run]:
@@ -57,7 +65,7 @@ def find_runs(folders: list[Path]) -> list[Run]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "logs" / "csv").is_dir()
+    return all(path.exists() for path in paths(folder).values())
 
 
 def median_and_range(values: list[float]) -> str:
@@ -78,9 +86,9 @@ def table(groups: dict[str, list[Run]], step: int) -> str:
 
 def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps ``[evaluations]`` that all runs came to, and their success there, ``[runs, evaluations]``."""
-    length = min(len(run.logs["success"]) for run in runs)
-    success = np.stack([run.logs["success"][:length] for run in runs])  # [runs, evaluations, 2]
-    return success[0, :, 0], success[:, :, 1]
+    curves = [dict(run.logs["success"]) for run in runs]
+    steps = sorted(set.intersection(*map(set, curves)))
+    return np.array(steps), np.array([[curve[step] for step in steps] for curve in curves])
 
 
 def main() -> None:
@@ -101,9 +109,12 @@ def main() -> None:
     for members in groups.values():
         panel = panels.setdefault(members[0].group(arguments.panels), {})
         panel[members[0].group(arguments.by)] = curves(members)
-    step = arguments.step or int(min(run.logs["success"][-1, 0] for run in runs))
+    step = arguments.step
+    if step is None:
+        step = int(min(run.logs["success"][-1, 0] for run in runs))
     print(f"At {step:,} environment steps:\n\n{table(groups, step)}")
     picture = arguments.picture or arguments.folders[0] / "comparison.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
     draw_comparison(panels, picture, arguments.title)
     print(f"\nPicture: {picture}")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-from common import Normalization, make_env, make_replay_buffer
+from common import Normalization, check_actions, make_env, make_replay_buffer
 from deterministic import make_explorer, make_networks
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
@@ -56,6 +56,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     """Train an agent, and keep what happens in a folder."""
     set_up_process(config)
     env = make_env(config.env)
+    check_actions(env, continuous=True)
     normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from common import Normalization, make_env, make_replay_buffer
+from common import Normalization, check_actions, make_env, make_replay_buffer
 from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -43,6 +43,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     """Train an agent, and keep what happens in a folder."""
     set_up_process(config)
     env = make_env(config.env)
+    check_actions(env, continuous=False)
     normalization = Normalization(config, env)
     (actor,) = make_networks(config, env, normalization.keys)
     loss = DQNLoss(actor, action_space=env.action_spec, delay_value=True, double_dqn=config.double)
@@ -70,10 +71,10 @@ def train(config: DictConfig, folder: Path) -> Training:
         normalization.update(data)
         for batch in training.batches():
             training.record(update(batch), batch)
-        if training.latest is not None:  # the value of the best action
-            losses, batch = training.latest
+        if training.batch is not None:  # the value of the best action
             with torch.no_grad():
-                losses["q_value"] = actor(batch.select(*normalization.keys))["chosen_action_value"]
+                value = actor(training.batch.select(*normalization.keys))["chosen_action_value"]
+            training.losses["q_value"] = value
     return training
 
 

@@ -37,7 +37,7 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
         for curve in curves:
             if curve in history:
                 default = curve.removeprefix("train/").replace("_", " ")
-                marker = "o" if curve.startswith("evaluation/") else None
+                marker = "o" if curve.startswith("evaluation/") or len(history[curve]) == 1 else None
                 panel.plot(*zip(*history[curve], strict=True), label=LABELS.get(curve, default), marker=marker, ms=3)
         panel.set(title=name, ylabel=label)
         panel.grid(alpha=0.3)

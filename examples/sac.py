@@ -15,7 +15,7 @@ from pathlib import Path
 
 import hydra
 from capture import CapturedPolicy
-from common import Normalization, make_env, make_replay_buffer
+from common import Normalization, check_actions, make_env, make_replay_buffer
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
@@ -61,8 +61,10 @@ def make_loss(config: DictConfig, actor: ProbabilisticActor, critic: TensorDictM
     arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
     if config.loss == "tqc":
         loss = TQCLoss(actor, critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **arguments)
-    else:
+    elif config.loss == "sac":
         loss = SACLoss(actor, critic, **arguments)
+    else:
+        raise ValueError(f"loss is 'sac' or 'tqc', not {config.loss!r}.")
     loss.make_value_estimator(gamma=config.gamma)
     return loss
 
@@ -74,6 +76,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     """Train an agent, and keep what happens in a folder."""
     set_up_process(config)
     env = make_env(config.env)
+    check_actions(env, continuous=True)
     normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic).to(config.device)

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Normalization, make_env, on_device, unwrap
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from plots import draw_episodes
 from tensordict.nn import TensorDictModuleBase
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
-from training import make_policy
+from training import make_policy, read_config
 
 PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: what it renders, and the rest
 
@@ -75,11 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the run")
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the last")
-    parser.add_argument("--episodes", type=int, default=4, help="in the picture")
+    parser.add_argument("--episodes", type=int, default=4, choices=range(1, 100), metavar="N", help="in the picture")
     parser.add_argument("--render", action="store_true", help="draw frames of the environment")
     arguments = parser.parse_args()
     torchrl_logger.setLevel("WARNING")
-    config = OmegaConf.load(arguments.folder / "config.yaml")
+    config = read_config(arguments.folder)
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(arguments.folder, arguments.step)
     policy = load_policy(config, checkpoint)

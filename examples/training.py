@@ -26,7 +26,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import Collector
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import ExplorationType, MultiStepTransform
-from torchrl.record.loggers import get_logger
+from torchrl.record.loggers import Logger, get_logger
 from tqdm import tqdm
 
 from torchrl_her import HERTransform, HindsightAugmentation
@@ -41,12 +41,21 @@ def start(config: DictConfig) -> tuple[DictConfig, Path]:
     if config.resume is None:
         return config, Path(HydraConfig.get().runtime.output_dir)
     folder = Path(config.resume)
-    resumed = OmegaConf.load(folder / "config.yaml")
+    resumed = read_config(folder)
+    if resumed.algorithm != config.algorithm:
+        raise SystemExit(f"The run in {folder} is one of {resumed.algorithm}.py.")
     for override in HydraConfig.get().overrides.task:
         key = override.partition("=")[0].lstrip("+")
-        if key != "task":
+        if key != "task" and not key.startswith("~"):
             OmegaConf.update(resumed, key, OmegaConf.select(config, key), force_add=True)
     return resumed, folder
+
+
+def read_config(folder: Path) -> DictConfig:
+    """Return the configuration of a run."""
+    if not (folder / "config.yaml").exists():
+        raise SystemExit(f"There is no run in {folder}/: it has no config.yaml.")
+    return OmegaConf.load(folder / "config.yaml")
 
 
 def set_up_process(config: DictConfig) -> None:
@@ -96,12 +105,12 @@ class Training:
         self.evaluation = Evaluation(config)
         self.counters = {"steps": 0, "updates": 0, "training_seconds": 0.0}
         self.history: dict[str, list[list[float]]] = {}  # of everything that is logged: [step, value]
-        self.latest: tuple[TensorDictBase, TensorDictBase] | None = None
-        self.successes: list[float] = []  # of training episodes, since they were last logged
+        self.unlogged: dict[str, list[float]] = {"success": []}  # of training episodes since the last log
+        self.losses: dict[str, Tensor] = {}  # what was last known of each, and of what batch
+        self.batch: TensorDictBase | None = None
         components = {"policy": policy, "loss": loss, "normalization": normalization, "buffer": replay_buffer}
-        self.checkpoint = Checkpoint(
-            **components, **optimizers, counters=self.counters, history=self.history, rng=GlobalRNGState()
-        )
+        plain = {"counters": self.counters, "history": self.history, "unlogged": self.unlogged}
+        self.checkpoint = Checkpoint(**components, **optimizers, **plain, rng=GlobalRNGState())
         self.rotation = CheckpointRotation(folder / "checkpoints", keep_last=config.checkpoint.keep)
         self._open()
 
@@ -111,7 +120,8 @@ class Training:
             raise ValueError(
                 f"collector.steps_per_chunk={chunk} has to be a multiple of env.num_envs={config.env.num_envs}."
             )
-        for name in ("total_steps", "evaluation.interval", "checkpoint.interval", "logger.interval"):
+        names = "total_steps", "evaluation.interval", "checkpoint.interval", "logger.interval", "collector.random_steps"
+        for name in names:
             if OmegaConf.select(config, name) % chunk:
                 raise ValueError(
                     f"{name}={OmegaConf.select(config, name)} has to be a multiple of "
@@ -121,18 +131,34 @@ class Training:
     def _open(self) -> None:
         """Resume where there is a checkpoint, and open the logs, with what they had there."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.config.resume is None and self.rotation.checkpoints():
+            raise SystemExit(
+                f"{self.folder}/ has a run: go on with resume={self.folder}, delete it, or name another folder "
+                "(hydra.run.dir=..., hydra.sweep.dir=...)."
+            )
         if self.config.resume is not None:
             for leftover in self.rotation.directory.glob(".checkpoint-*"):  # what a killed process was writing
                 shutil.rmtree(leftover)
+            if not self.rotation.checkpoints():
+                raise SystemExit(f"The run in {self.folder}/ has no checkpoint to go on from: start it anew.")
             self.rotation.load_latest(self.checkpoint)
             self._end_episodes()
         OmegaConf.save(OmegaConf.merge(self.config, {"resume": None}), self.folder / "config.yaml")
         logs = self.folder / "logs"
         shutil.rmtree(logs, ignore_errors=True)  # a killed run logged steps after its last checkpoint, too
-        self.loggers = [get_logger(kind, str(logs), kind) for kind in self.config.logger.kinds]
+        self.loggers = [self._make_logger(kind, logs) for kind in self.config.logger.kinds]
         for name, values in self.history.items():
             for step, value in values:
                 self._log_scalar(name, value, int(step))
+
+    def _make_logger(self, kind: str, logs: Path) -> Logger:
+        if kind != "wandb":
+            return get_logger(kind, str(logs), kind)
+        if importlib.util.find_spec("wandb") is None:
+            raise SystemExit("logger.kinds has wandb, which is not installed: pip install wandb")
+        return get_logger(
+            kind, str(logs), self.folder.name, wandb_kwargs={"config": OmegaConf.to_container(self.config)}
+        )
 
     def _end_episodes(self) -> None:
         """End the running episodes, after a checkpoint and after it was loaded: the environments start anew."""
@@ -170,8 +196,10 @@ class Training:
                 self.counters["steps"] += data.numel()
                 self._note_episodes(data)
                 self.counters["training_seconds"] += time.perf_counter() - began
-                self._log()
-                if self.steps % config.evaluation.interval == 0:
+                over = self.steps >= config.total_steps
+                if over or self.steps % config.logger.interval == 0:
+                    self._log()
+                if over or self.steps % config.evaluation.interval == 0:
                     self._evaluate()
                 bar.set_postfix(success=f"{self.history['evaluation/success'][-1][1]:.2f}", refresh=False)
                 bar.update(data.numel())
@@ -228,28 +256,26 @@ class Training:
             self.replay_buffer.sampler.beta = config.buffer.beta + (1 - config.buffer.beta) * share
 
     def record(self, losses: TensorDictBase, batch: TensorDictBase) -> None:
-        """Keep what an update returned, to be logged when it is time."""
-        self.latest = losses, batch
+        """Keep what an update returned, to be logged when it is time; the loss of an actor is not in every one."""
+        self.losses.update(losses.items())
+        self.batch = batch
 
     # Logs
 
     def _note_episodes(self, data: TensorDictBase) -> None:
         success = data["next", self.config.env.success].reshape(data["next", "done"].shape)
-        self.successes += success[data["next", "done"]].tolist()
+        self.unlogged["success"] += success[data["next", "done"]].tolist()
 
     def _log(self) -> None:
-        if self.steps % self.config.logger.interval:
-            return
         metrics = {"time/training_seconds": self.counters["training_seconds"]}
         metrics["time/steps_per_second"] = self.steps / self.counters["training_seconds"]
-        if self.successes:
-            metrics["train/success"] = float(np.mean(self.successes))
-            self.successes.clear()
-        if self.latest is not None:
-            losses, batch = self.latest
-            metrics |= {f"train/{name}": float(value.float().mean()) for name, value in losses.items()}
-            relabelled = batch["hindsight", "relabelled"]
-            reward = batch.get(("next", "original_reward"), batch["next", "reward"])  # of n steps: of the first
+        if self.unlogged["success"]:
+            metrics["train/success"] = float(np.mean(self.unlogged["success"]))
+            self.unlogged["success"].clear()
+        if self.batch is not None:
+            metrics |= {f"train/{name}": float(value.float().mean()) for name, value in self.losses.items()}
+            relabelled = self.batch["hindsight", "relabelled"]
+            reward = self.batch.get(("next", "original_reward"), self.batch["next", "reward"])  # of n steps: the first
             metrics["train/relabelled"] = float(relabelled.float().mean())
             if relabelled.any():
                 reached = reward.reshape(relabelled.shape)[relabelled] == self.reward_at_goal

@@ -27,7 +27,7 @@ import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
-from training import movement  # noqa: E402
+from training import movement, read_config  # noqa: E402
 
 from torchrl_her.envs import PointReach  # noqa: E402
 
@@ -50,9 +50,10 @@ TINY = [
     "buffer.size=150",
     "checkpoint.interval=100",
     "evaluation.interval=100",
+    "logger.interval=150",  # what was not logged yet is in the checkpoint
     "logger.kinds=[csv]",
 ]
-BITS = ["env.kwargs.n_bits=5", "collector.steps_per_chunk=25"]
+BITS = ["+env.kwargs.n_bits=5", "collector.steps_per_chunk=25"]
 RUNS = {
     "dqn in several environments, with priorities and windows": [
         *BITS, "env.num_envs=5", "buffer.prioritized=error", "buffer.n_steps=3", "double=true",
@@ -170,13 +171,35 @@ def test_the_curve_goes_on_where_it_stopped(script, tmp_path):
     for name, values in before.items():
         assert resumed.history[name][: len(values)] == values
     assert [step for step, _ in resumed.history["evaluation/success"]] == [0, 200, 400]
-    for name in ("evaluation/return", "evaluation/distance", "train/relabelled", "train/q_value"):
+    names = ["evaluation/return", "evaluation/distance", "train/relabelled", "train/q_value"]
+    names.append("train/loss" if script == "dqn" else "train/loss_actor")
+    for name in names:
         with (tmp_path / "logs" / "csv" / "scalars" / f"{name}.csv").open() as file:
             rows = [(int(step), float(value)) for step, value in csv.reader(file)]
         assert rows == [(step, value) for step, value in resumed.history[name]]
         assert rows[-1][0] == 400
     assert list((tmp_path / "logs" / "tensorboard").glob("events*"))
     assert (tmp_path / "training.png").stat().st_size > 10_000
+
+
+def test_the_last_step_is_evaluated_and_logged(tmp_path):
+    training = train("ddpg", tmp_path, "total_steps=250")
+    assert [step for step, _ in training.history["evaluation/success"]] == [0, 200, 250]
+    assert [step for step, _ in training.history["time/training_seconds"]] == [100, 200, 250]
+
+
+def test_a_folder_with_a_run_takes_no_other(tmp_path):
+    train("ddpg", tmp_path, "total_steps=100")
+    with pytest.raises(SystemExit, match=r"has a run: go on with resume="):
+        train("ddpg", tmp_path, "total_steps=50", "seed=1")
+    assert train("ddpg", tmp_path, "total_steps=200", f"resume={tmp_path}").config.seed == 0
+
+
+def test_what_is_no_run_or_has_no_checkpoint_is_not_resumed(tmp_path):
+    with pytest.raises(SystemExit, match=r"There is no run in .*: it has no config\.yaml"):
+        read_config(tmp_path)
+    with pytest.raises(SystemExit, match="has no checkpoint to go on from"):
+        train("ddpg", tmp_path, f"resume={tmp_path}")
 
 
 def test_a_killed_run_logs_no_step_twice(tmp_path):
@@ -201,6 +224,15 @@ def test_the_command_line_trains_resumes_and_shows(tmp_path):
     assert "200 steps" in run(EXAMPLES / "dqn.py", *SMALL, *BITS, "total_steps=200", f"hydra.run.dir={folder}")
     # The other settings are those of the run.
     assert "400 steps" in run(EXAMPLES / "dqn.py", f"resume={folder}", "total_steps=400", "hydra.run.dir=other")
+    refused = subprocess.run(
+        [sys.executable, EXAMPLES / "td3.py", f"resume={folder}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert refused.returncode
+    assert "is one of dqn.py" in refused.stderr
     # What is given anew is kept, too.
     kept = OmegaConf.load(folder / "config.yaml")
     assert (kept.total_steps, kept.batch_size, kept.env.kwargs.n_bits, kept.resume) == (400, 32, 5, None)
@@ -249,6 +281,22 @@ def test_what_a_comparison_says_is_the_median_and_range_at_a_step():
     assert success.tolist() == [[0.1, 0.25, 1.0], [0.1, 0.5, 1.0], [0.1, 1.0, 1.0]]
 
 
+def test_runs_that_were_evaluated_at_other_steps_are_compared_where_they_agree():
+    logs = [np.array([[0, 0.0], [50, 0.2], [100, 0.4]]), np.array([[0, 0.1], [100, 0.5], [150, 0.6]])]
+    runs = [compare.Run(None, dict.fromkeys(compare.METRICS, log)) for log in logs]
+    steps, success = compare.curves(runs)
+    assert steps.tolist() == [0, 100]
+    assert success.tolist() == [[0.0, 0.4], [0.1, 0.5]]
+    assert np.isnan(compare.Run(None, {"seconds": np.array([[500, 3.0]])}).at("seconds", 100))
+
+
+def test_an_entry_that_no_configuration_has_is_not_compared():
+    run = compare.Run(configure("ddpg"), {})
+    assert run.group(["resume", "hindsight.strategy"]) == "resume None, strategy future"
+    with pytest.raises(SystemExit, match=r"A run of ddpg has no entry 'hindsight\.stragety'"):
+        run.group(["hindsight.stragety"])
+
+
 def test_without_runs_a_comparison_says_so(tmp_path):
     with pytest.raises(SystemExit, match="There is no run with CSV logs below"):
         compare.find_runs([tmp_path])
@@ -269,6 +317,28 @@ class OtherRewards(PointReach):
 
 
 gymnasium.register("OtherRewards-v0", OtherRewards, max_episode_steps=50)
+
+
+def test_environments_of_other_packages_are_named_with_their_module():
+    config = configure("ddpg", "env.name=torchrl_her.envs:torchrl_her/PointReach-v0", "buffer.size=1000")
+    assert common.make_hindsight(config).capacity == 1000 + 100  # episodes of 50 steps
+    config = configure("ddpg", "env.name=OtherRewards-v0", "+env.kwargs.max_episode_steps=64", "buffer.size=1000")
+    assert common.make_hindsight(config).capacity == 3000 + 100
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "message"),
+    [
+        ("ddpg", "CartPole-v1", r"no goal environment|not a goal environment.*\['achieved_goal', 'desired_goal'"),
+        ("ddpg", "torchrl_her/PointReach-v7", "There is no environment 'torchrl_her/PointReach-v7'"),
+        ("ddpg", "no_such_module:Env-v0", "There is no environment 'no_such_module:Env-v0'"),
+        ("sac", "torchrl_her/BitFlipping-v0", r"Actions of .* are numbers: train it with dqn\.py"),
+        ("dqn", "torchrl_her/PointReach-v0", r"Actions of .* are vectors: train it with ddpg\.py"),
+    ],
+)
+def test_environments_that_a_script_cannot_train_in_are_refused(script, env, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train(script, tmp_path, f"env.name={env}")
 
 
 def test_success_may_have_another_name_and_be_a_bool(tmp_path):
@@ -320,7 +390,7 @@ def test_what_is_shown_is_what_was_trained(tmp_path):
 
 def test_an_evaluation_is_of_the_episodes_last_steps_and_always_the_same():
     """Against a loop over single Gymnasium environments, with a policy that flips the first wrong bit."""
-    config = configure("dqn", "env.kwargs.n_bits=6", "evaluation.episodes=7", "evaluation.num_envs=3")
+    config = configure("dqn", "+env.kwargs.n_bits=6", "evaluation.episodes=7", "evaluation.num_envs=3")
     flips = TensorDictModule(
         lambda now, goal: torch.where(torch.rand(now.shape[:-1]) < 0.2, 0, (now != goal).int().argmax(-1)),
         ["observation", "desired_goal"],
@@ -397,6 +467,16 @@ def test_priorities_that_cannot_be_are_refused(overrides, message, tmp_path):
         train("ddpg", tmp_path, *overrides)
 
 
+def test_another_loss_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="loss is 'sac' or 'tqc', not 'tcq'"):
+        train("sac", tmp_path, "loss=tcq")
+
+
+def test_copies_for_a_share_of_all_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"her_ratio = k / \(k \+ 1\), not 1"):
+        train("ddpg", tmp_path, "hindsight.when=writing", "hindsight.her_ratio=1")
+
+
 def test_another_time_of_relabelling_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"hindsight\.when is 'sampling' or 'writing', not 'write'"):
         train("ddpg", tmp_path, "hindsight.when=write")
@@ -439,6 +519,8 @@ def test_updates_and_intervals_are_exact(tmp_path):
         ValueError, match=r"evaluation.interval=120 has to be a multiple of collector.steps_per_chunk=50"
     ):
         train("ddpg", tmp_path / "other", "evaluation.interval=120")
+    with pytest.raises(ValueError, match=r"collector.random_steps=120 has to be a multiple"):
+        train("ddpg", tmp_path / "other", "collector.random_steps=120")
 
 
 def test_a_missing_environment_says_what_to_install():
