@@ -154,6 +154,15 @@ def test_a_recorded_update_is_bit_for_bit_the_update(run, tmp_path):
     assert [path for path in learned if not same(expected[path], found[path])] == []
 
 
+def test_a_compiled_update_learns_the_same(tmp_path):
+    overrides = [*TINY, *BITS, "total_steps=50", "collector.random_steps=0"]
+    compiled = train("dqn", tmp_path / "compiled", *overrides, "compile=true")
+    run_as_it_is = train("dqn", tmp_path / "as it is", *overrides, "capture=false")
+    assert compiled.counters["updates"] == run_as_it_is.counters["updates"] == 50
+    for one, other in zip(compiled.policy.parameters(), run_as_it_is.policy.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_an_update_that_asks_for_a_value_is_not_recorded():
     update = capture.Captured(lambda batch: batch if batch["a"].sum() > 0 else -batch)
     batch = TensorDict(a=torch.ones(3), batch_size=3)
