@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import stable_baselines3 as sb3
 import torch
+import torchrl.envs
 from gymnasium.spaces import Box
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples
 from stable_baselines3.common.vec_env import DummyVecEnv
@@ -143,6 +144,59 @@ class Transform(TorchRL):
         return TensorDictReplayBuffer(storage=self.storage(self.size), transform=transform, batch_size=BATCH_SIZE)
 
 
+class Untouched(torchrl.envs.Transform):
+    """Returns a batch as it is."""
+
+    def forward(self, tensordict: TensorDict) -> TensorDict:
+        """The same."""
+        return tensordict
+
+
+class Undrawn(torchrl.envs.Transform):
+    """Sets the goals that were there, their reward, and a mark that says that they are not new.
+
+    No transform that relabels can do less: entries of its own in place of the storage's, and a reward for each row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward = SparseReward(THRESHOLD)
+        self.relabelled = torch.zeros(BATCH_SIZE, 1, dtype=torch.bool)
+
+    def forward(self, tensordict: TensorDict) -> TensorDict:
+        """The batch, with new entries."""
+        keys = "desired_goal", ("next", "desired_goal"), ("next", "reward")
+        stored = [tensordict.get(key) for key in keys]
+        tensordict = tensordict.exclude(*keys)
+        for key, value in zip(keys[:2], stored[:2], strict=True):
+            tensordict.set(key, torch.where(self.relabelled, value, value))
+        computed = self.reward.compute(tensordict)[keys[2]]
+        tensordict.set(keys[2], torch.where(self.relabelled, computed, stored[2]))
+        return tensordict.set(("hindsight", "relabelled"), self.relabelled)
+
+
+class NoOp(TorchRL):
+    """The first buffer with a transform that does nothing: what TorchRL takes for calling one."""
+
+    def make_buffer(self) -> TensorDictReplayBuffer:
+        """An empty buffer."""
+        return TensorDictReplayBuffer(
+            storage=self.storage(self.size), transform=self.make_transform(), batch_size=BATCH_SIZE
+        )
+
+    def make_transform(self) -> torchrl.envs.Transform:
+        """The transform."""
+        return Untouched()
+
+
+class Floor(NoOp):
+    """The first buffer with a transform that draws no goals, and does what is left of hindsight without that."""
+
+    def make_transform(self) -> torchrl.envs.Transform:
+        """The transform."""
+        return Undrawn()
+
+
 class Packed(TorchRL):
     """The first buffer with `PackedStorage`."""
 
@@ -151,6 +205,12 @@ class Packed(TorchRL):
 
 class PackedTransform(Transform):
     """The same with HERTransform."""
+
+    storage = PackedStorage
+
+
+class PackedFloor(Floor):
+    """As `Floor`, with `PackedStorage`."""
 
     storage = PackedStorage
 
@@ -353,7 +413,9 @@ AUGMENTATION, CPPRB = "HindsightAugmentation", "cpprb"
 PACKED_AUGMENTATION = "packed, Augmentation"
 PACKED, PACKED_OURS = "packed", "packed, HERTransform"
 FILE = "packed in a file"
-WITHOUT_HINDSIGHT = PLAIN, PACKED, FILE
+NO_OP, FLOOR, PACKED_FLOOR = "does nothing", "draws nothing", "packed, draws nothing"
+WITHOUT_HINDSIGHT = PLAIN, PACKED, FILE, NO_OP, FLOOR, PACKED_FLOOR
+FLOORS = NO_OP, FLOOR, PACKED_FLOOR
 CONTENDERS = {
     PLAIN: TorchRL,
     OURS: Transform,
@@ -364,5 +426,8 @@ CONTENDERS = {
     TORCHRL: TorchRLHindsight,
     SB3: StableBaselines3,
     CPPRB: Cpprb,
+    NO_OP: NoOp,
+    FLOOR: Floor,
+    PACKED_FLOOR: PackedFloor,
     FILE: PackedFile,
 }

@@ -12,7 +12,8 @@ it is relabelled, and whether its rewards are those of the goals that it came wi
 transition takes, and what `compact=True` saves of it.
 
 "packed" are the buffers with `PackedStorage`. `--ten-million` measures it in a memory-mapped file, too, with one
-million and with ten million transitions (3 GB of disk).
+million and with ten million transitions (3 GB of disk). "does nothing" and "draws nothing" are transforms that show
+what calling one costs, and what hindsight costs without its goals; they are not in the picture.
 
 Writes `sampling.csv` and `sampling.png`. Fails where a check fails, and not where a target is missed.
 """
@@ -41,6 +42,7 @@ from contenders import (
     CPPRB,
     EPISODE_STEPS,
     FILE,
+    FLOORS,
     OURS,
     PACKED,
     PACKED_AUGMENTATION,
@@ -287,6 +289,7 @@ def stored_bytes(storage: type[Storage], compact: bool) -> float:
 
 def draw(results: Results, path: Path) -> None:
     names, sizes = (list(dict.fromkeys(keys)) for keys in zip(*results, strict=True))
+    names = [name for name in names if name not in FLOORS]
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     titles = {
         "sample": f"sample({BATCH_SIZE})",
