@@ -155,7 +155,7 @@ class Untouched(torchrl.envs.Transform):
 class Undrawn(torchrl.envs.Transform):
     """Sets the goals that were there, their reward, and a mark that says that they are not new.
 
-    No transform that relabels can do less: entries of its own in place of the storage's, and a reward for each row.
+    What a plain one does that relabels: entries of its own in place of the storage's, and a reward for each row.
     """
 
     def __init__(self) -> None:

@@ -261,6 +261,15 @@ def learn(
     return evaluations
 
 
+def check_steps(steps: int, interval: int, settings: Settings) -> None:
+    """Check that evaluations come after whole chunks, and the last one at the end."""
+    if steps % interval or interval % settings.steps_per_chunk:
+        sys.exit(
+            f"{steps} steps have to be a multiple of the interval, {interval}, and that of {settings.steps_per_chunk}, "
+            "which are collected at a time."
+        )
+
+
 def smaller(task: Task, steps: int) -> Task:
     """Return the task with another budget."""
     return replace(task, steps=steps)

@@ -25,7 +25,20 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from learners import EPISODES, EQUAL, OURS, SB3, TASKS, TUNED, TUNED_SETTINGS, Evaluations, learn, settings_of, smaller
+from learners import (
+    EPISODES,
+    EQUAL,
+    OURS,
+    SB3,
+    TASKS,
+    TUNED,
+    TUNED_SETTINGS,
+    Evaluations,
+    check_steps,
+    learn,
+    settings_of,
+    smaller,
+)
 from torchrl import torchrl_logger
 from tqdm import tqdm
 
@@ -157,7 +170,9 @@ def markdown(table: list[dict[str, str]]) -> str:
 def draw(rows: list[Row], path: Path) -> None:
     """Draw success against steps and against training seconds, a row of panels for each task and way."""
     found = curves(rows)
-    panels = list(dict.fromkeys((task, way) for task, way, _ in found))
+    panels = sorted(
+        {(task, way) for task, way, _ in found}, key=lambda panel: (list(TASKS).index(panel[0]), panel[1] != EQUAL)
+    )
     figure, axes = plt.subplots(
         len(panels), 2, figsize=(9, 1.7 * len(panels) + 0.5), sharey=True, squeeze=False, layout="constrained"
     )
@@ -219,9 +234,8 @@ def train_all(arguments: argparse.Namespace) -> list[Row]:
     missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
     if missing:
         sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")
-    chunks = {settings_of(way, task, library).steps_per_chunk for task, way, library, _ in runs}
-    if arguments.steps and any(arguments.steps % chunk for chunk in chunks):
-        sys.exit(f"--steps has to be a multiple of {max(chunks)}: so many are collected at a time.")
+    for task, way, library, _ in runs:
+        check_steps(arguments.steps or TASKS[task].steps, arguments.interval, settings_of(way, task, library))
     path = arguments.output / "learning.csv"
     return run_all(runs, arguments.steps, arguments.interval, arguments.episodes, path)[0]
 

@@ -26,7 +26,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from learners import EPISODES, EQUAL_SETTINGS, INPUTS, LIBRARIES, OURS, SB3, TASKS, Act, Evaluations, Settings, Task
+from learners import (
+    EPISODES,
+    EQUAL_SETTINGS,
+    INPUTS,
+    LIBRARIES,
+    OURS,
+    SB3,
+    TASKS,
+    Act,
+    Evaluations,
+    Settings,
+    Task,
+    check_steps,
+)
 from learning import first_success
 from torchrl import torchrl_logger
 from tqdm import tqdm
@@ -148,6 +161,8 @@ def main() -> None:
         for task, library in searches:
             progress.set_postfix_str(f"{task}, {library}")
             candidates = make_candidates(task, library, count)
+            for settings in candidates:
+                check_steps(TASKS[task].steps, arguments.interval, settings)
             means = search(candidates, finalists, partial(measure, task, library))
             seconds, best = min(zip(means, candidates, strict=True), key=lambda pair: pair[0])
             found = f"{seconds:.1f} s with {best}" if math.isfinite(seconds) else "none got there with all seeds"

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -51,13 +52,12 @@ def measure(algorithm: str, updates: int) -> BothWays:
         made.append(BothWays(update))
         return made[-1]
 
-    script.speed_up = both_ways
     with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
         config = compose(algorithm, overrides=["logger.kinds=[]", "evaluation.episodes=1"])
     steps = config.collector.random_steps + int((updates + WARM_UP) / config.updates_per_step)
     steps -= steps % -config.collector.steps_per_chunk
     config.total_steps = config.evaluation.interval = config.checkpoint.interval = steps
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.object(script, "speed_up", both_ways):
         script.train(config, Path(folder))
     return made[0]
 

@@ -16,7 +16,6 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torchrl.envs import ExplorationType
 from torchrl.envs.utils import exploration_type
 
 Update = Callable[..., TensorDictBase]
@@ -24,7 +23,7 @@ VIEWS = {torch.ops.aten.t.default, torch.ops.aten.unbind.int, operator.getitem}
 
 
 class Captured:
-    """An update ``update(batch, *flags)`` that is played back from its third call on.
+    """An update ``update(batch, *flags)``, or what acts, that is played back from its third call on.
 
     The first call runs it as it is, because optimizers make their state there; the second notes the operations. There
     is one recording for all batches with the same flags. As with CUDA graphs, tensors are read and written where they
@@ -33,9 +32,9 @@ class Captured:
 
     def __init__(self, update: Update):
         self.update = update
-        self.recordings: dict[tuple[bool, ...], Recording | None] = {}
+        self.recordings: dict[tuple[Any, ...], Recording | None] = {}
 
-    def __call__(self, batch: TensorDictBase, *flags: bool) -> TensorDictBase:
+    def __call__(self, batch: TensorDictBase, *flags: Any) -> TensorDictBase:
         """Return what the update returns; what it writes into the batch stands there, too."""
         if flags not in self.recordings:
             self.recordings[flags] = None
@@ -48,7 +47,7 @@ class Captured:
 
 
 class CapturedPolicy(TensorDictModuleBase):
-    """A policy that is played back, and gives the action alone. With and without exploration are two recordings."""
+    """A policy that is played back, and gives the action alone; one recording for each type of exploration."""
 
     def __init__(self, policy: TensorDictModuleBase):
         super().__init__()
@@ -57,14 +56,14 @@ class CapturedPolicy(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Set the action."""
-        explores = exploration_type() == ExplorationType.RANDOM  # the policy asks, too
-        return tensordict.set("action", self._act(tensordict.select(*self.in_keys), explores)["action"])
+        acted = self._act(tensordict.select(*self.in_keys), exploration_type())  # for which the policy asks, too
+        return tensordict.set("action", acted["action"])
 
 
 class Recording:
     """The operations of one update."""
 
-    def record(self, update: Update, batch: TensorDictBase, *flags: bool) -> TensorDictBase:
+    def record(self, update: Update, batch: TensorDictBase, *flags: Any) -> TensorDictBase:
         """Run the update, and note its operations."""
         given = dict(batch.items(include_nested=True, leaves_only=True))
         losses = TensorDict()

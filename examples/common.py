@@ -51,8 +51,9 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
     """Make one goal environment, whose info entry of success stands in the data."""
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **OmegaConf.to_object(config.kwargs), **kwargs)
-    except (gymnasium.error.UnregisteredEnv, ModuleNotFoundError) as error:
-        raise SystemExit(f"There is no environment {config.name!r}: {error}.{how_to_install()}") from None
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        reason = str(error).rstrip(".")
+        raise SystemExit(f"The environment {config.name!r} cannot be made: {reason}. {how_to_install()}") from None
     if missing := {"observation", "achieved_goal", "desired_goal"} - set(env.observation_spec.keys()):
         raise SystemExit(f"{config.name} is not a goal environment: its observations have no {sorted(missing)}.")
     env.set_info_dict_reader(SuccessReader([config.success]))
@@ -67,9 +68,9 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
 def how_to_install() -> str:
     """Say how environments are installed that are not."""
     if importlib.util.find_spec("gymnasium_robotics") and importlib.util.find_spec("mujoco"):
-        return " Those of other packages are named with the module that registers them, module:Name-v0."
+        return "Those of other packages are named with the module that registers them, module:Name-v0."
     return (
-        " Fetch, the hand, the mazes and the other environments of Gymnasium-Robotics need MuJoCo, with versions that "
+        "Fetch, the hand, the mazes and the other environments of Gymnasium-Robotics need MuJoCo, with versions that "
         "belong together:\n    pip install -c constraints.txt gymnasium-robotics mujoco"
     )
 
@@ -208,10 +209,10 @@ def make_hindsight(config: DictConfig) -> HERTransform | HindsightAugmentation:
     reward = EnvReward(partial(make_env, config.env))
     strategy, her_ratio = config.hindsight.strategy, config.hindsight.her_ratio
     if config.hindsight.when not in ("sampling", "writing"):
-        raise ValueError(f"hindsight.when is 'sampling' or 'writing', not {config.hindsight.when!r}.")
+        raise SystemExit(f"hindsight.when is 'sampling' or 'writing', not {config.hindsight.when!r}.")
     if config.hindsight.enabled and config.hindsight.when == "writing":
         if not 0 < her_ratio < 1:
-            raise ValueError(f"hindsight.when=writing writes k copies, her_ratio = k / (k + 1), not {her_ratio}.")
+            raise SystemExit(f"hindsight.when=writing writes k copies, her_ratio = k / (k + 1), not {her_ratio}.")
         return HindsightAugmentation(reward, strategy=strategy, n_sampled_goal=round(her_ratio / (1 - her_ratio)))
     longest = outermost(make_env(config.env)).spec.max_episode_steps
     publishes_early = longest is not None and longest >= 64
@@ -231,9 +232,9 @@ def make_replay_buffer(
     hindsight = make_hindsight(config)
     n_steps, prioritized = config.buffer.n_steps, config.buffer.prioritized
     if prioritized not in (None, "error", "movement"):
-        raise ValueError(f"buffer.prioritized is null, 'error' or 'movement', not {prioritized!r}.")
+        raise SystemExit(f"buffer.prioritized is null, 'error' or 'movement', not {prioritized!r}.")
     if prioritized == "movement" and (n_steps > 1 or isinstance(hindsight, HindsightAugmentation)):
-        raise ValueError(
+        raise SystemExit(
             "buffer.prioritized=movement needs a row of the buffer for each step: use buffer.n_steps=1 and "
             "hindsight.when=sampling."
         )

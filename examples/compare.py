@@ -37,18 +37,17 @@ class Run(NamedTuple):
 
     def group(self, entries: list[str]) -> str:
         """Name the entries of its configuration and what they are."""
-        return ", ".join(f"{entry.rpartition('.')[2]} {self.entry(entry)}" for entry in entries)
+        return ", ".join(f"{entry.rpartition('.')[2]} {OmegaConf.select(self.config, entry)}" for entry in entries)
 
-    def entry(self, name: str) -> Any:
-        """Return an entry of its configuration."""
-        if (value := OmegaConf.select(self.config, name, default=self)) is self:
-            raise SystemExit(f"A run of {self.config.algorithm} has no entry {name!r} in its configuration.")
-        return value
+    def has(self, entry: str) -> bool:
+        """Whether there is such an entry in its configuration."""
+        return OmegaConf.select(self.config, entry, default=self) is not self
 
     def at(self, name: str, step: int) -> float:
         """Return what was logged at a step, or last before it; NaN where nothing was."""
         logged = self.logs[name]
-        return float(([np.nan], *logged[logged[:, 0] <= step])[-1][-1])
+        until = logged[logged[:, 0] <= step]
+        return float(until[-1, 1]) if len(until) else np.nan
 
 
 def paths(folder: Path) -> dict[str, Path]:
@@ -62,6 +61,13 @@ def find_runs(folders: list[Path]) -> list[Run]:
     if not found:
         raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, folders))}.")
     return [Run.read(folder) for folder in tqdm(found, desc="runs", leave=False)]
+
+
+def check_entries(runs: list[Run], entries: list[str]) -> None:
+    """Check that runs can be told apart by these entries."""
+    for entry in entries:
+        if not any(run.has(entry) for run in runs):
+            raise SystemExit(f"No run has an entry {entry!r} in its configuration.")
 
 
 def _is_run(folder: Path) -> bool:
@@ -86,9 +92,9 @@ def table(groups: dict[str, list[Run]], step: int) -> str:
 
 def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps ``[evaluations]`` that all runs came to, and their success there, ``[runs, evaluations]``."""
-    curves = [dict(run.logs["success"]) for run in runs]
-    steps = sorted(set.intersection(*map(set, curves)))
-    return np.array(steps), np.array([[curve[step] for step in steps] for curve in curves])
+    logged = [dict(run.logs["success"]) for run in runs]
+    steps = sorted(set.intersection(*map(set, logged)))
+    return np.array(steps), np.array([[success[step] for step in steps] for success in logged])
 
 
 def main() -> None:
@@ -101,7 +107,9 @@ def main() -> None:
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
 
-    runs = sorted(find_runs(arguments.folders), key=lambda run: run.group([*arguments.panels, *arguments.by]))
+    found = find_runs(arguments.folders)
+    check_entries(found, [*arguments.by, *arguments.panels])
+    runs = sorted(found, key=lambda run: run.group([*arguments.panels, *arguments.by]))
     groups: dict[str, list[Run]] = {}
     panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
     for run in runs:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-from common import Normalization, check_actions, make_env, make_replay_buffer
+from common import Normalization, check_actions, make_env, make_replay_buffer, reward_at_goal
 from deterministic import make_explorer, make_networks
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
@@ -57,6 +57,11 @@ def train(config: DictConfig, folder: Path) -> Training:
     set_up_process(config)
     env = make_env(config.env)
     check_actions(env, continuous=True)
+    if config.clip_target and (reward := reward_at_goal(env)) > 0:
+        raise SystemExit(
+            f"clip_target=true is for rewards of -1 and 0, and {config.env.name} gives {reward:g} at the goal: use "
+            "clip_target=false."
+        )
     normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic)
@@ -88,11 +93,6 @@ def train(config: DictConfig, folder: Path) -> Training:
         config, folder, replay_buffer, hindsight, normalization, policy, loss,
         actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
-    if config.clip_target and training.reward_at_goal > 0:
-        raise SystemExit(
-            f"clip_target=true is for rewards of -1 and 0, and {config.env.name} gives {training.reward_at_goal:g} at "
-            "the goal: use clip_target=false."
-        )
     for data in training.collect(explorer):
         training.write(data)
         normalization.update(data)

@@ -64,7 +64,7 @@ def make_loss(config: DictConfig, actor: ProbabilisticActor, critic: TensorDictM
     elif config.loss == "sac":
         loss = SACLoss(actor, critic, **arguments)
     else:
-        raise ValueError(f"loss is 'sac' or 'tqc', not {config.loss!r}.")
+        raise SystemExit(f"loss is 'sac' or 'tqc', not {config.loss!r}.")
     loss.make_value_estimator(gamma=config.gamma)
     return loss
 

@@ -75,9 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the run")
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the last")
-    parser.add_argument("--episodes", type=int, default=4, choices=range(1, 100), metavar="N", help="in the picture")
+    parser.add_argument("--episodes", type=int, default=4, help="in the picture")
     parser.add_argument("--render", action="store_true", help="draw frames of the environment")
     arguments = parser.parse_args()
+    if arguments.episodes < 1:
+        parser.error("--episodes has to be 1 or more.")
     torchrl_logger.setLevel("WARNING")
     config = read_config(arguments.folder)
     torch.set_float32_matmul_precision(config.matmul_precision)

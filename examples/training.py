@@ -46,8 +46,9 @@ def start(config: DictConfig) -> tuple[DictConfig, Path]:
         raise SystemExit(f"The run in {folder} is one of {resumed.algorithm}.py.")
     for override in HydraConfig.get().overrides.task:
         key = override.partition("=")[0].lstrip("+")
-        if key != "task" and not key.startswith("~"):
-            OmegaConf.update(resumed, key, OmegaConf.select(config, key), force_add=True)
+        if key == "task" or key.startswith("~"):
+            raise SystemExit(f"A run that is resumed takes settings as name=value, and not {override!r}.")
+        OmegaConf.update(resumed, key, OmegaConf.select(config, key), force_add=True)
     return resumed, folder
 
 
@@ -94,6 +95,7 @@ class Training:
         self.chunk = config.collector.steps_per_chunk
         self.prioritized = config.buffer.prioritized
         self._check_intervals()
+        check_loggers(config.logger.kinds)
         num_envs = config.env.num_envs
         self.envs = make_envs(config.env, num_envs, config.env.parallel) if num_envs > 1 else make_env(config.env)
         self.envs.set_seed(config.seed)  # starts them
@@ -106,10 +108,13 @@ class Training:
         self.counters = {"steps": 0, "updates": 0, "training_seconds": 0.0}
         self.history: dict[str, list[list[float]]] = {}  # of everything that is logged: [step, value]
         self.unlogged: dict[str, list[float]] = {"success": []}  # of training episodes since the last log
-        self.losses: dict[str, Tensor] = {}  # what was last known of each, and of what batch
+        self.latest: dict[str, float] = {}  # what was last known of the updates
+        self.losses: dict[str, Tensor] = {}  # what updates returned that is not among it yet, and the last one's batch
         self.batch: TensorDictBase | None = None
         components = {"policy": policy, "loss": loss, "normalization": normalization, "buffer": replay_buffer}
-        plain = {"counters": self.counters, "history": self.history, "unlogged": self.unlogged}
+        plain = {
+            "counters": self.counters, "history": self.history, "unlogged": self.unlogged, "latest": self.latest
+        }  # fmt: skip
         self.checkpoint = Checkpoint(**components, **optimizers, **plain, rng=GlobalRNGState())
         self.rotation = CheckpointRotation(folder / "checkpoints", keep_last=config.checkpoint.keep)
         self._open()
@@ -117,13 +122,13 @@ class Training:
     def _check_intervals(self) -> None:
         config, chunk = self.config, self.chunk
         if chunk % config.env.num_envs:
-            raise ValueError(
+            raise SystemExit(
                 f"collector.steps_per_chunk={chunk} has to be a multiple of env.num_envs={config.env.num_envs}."
             )
         names = "total_steps", "evaluation.interval", "checkpoint.interval", "logger.interval", "collector.random_steps"
         for name in names:
             if OmegaConf.select(config, name) % chunk:
-                raise ValueError(
+                raise SystemExit(
                     f"{name}={OmegaConf.select(config, name)} has to be a multiple of "
                     f"collector.steps_per_chunk={chunk}."
                 )
@@ -154,8 +159,6 @@ class Training:
     def _make_logger(self, kind: str, logs: Path) -> Logger:
         if kind != "wandb":
             return get_logger(kind, str(logs), kind)
-        if importlib.util.find_spec("wandb") is None:
-            raise SystemExit("logger.kinds has wandb, which is not installed: pip install wandb")
         return get_logger(
             kind, str(logs), self.folder.name, wandb_kwargs={"config": OmegaConf.to_container(self.config)}
         )
@@ -207,6 +210,7 @@ class Training:
                     break
                 began = time.perf_counter()
             collector.shutdown(close_env=False)
+            self._note_updates()
             self.rotation.save(self.checkpoint, step=self.steps)
             self._end_episodes()
         bar.close()
@@ -272,15 +276,21 @@ class Training:
         if self.unlogged["success"]:
             metrics["train/success"] = float(np.mean(self.unlogged["success"]))
             self.unlogged["success"].clear()
-        if self.batch is not None:
-            metrics |= {f"train/{name}": float(value.float().mean()) for name, value in self.losses.items()}
-            relabelled = self.batch["hindsight", "relabelled"]
-            reward = self.batch.get(("next", "original_reward"), self.batch["next", "reward"])  # of n steps: the first
-            metrics["train/relabelled"] = float(relabelled.float().mean())
-            if relabelled.any():
-                reached = reward.reshape(relabelled.shape)[relabelled] == self.reward_at_goal
-                metrics["train/relabelled_success"] = float(reached.float().mean())
-        self._log_all(metrics)
+        self._note_updates()
+        self._log_all(metrics | self.latest)
+
+    def _note_updates(self) -> None:
+        if self.batch is None:
+            return
+        relabelled = self.batch["hindsight", "relabelled"]
+        reward = self.batch.get(("next", "original_reward"), self.batch["next", "reward"])  # of n steps: the first
+        self.latest["train/relabelled"] = float(relabelled.float().mean())
+        if relabelled.any():
+            reached = reward.reshape(relabelled.shape)[relabelled] == self.reward_at_goal
+            self.latest["train/relabelled_success"] = float(reached.float().mean())
+        self.latest.update({f"train/{name}": float(value.float().mean()) for name, value in self.losses.items()})
+        self.losses.clear()
+        self.batch = None
 
     def _evaluate(self) -> None:
         outcomes = self.evaluation(self.policy)
@@ -301,6 +311,15 @@ class Training:
             if hasattr(closed, "close"):
                 closed.close()
         print(f"{self.steps:,} steps: success {self.history['evaluation/success'][-1][1]:.2f}. See {self.folder}/")
+
+
+def check_loggers(kinds: list[str]) -> None:
+    """Check that what is to be logged can be."""
+    for kind in kinds:
+        if kind not in ("csv", "tensorboard", "wandb"):
+            raise SystemExit(f"logger.kinds are csv, tensorboard and wandb, not {kind}.")
+        if kind == "wandb" and importlib.util.find_spec("wandb") is None:
+            raise SystemExit("logger.kinds has wandb, which is not installed: pip install wandb")
 
 
 def movement(data: TensorDictBase, far: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import importlib.util
 import itertools
 import shutil
 import subprocess
@@ -204,6 +205,31 @@ def test_a_folder_with_a_run_takes_no_other(tmp_path):
     assert train("ddpg", tmp_path, "total_steps=200", f"resume={tmp_path}").config.seed == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"), [("tensorbord", "csv, tensorboard and wandb, not tensorbord"), ("wandb", "pip install wandb")]
+)
+def test_a_logger_that_is_not_there_leaves_a_run_as_it_is(kind, message, tmp_path):
+    if kind == "wandb" and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    train("ddpg", tmp_path, "total_steps=100")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.csv")} | {0: (tmp_path / "config.yaml").read_text()}
+    with pytest.raises(SystemExit, match=message):
+        train("ddpg", tmp_path, f"resume={tmp_path}", f"logger.kinds=[csv,{kind}]")
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*.csv")} | {0: (tmp_path / "config.yaml").read_text()}
+    assert before == after
+
+
+def test_a_resumed_run_logs_what_was_last_known(tmp_path):
+    overrides = [*TINY, "updates_per_step=0.02", "logger.interval=50"]
+    whole = train("td3", tmp_path / "whole", *overrides)
+    checkpoint = tmp_path / "whole" / "checkpoints" / "checkpoint-000000000100"
+    shutil.copytree(checkpoint, tmp_path / "resumed" / "checkpoints" / checkpoint.name)
+    resumed = train("td3", tmp_path / "resumed", *overrides, f"resume={tmp_path / 'resumed'}")
+    assert [step for step, _ in whole.history["train/loss_actor"]] == [100, 150, 200]  # updates are at 100, 150, 200
+    for name in ("train/loss_actor", "train/q_value", "train/relabelled"):
+        assert resumed.history[name] == whole.history[name]
+
+
 def test_what_is_no_run_or_has_no_checkpoint_is_not_resumed(tmp_path):
     with pytest.raises(SystemExit, match=r"There is no run in .*: it has no config\.yaml"):
         read_config(tmp_path)
@@ -300,10 +326,13 @@ def test_runs_that_were_evaluated_at_other_steps_are_compared_where_they_agree()
 
 
 def test_an_entry_that_no_configuration_has_is_not_compared():
-    run = compare.Run(configure("ddpg"), {})
-    assert run.group(["resume", "hindsight.strategy"]) == "resume None, strategy future"
-    with pytest.raises(SystemExit, match=r"A run of ddpg has no entry 'hindsight\.stragety'"):
-        run.group(["hindsight.stragety"])
+    runs = [compare.Run(configure(script), {}) for script in ("sac", "ddpg")]
+    compare.check_entries(runs, ["resume", "loss"])
+    assert [run.group(["loss", "hindsight.strategy"]) for run in runs] == [
+        "loss sac, strategy future", "loss None, strategy future",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match=r"No run has an entry 'hindsight\.stragety'"):
+        compare.check_entries(runs, ["hindsight.stragety"])
 
 
 def test_without_runs_a_comparison_says_so(tmp_path):
@@ -338,9 +367,9 @@ def test_environments_of_other_packages_are_named_with_their_module():
 @pytest.mark.parametrize(
     ("script", "env", "message"),
     [
-        ("ddpg", "CartPole-v1", r"no goal environment|not a goal environment.*\['achieved_goal', 'desired_goal'"),
-        ("ddpg", "torchrl_her/PointReach-v7", "There is no environment 'torchrl_her/PointReach-v7'"),
-        ("ddpg", "no_such_module:Env-v0", "There is no environment 'no_such_module:Env-v0'"),
+        ("ddpg", "CartPole-v1", r"not a goal environment.*\['achieved_goal', 'desired_goal'"),
+        ("ddpg", "torchrl_her/PointReach-v7", r"'torchrl_her/PointReach-v7' cannot be made: .*"),
+        ("ddpg", "no_such_module:Env-v0", r"'no_such_module:Env-v0' cannot be made: No module named"),
         ("sac", "torchrl_her/BitFlipping-v0", r"Actions of .* are numbers: train it with dqn\.py"),
         ("dqn", "torchrl_her/PointReach-v0", r"Actions of .* are vectors: train it with ddpg\.py"),
     ],
@@ -360,7 +389,7 @@ def test_success_may_have_another_name_and_be_a_bool(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], r"no info entry 'is_success', but \['at_goal'\].*env\.success="),
+        (["clip_target=false"], r"no info entry 'is_success', but \['at_goal'\].*env\.success="),
         (["env.success=at_goal"], "gives 1 at the goal: use clip_target=false"),
     ],
 )
@@ -472,22 +501,22 @@ def test_what_moves_is_sampled_more_often(tmp_path):
     ],
 )
 def test_priorities_that_cannot_be_are_refused(overrides, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SystemExit, match=message):
         train("ddpg", tmp_path, *overrides)
 
 
 def test_another_loss_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="loss is 'sac' or 'tqc', not 'tcq'"):
+    with pytest.raises(SystemExit, match="loss is 'sac' or 'tqc', not 'tcq'"):
         train("sac", tmp_path, "loss=tcq")
 
 
 def test_copies_for_a_share_of_all_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"her_ratio = k / \(k \+ 1\), not 1"):
+    with pytest.raises(SystemExit, match=r"her_ratio = k / \(k \+ 1\), not 1"):
         train("ddpg", tmp_path, "hindsight.when=writing", "hindsight.her_ratio=1")
 
 
 def test_another_time_of_relabelling_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"hindsight\.when is 'sampling' or 'writing', not 'write'"):
+    with pytest.raises(SystemExit, match=r"hindsight\.when is 'sampling' or 'writing', not 'write'"):
         train("ddpg", tmp_path, "hindsight.when=write")
 
 
@@ -525,10 +554,10 @@ def test_updates_and_intervals_are_exact(tmp_path):
     training = train("ddpg", tmp_path, "updates_per_step=0.25", "collector.random_steps=150")
     assert training.counters["updates"] == (400 - 150) // 4
     with pytest.raises(
-        ValueError, match=r"evaluation.interval=120 has to be a multiple of collector.steps_per_chunk=50"
+        SystemExit, match=r"evaluation.interval=120 has to be a multiple of collector.steps_per_chunk=50"
     ):
         train("ddpg", tmp_path / "other", "evaluation.interval=120")
-    with pytest.raises(ValueError, match=r"collector.random_steps=120 has to be a multiple"):
+    with pytest.raises(SystemExit, match=r"collector.random_steps=120 has to be a multiple"):
         train("ddpg", tmp_path / "other", "collector.random_steps=120")
 
 

@@ -135,7 +135,7 @@ def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Te
     if not difference.is_floating_point():
         difference = difference.double()
     distance = torch.linalg.vector_norm(difference, dim=-1)  # [batch]
-    return (distance <= threshold).add(-1.0)
+    return (distance <= threshold).float().sub_(1.0)
 
 
 def as_tensor(values: Any) -> Tensor:
