@@ -357,6 +357,17 @@ class OtherRewards(PointReach):
 gymnasium.register("OtherRewards-v0", OtherRewards, max_episode_steps=50)
 
 
+@pytest.mark.parametrize("task", sorted(path.stem for path in (EXAMPLES / "config" / "task").glob("*.yaml")))
+def test_a_task_is_a_whole_configuration(task):
+    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
+        config = compose("dqn" if "bit" in task else "ddpg", overrides=[f"+task={task}"])
+    chunk = config.collector.steps_per_chunk
+    assert chunk % config.env.num_envs == 0
+    for steps in (config.total_steps, config.evaluation.interval, config.checkpoint.interval, config.logger.interval):
+        assert steps % chunk == 0
+    assert config.total_steps % config.evaluation.interval == 0
+
+
 def test_environments_of_other_packages_are_named_with_their_module():
     config = configure("ddpg", "env.name=torchrl_her.envs:torchrl_her/PointReach-v0", "buffer.size=1000")
     assert common.make_hindsight(config).capacity == 1000 + 100  # episodes of 50 steps
