@@ -81,12 +81,15 @@ TASKS = {
     "PointReach, SAC": Task("torchrl_her/PointReach-v0", "sac", 4_000),
     "PointReach, DDPG": Task("torchrl_her/PointReach-v0", "ddpg", 5_000),
     "PointReach, TD3": Task("torchrl_her/PointReach-v0", "td3", 6_000),
-    "FetchReach, SAC": Task("FetchReach-v4", "sac", 10_000, held=3),
-    "FetchReach, TD3": Task("FetchReach-v4", "td3", 10_000, held=3),
+    "FetchReach, SAC": Task("FetchReach-v4", "sac", 3_000, held=3),
+    "FetchReach, TD3": Task("FetchReach-v4", "td3", 3_000, held=3),
 }
 INPUTS = "inputs=[observation,achieved_goal,desired_goal]"  # what the networks of Stable-Baselines3 read
 EQUAL_TO_THEIRS = {"sac": (INPUTS,), "ddpg": (INPUTS, "clip_target=false"), "td3": (INPUTS,)}
-EQUAL_SETTINGS = {name: Settings(ours=EQUAL_TO_THEIRS[task.algorithm]) for name, task in TASKS.items()}
+# Fetch is normalized, as in the original experiments (arXiv:1802.09464) and in Stable-Baselines3's own settings for it.
+EQUAL_SETTINGS = {
+    name: Settings(ours=EQUAL_TO_THEIRS[task.algorithm], normalize="Fetch" in task.env) for name, task in TASKS.items()
+}
 # What `tuning.py` found, of twelve candidates for each, of six on FetchReach.
 SMALL = Settings(hidden=(64, 64), learning_rate=2e-3, ours=(INPUTS,))
 NORMALIZED = replace(SMALL, gamma=0.9, random_steps=250, n_sampled_goal=8, normalize=True)

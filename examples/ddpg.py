@@ -16,14 +16,14 @@ from pathlib import Path
 
 import hydra
 from common import Normalization, check_actions, make_env, make_replay_buffer, reward_at_goal
-from deterministic import make_explorer, make_networks
+from deterministic import make_networks, make_noise
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
-from training import Training, make_adam, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
 
 # Loss
 
@@ -70,7 +70,8 @@ def train(config: DictConfig, folder: Path) -> Training:
     critic_optimizer = make_adam(critic.parameters(), config.learning_rate)
 
     policy = make_policy(normalization, actor)
-    explorer = make_explorer(config, env.action_spec.to(config.device), policy)
+    spec = env.action_spec.to(config.device)
+    explorer = make_explorer(config, spec, policy, make_noise(config, spec))
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)

@@ -1,13 +1,13 @@
-"""What DDPG and TD3 share: networks of a deterministic policy, and its exploration."""
+"""What DDPG and TD3 share: networks of a deterministic policy, and its noise."""
 
 from __future__ import annotations
 
 from omegaconf import DictConfig
-from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase
-from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModule, ValueOperator
+from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
 
 
 def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[TensorDictSequential, TensorDictModule]:
@@ -23,10 +23,7 @@ def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[
     return actor, critic
 
 
-def make_explorer(config: DictConfig, spec: TensorSpec, policy: TensorDictModuleBase) -> TensorDictSequential:
-    """Return the policy with Gaussian noise and, at random, uniform actions in its place."""
-    noise, share = config.exploration.noise, config.exploration.random_actions
-    explorer = [policy, AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=config.device)]
-    if share:
-        explorer.append(EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device))
-    return TensorDictSequential(*explorer)
+def make_noise(config: DictConfig, spec: TensorSpec) -> AdditiveGaussianModule:
+    """Return the Gaussian noise of actions."""
+    noise = config.exploration.noise
+    return AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=config.device)

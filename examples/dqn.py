@@ -21,9 +21,9 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.envs import EnvBase
-from torchrl.modules import MLP, EGreedyModule, QValueModule
+from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
-from training import Training, make_adam, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
 
 # Networks
 
@@ -52,8 +52,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     optimizer = make_adam(loss.parameters(), config.learning_rate)
 
     policy = make_policy(normalization, actor)
-    spec, share = env.action_spec.to(config.device), config.exploration.random_actions
-    explorer = TensorDictSequential(policy, EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device))
+    explorer = make_explorer(config, env.action_spec.to(config.device), policy)
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         value = loss(batch)["loss"]

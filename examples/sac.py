@@ -14,16 +14,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-from capture import CapturedPolicy
 from common import Normalization, check_actions, make_env, make_replay_buffer
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
-from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
-from training import Training, make_adam, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
 
 # Networks
 
@@ -84,12 +83,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     optimizer = make_adam(loss.parameters(), config.learning_rate)  # no loss has gradients for another's parameters
 
     policy = make_policy(normalization, actor)
-    spec, share = env.action_spec.to(config.device), config.exploration.random_actions
-    explorer = CapturedPolicy(policy) if config.capture else policy
-    if share:
-        explorer = TensorDictSequential(
-            explorer, EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device)
-        )
+    explorer = make_explorer(config, env.action_spec.to(config.device), policy)
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import hydra
 from common import Normalization, check_actions, make_env, make_replay_buffer
-from deterministic import make_explorer, make_networks
+from deterministic import make_networks, make_noise
 from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from torchrl.objectives import SoftUpdate, TD3Loss
-from training import Training, make_adam, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
 
 # Training
 
@@ -42,7 +42,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     critic_optimizer = make_adam(loss.qvalue_network_params.flatten_keys().values(), config.learning_rate)
 
     policy = make_policy(normalization, actor)
-    explorer = make_explorer(config, spec, policy)
+    explorer = make_explorer(config, spec, policy, make_noise(config, spec))
 
     def update(batch: TensorDictBase, with_actor: bool) -> TensorDictBase:
         loss_qvalue, values = loss.value_loss(batch)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from capture import Captured, Update
+from capture import Captured, CapturedPolicy, Update
 from common import Evaluation, Normalization, check_success, make_env, make_envs, reward_at_goal
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import Collector
-from torchrl.data import TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer, TensorSpec
 from torchrl.envs import ExplorationType, MultiStepTransform
+from torchrl.modules import EGreedyModule
 from torchrl.record.loggers import Logger, get_logger
 from tqdm import tqdm
 
@@ -338,6 +339,16 @@ def movement(data: TensorDictBase, far: float) -> Tensor:
 def make_policy(normalization: Normalization, actor: TensorDictModuleBase) -> TensorDictSequential:
     """Return the greedy policy, which reads raw observations and goals."""
     return TensorDictSequential(*normalization.when_acting(), actor)
+
+
+def make_explorer(
+    config: DictConfig, spec: TensorSpec, policy: TensorDictModuleBase, *noise: TensorDictModuleBase
+) -> TensorDictSequential:
+    """Return what acts: the policy, recorded or as it is, with noise and, at random, uniform actions in its place."""
+    share = config.exploration.random_actions
+    acts = CapturedPolicy(policy) if config.capture else policy
+    uniform = [EGreedyModule(spec, eps_init=share, eps_end=share, device=config.device)] if share else []
+    return TensorDictSequential(acts, *noise, *uniform)
 
 
 def speed_up(config: DictConfig, update: Update) -> Update:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
 
 pytest.importorskip("hydra", reason="the training scripts need the extra 'examples'")
 pytest.importorskip("tensorboard", reason="the training scripts need the extra 'examples'")
@@ -28,7 +29,7 @@ import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
-from training import movement, read_config  # noqa: E402
+from training import make_adam, movement, read_config  # noqa: E402
 
 from torchrl_her.envs import PointReach  # noqa: E402
 
@@ -164,8 +165,54 @@ def test_a_compiled_update_learns_the_same(tmp_path):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_an_update_that_asks_for_a_value_is_not_recorded():
-    update = capture.Captured(lambda batch: batch if batch["a"].sum() > 0 else -batch)
+def test_a_recording_does_what_the_update_does():
+    """With what is given, drawn, made of numbers, kept, viewed and written."""
+
+    class Update:
+        def __init__(self):
+            self.weight = nn.Parameter(torch.eye(2))
+            self.optimizer = make_adam([self.weight], 0.1)
+            self.enabled = torch.tensor(True)
+            self.calls = 0
+
+        def __call__(self, batch):
+            self.calls += 1
+            total = torch.tensor(0.5)
+            total += batch["a"].sum()
+            if self.enabled and torch.tensor(3.0) > 2:
+                batch["b"] = batch["a"] + torch.rand(2)
+            smallest, place = (self.weight.t() * batch["b"]).square().min(0)
+            smallest.sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return TensorDict(smallest=smallest.detach(), place=place, total=total)
+
+    one, other = Update(), Update()
+    recorded = capture.Captured(other)
+    for seed in range(6):
+        expected, found = ({"batch": TensorDict(a=torch.tensor([seed, 1.0]))} for _ in range(2))
+        for update, outcome in ((one, expected), (recorded, found)):
+            torch.manual_seed(seed)
+            outcome["losses"] = update(outcome["batch"])
+        assert set(found["batch"].keys()) == {"a", "b"}
+        assert all((found[name] == expected[name]).all() for name in expected)
+        assert torch.equal(other.weight, one.weight)
+    assert other.calls == 2
+
+
+def given(batch):
+    return batch["a"].sum()
+
+
+def written_to(batch):
+    total = torch.tensor(0.0)
+    total += batch["a"].sum()
+    return total
+
+
+@pytest.mark.parametrize("value", [given, written_to])
+def test_an_update_that_asks_for_a_value_is_not_recorded(value):
+    update = capture.Captured(lambda batch: batch if value(batch) > 0 else -batch)
     batch = TensorDict(a=torch.ones(3), batch_size=3)
     assert update(batch) is batch  # the first runs as it is
     with pytest.raises(RuntimeError, match="capture=false"):
