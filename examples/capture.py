@@ -7,8 +7,8 @@ same operations run with nothing in between, and their results are the same bit 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, MutableMapping
-from types import BuiltinFunctionType
+from collections.abc import Callable, MutableMapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ from torchrl.envs.utils import exploration_type
 
 Update = Callable[..., TensorDictBase]
 aten = torch.ops.aten
-NOTHING = {aten.detach.default, aten.alias.default}  # where no gradients are tracked
+NOTHING = {aten.detach.default, aten.alias.default}  # is what these do where no gradients are tracked
+# Frequent operations, which PyTorch also has as functions: the same, and called in two thirds of the time.
+NAMES = (
+    "_foreach_add_ _foreach_lerp_ _fused_adam_ add addmm cat clamp div exp log mean min mm mul neg pow relu select "
+    "squeeze stack sub sum t tanh unbind unsqueeze"
+)
+FUNCTIONS = {getattr(aten, name): getattr(torch, name) for name in NAMES.split()}
+FUNCTIONS |= {aten.expand: Tensor.expand, aten.view: Tensor.view}
 
 
 class Captured:
@@ -31,7 +38,8 @@ class Captured:
 
     The first call runs it as it is, because optimizers make their state there; the second notes the operations. There
     is one recording for all batches with the same flags. As with CUDA graphs, tensors are read and written where they
-    were, and all else stays what it was when it was recorded: shapes, branches, learning rates.
+    were, and all that Python does stays as it was recorded: shapes, branches, counters, learning rates, what became of
+    gradients that an earlier call had left, or of what left PyTorch (``tolist``, ``numpy``).
     """
 
     def __init__(self, update: Update):
@@ -44,10 +52,12 @@ class Captured:
             self.recordings[flags] = None
             return self.update(batch, *flags)
         recording = self.recordings[flags]
-        if recording is None:
-            recording = self.recordings[flags] = Recording()
-            return recording.record(self.update, batch, *flags)
-        return recording.play(batch)
+        if recording is not None:
+            return recording.play(batch)
+        recording = Recording()
+        losses = recording.record(self.update, batch, *flags)
+        self.recordings[flags] = recording
+        return losses
 
 
 class CapturedPolicy(TensorDictModuleBase):
@@ -69,22 +79,24 @@ class Recording:
 
     def record(self, update: Update, batch: TensorDictBase, *flags: Any) -> TensorDictBase:
         """Run the update, and note its operations."""
-        given = dict(batch.items(include_nested=True, leaves_only=True))
+        given = {key: value.view_as(value) for key, value in batch.items(True, True)}  # each one a tensor of its own
         updated = TensorDict(given, batch.batch_size)
-        with Recorder(given.values()) as recorder:
+        with Recorder(given) as recorder:
             losses = update(updated, *flags)
+        returned = dict(losses.items(True, True))
         written = {key: value for key, value in updated.items(True, True) if value is not given.get(key)}
         batch.update(written)
-        self.given, self.keys, self.written = list(given), list(losses.keys()), list(written)
-        self.operations, self.kept = recorder.function(*losses.values(), *written.values())
+        self.operations = recorder.function(*returned.values(), *written.values())
+        self.given, self.kept = list(recorder.given), list(recorder.kept.values())
+        self.returned, self.written = list(returned), list(written)
         return losses
 
     @torch.no_grad()
     def play(self, batch: TensorDictBase) -> TensorDictBase:
         """Run the operations on another batch."""
-        results = self.operations(*[batch[key] for key in self.given], *self.kept)
-        batch.update(dict(zip(self.written, results[len(self.keys) :], strict=True)))
-        return TensorDict(dict(zip(self.keys, results, strict=False)))
+        results = self.operations.forward(*map(batch.get, self.given), *self.kept)
+        batch.update(dict(zip(self.written, results[len(self.returned) :], strict=True)))
+        return TensorDict(dict(zip(self.returned, results, strict=False)))
 
 
 class Recorder(TorchDispatchMode):
@@ -94,14 +106,15 @@ class Recorder(TorchDispatchMode):
     Views of them are made here, once.
     """
 
-    def __init__(self, given: Iterable[Tensor]):
+    def __init__(self, given: dict[Any, Tensor]):
         super().__init__()
         self.graph = Graph()
+        self.given: dict[Any, Node] = {}
         self.kept: dict[Node, Tensor] = {}
-        self._literals: set[Node] = set()  # made of numbers in the code, and the same at each call
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
-        for tensor in given:
-            self._nodes[tensor] = self._argument()
+        self._literals: set[Node] = set()  # computed of numbers in the code: what a branch may depend on
+        for key, tensor in given.items():
+            self.given[key] = self._nodes[tensor] = self._argument()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operation, and note it."""
@@ -111,35 +124,42 @@ class Recorder(TorchDispatchMode):
         if op is aten.lift_fresh.default:  # makes a tensor of a number
             op, literal = aten.clone.default, True  # at each call, because it may be written to
         results = op(*args, **kwargs)
-        if isinstance(results, bool | int | float):
+        if isinstance(results, Number):
             if not literal:
                 raise RuntimeError(f"{op} asks for a value, which no recording can: capture=false runs this as it is.")
         elif op in NOTHING:
             self._add(results, self._node(args[0]), literal)
         elif op.namespace != "profiler" and not (op.is_view and self._is_kept(args[0])):
             node = self.graph.call_function(op, *tree_map_only(Tensor, self._node, (args, kwargs)))
+            if node.is_impure():  # it writes somewhere, or draws
+                self._literals.clear()
+                literal = False
             if isinstance(results, Tensor):
                 self._add(results, node, literal)
             else:
                 for i, result in enumerate(results or ()):
-                    self._add(result, self.graph.call_function(operator.getitem, (node, i)), literal)
+                    if isinstance(result, Tensor):
+                        self._add(result, self.graph.call_function(operator.getitem, (node, i)), literal)
         return results
 
-    def function(self, *results: Tensor) -> tuple[GraphModule, list[Tensor]]:
-        """Return what computes the results, as a function of what was given and of the tensors that were kept."""
+    def function(self, *results: Tensor) -> GraphModule:
+        """Return what computes the results, as a function of what is given, as far as it is read, and what is kept."""
         self.graph.output(tuple(map(self._node, results)))
         self.graph.eliminate_dead_code()
+        for key, node in list(self.given.items()):
+            if not node.users:
+                self.graph.erase_node(self.given.pop(key))
         for node in self.graph.nodes:
-            if node.op == "call_function":
-                node.target = faster(node.target)
-        return GraphModule({}, self.graph), list(self.kept.values())
+            operation = getattr(node.target, "overloadpacket", None)
+            node.target = FUNCTIONS.get(operation, node.target)
+        return GraphModule({}, self.graph)
 
     def _is_kept(self, tensor: Tensor) -> bool:
         return tensor not in self._nodes or self._nodes[tensor] in self.kept
 
     def _is_literal(self, tensor: Tensor) -> bool:
         if self._is_kept(tensor):
-            return tensor.dtype == torch.bool  # a setting of a module
+            return tensor.dtype == torch.bool  # which counts as a setting
         return self._nodes[tensor] in self._literals
 
     def _node(self, tensor: Tensor) -> Node:
@@ -153,10 +173,5 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, node: Node, literal: bool) -> None:
         node = self._nodes.setdefault(tensor, node)  # what is changed in place is there already
-        (self._literals.add if literal else self._literals.discard)(node)
-
-
-def faster(op: Any) -> Any:
-    """Return PyTorch's function for an operation where it has one: the same, and called in two thirds of the time."""
-    function = getattr(torch, op.__name__.split(".")[0], None)
-    return function if isinstance(function, BuiltinFunctionType) else op
+        if literal:
+            self._literals.add(node)

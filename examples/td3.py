@@ -38,6 +38,7 @@ def train(config: DictConfig, folder: Path) -> Training:
     )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
+    actor_interval = config.actor_interval
     actor_optimizer = make_adam(loss.actor_network_params.flatten_keys().values(), config.learning_rate)
     critic_optimizer = make_adam(loss.qvalue_network_params.flatten_keys().values(), config.learning_rate)
 
@@ -69,7 +70,7 @@ def train(config: DictConfig, folder: Path) -> Training:
         training.write(data)
         normalization.update(data)
         for batch in training.batches():
-            with_actor = training.counters["updates"] % config.actor_interval == 0
+            with_actor = training.counters["updates"] % actor_interval == 0
             training.record(update(batch, with_actor), batch)
     return training
 

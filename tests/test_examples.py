@@ -171,7 +171,9 @@ def test_a_recording_does_what_the_update_does():
     class Update:
         def __init__(self):
             self.weight = nn.Parameter(torch.eye(2))
-            self.optimizer = make_adam([self.weight], 0.1)
+            self.network = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2, bias=False))
+            nn.init.eye_(self.network[1].weight)
+            self.optimizer = make_adam([self.weight, *self.network.parameters()], 0.1)
             self.enabled = torch.tensor(True)
             self.calls = 0
 
@@ -181,11 +183,11 @@ def test_a_recording_does_what_the_update_does():
             total += batch["a"].sum()
             if self.enabled and torch.tensor(3.0) > 2:
                 batch["b"] = batch["a"] + torch.rand(2)
-            smallest, place = (self.weight.t() * batch["b"]).square().min(0)
-            smallest.sum().backward()
+            smallest, place = (self.weight.t()[:, torch.tensor([1, 0])] * batch["b"]).square().min(0)
+            (smallest.sum() + self.network(batch["a"]).sum()).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            return TensorDict(smallest=smallest.detach(), place=place, total=total)
+            return TensorDict(smallest=smallest.detach(), place=place, sums=TensorDict(total=total))
 
     one, other = Update(), Update()
     recorded = capture.Captured(other)
@@ -197,6 +199,7 @@ def test_a_recording_does_what_the_update_does():
         assert set(found["batch"].keys()) == {"a", "b"}
         assert all((found[name] == expected[name]).all() for name in expected)
         assert torch.equal(other.weight, one.weight)
+        assert torch.equal(other.network[1].weight, one.network[1].weight)
     assert other.calls == 2
 
 
@@ -210,7 +213,17 @@ def written_to(batch):
     return total
 
 
-@pytest.mark.parametrize("value", [given, written_to])
+def written_to_in_part(batch):
+    pair = torch.tensor([0.0, 0.0])
+    pair[0] = batch["a"].sum()
+    return pair.sum()
+
+
+def drawn(batch):
+    return torch.bernoulli(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("value", [given, written_to, written_to_in_part, drawn])
 def test_an_update_that_asks_for_a_value_is_not_recorded(value):
     update = capture.Captured(lambda batch: batch if value(batch) > 0 else -batch)
     batch = TensorDict(a=torch.ones(3), batch_size=3)
