@@ -211,9 +211,10 @@ def make_hindsight(config: DictConfig) -> HERTransform | HindsightAugmentation:
     if config.hindsight.when not in ("sampling", "writing"):
         raise SystemExit(f"hindsight.when is 'sampling' or 'writing', not {config.hindsight.when!r}.")
     if config.hindsight.enabled and config.hindsight.when == "writing":
-        if not 0 < her_ratio < 1:
+        copies = round(her_ratio / (1 - her_ratio)) if 0 < her_ratio < 1 else 0
+        if not copies or abs(copies / (copies + 1) - her_ratio) > 0.005:
             raise SystemExit(f"hindsight.when=writing writes k copies, her_ratio = k / (k + 1), not {her_ratio}.")
-        return HindsightAugmentation(reward, strategy=strategy, n_sampled_goal=round(her_ratio / (1 - her_ratio)))
+        return HindsightAugmentation(reward, strategy=strategy, n_sampled_goal=copies)
     longest = outermost(make_env(config.env)).spec.max_episode_steps
     publishes_early = longest is not None and longest >= 64
     return HERTransform(

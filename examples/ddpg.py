@@ -62,6 +62,8 @@ def train(config: DictConfig, folder: Path) -> Training:
             f"clip_target=true is for rewards of -1 and 0, and {config.env.name} gives {reward:g} at the goal: use "
             "clip_target=false."
         )
+    if config.clip_target and config.gamma >= 1:
+        raise SystemExit("With gamma=1 a sum of rewards has no lowest value to clip to: use clip_target=false.")
     normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Normalization, make_env, on_device, unwrap
+from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Normalization, make_env, unwrap
 from omegaconf import DictConfig
 from plots import draw_episodes
 from tensordict.nn import TensorDictModuleBase
@@ -53,13 +53,11 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     return checkpoints[steps.index(step)]
 
 
-def play(
-    env: EnvBase, policy: TensorDictModuleBase, seed: int, success: str, device: str = "cpu"
-) -> tuple[dict[str, Any], int]:
+def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, success: str) -> tuple[dict[str, Any], int]:
     """Return one greedy episode, as ``draw_episodes`` shows it, and the seed of the next."""
     next_seed = env.set_seed(seed)
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-        steps = env.rollout(LONGEST_EPISODE, policy, **on_device(env, device)).cpu()
+        steps = env.rollout(LONGEST_EPISODE, policy)
     goals = torch.cat([steps["achieved_goal"][:1], steps["next", "achieved_goal"]]).flatten(1)
     episode = {
         "achieved_goal": goals.numpy(),  # [steps + 1, goal]
@@ -82,6 +80,7 @@ def main() -> None:
         parser.error("--episodes has to be 1 or more.")
     torchrl_logger.setLevel("WARNING")
     config = read_config(arguments.folder)
+    config.device = "cpu"  # wherever it was trained
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(arguments.folder, arguments.step)
     policy = load_policy(config, checkpoint)
@@ -105,7 +104,7 @@ def main() -> None:
         env = make_env(config.env, **PIXELS)
     episodes, seed = [], EVALUATION_SEED  # the first of those above
     for _ in range(arguments.episodes):
-        episode, seed = play(env, policy, seed, config.env.success, config.device)
+        episode, seed = play(env, policy, seed, config.env.success)
         episodes.append(episode)
     env.close()
     picture = arguments.folder / "episodes.png"

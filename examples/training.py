@@ -35,6 +35,10 @@ from torchrl_her.windows import forget_held_back
 
 BATCHES_AT_ONCE = 16  # sampled in one call: the buffer does not change between the updates of a chunk
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
+GIVEN_ANEW = [  # to a run that is resumed; the rest is in its weights, its optimizers and its buffer
+    "resume", "total_steps", "batch_size", "threads", "matmul_precision", "capture", "compile", "exploration",
+    "evaluation", "logger", "checkpoint",
+]  # fmt: skip
 
 
 def start(config: DictConfig) -> tuple[DictConfig, Path]:
@@ -45,11 +49,16 @@ def start(config: DictConfig) -> tuple[DictConfig, Path]:
     resumed = read_config(folder)
     if resumed.algorithm != config.algorithm:
         raise SystemExit(f"The run in {folder} is one of {resumed.algorithm}.py.")
-    for override in HydraConfig.get().overrides.task:
-        key = override.partition("=")[0].lstrip("+")
-        if key == "task" or key.startswith("~"):
-            raise SystemExit(f"A run that is resumed takes settings as name=value, and not {override!r}.")
-        OmegaConf.update(resumed, key, OmegaConf.select(config, key), force_add=True)
+    given = [override.partition("=")[0].lstrip("+~") for override in HydraConfig.get().overrides.task]
+    for key in config if "task" in given else given:
+        value, kept = OmegaConf.select(config, key), OmegaConf.select(resumed, key)
+        if key.partition(".")[0] in GIVEN_ANEW:
+            OmegaConf.update(resumed, key, value)
+        elif value != kept:
+            raise SystemExit(
+                f"A run that is resumed keeps its {key}, {kept}, and does not take {value}: what it takes are "
+                f"{', '.join(GIVEN_ANEW)}."
+            )
     return resumed, folder
 
 
@@ -95,7 +104,7 @@ class Training:
         self.replay_buffer, self.hindsight, self.policy = replay_buffer, hindsight, policy
         self.chunk = config.collector.steps_per_chunk
         self.prioritized = config.buffer.prioritized
-        self._check_intervals()
+        check_intervals(config)
         check_loggers(config.logger.kinds)
         num_envs = config.env.num_envs
         self.envs = make_envs(config.env, num_envs, config.env.parallel) if num_envs > 1 else make_env(config.env)
@@ -119,20 +128,6 @@ class Training:
         self.checkpoint = Checkpoint(**components, **optimizers, **plain, rng=GlobalRNGState())
         self.rotation = CheckpointRotation(folder / "checkpoints", keep_last=config.checkpoint.keep)
         self._open()
-
-    def _check_intervals(self) -> None:
-        config, chunk = self.config, self.chunk
-        if chunk % config.env.num_envs:
-            raise SystemExit(
-                f"collector.steps_per_chunk={chunk} has to be a multiple of env.num_envs={config.env.num_envs}."
-            )
-        names = "total_steps", "evaluation.interval", "checkpoint.interval", "logger.interval", "collector.random_steps"
-        for name in names:
-            if OmegaConf.select(config, name) % chunk:
-                raise SystemExit(
-                    f"{name}={OmegaConf.select(config, name)} has to be a multiple of "
-                    f"collector.steps_per_chunk={chunk}."
-                )
 
     def _open(self) -> None:
         """Resume where there is a checkpoint, and open the logs, with what they had there."""
@@ -312,6 +307,21 @@ class Training:
             if hasattr(closed, "close"):
                 closed.close()
         print(f"{self.steps:,} steps: success {self.history['evaluation/success'][-1][1]:.2f}. See {self.folder}/")
+
+
+def check_intervals(config: DictConfig) -> None:
+    """Check that all that happens at a step happens between two chunks."""
+    chunk = config.collector.steps_per_chunk
+    if chunk % config.env.num_envs:
+        raise SystemExit(
+            f"collector.steps_per_chunk={chunk} has to be a multiple of env.num_envs={config.env.num_envs}."
+        )
+    names = "total_steps", "evaluation.interval", "checkpoint.interval", "logger.interval", "collector.random_steps"
+    for name in names:
+        if OmegaConf.select(config, name) % chunk:
+            raise SystemExit(
+                f"{name}={OmegaConf.select(config, name)} has to be a multiple of collector.steps_per_chunk={chunk}."
+            )
 
 
 def check_loggers(kinds: list[str]) -> None:

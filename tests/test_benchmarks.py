@@ -1,6 +1,7 @@
 """The learning benchmark treats both libraries alike."""
 
 import csv
+import importlib
 import itertools
 import math
 import sys
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("stable_baselines3", reason="the benchmarks need the extra 'benchmarks'")
+stable_baselines3 = pytest.importorskip("stable_baselines3", reason="the benchmarks need the extra 'benchmarks'")
 pytest.importorskip("hydra", reason="the training scripts need the extra 'examples'")
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
@@ -99,9 +100,42 @@ def test_the_libraries_take_turns():
             assert [run[2] for run in runs if run[:2] == (task, way)][::2] in ([OURS, SB3], [SB3, OURS])
 
 
-def test_equal_settings_are_the_same_for_both():
+@pytest.mark.parametrize("name", ["PointReach, SAC", "PointReach, DDPG", "PointReach, TD3"])
+def test_both_libraries_are_given_the_settings(name, monkeypatch):
+    settings = learners.Settings(
+        hidden=(24, 16), batch_size=32, updates_per_step=0.5, learning_rate=3e-3, tau=0.2, gamma=0.9, random_steps=100,
+        noise=0.3, alpha=0.07, n_sampled_goal=3, num_envs=5, normalize=True, steps_per_chunk=20,
+    )  # fmt: skip
+    task, given = TASKS[name], []
+    monkeypatch.setattr(importlib.import_module(task.algorithm), "train", lambda config, folder: given.append(config))
+    algorithm = getattr(stable_baselines3, task.algorithm.upper())
+    monkeypatch.setattr(algorithm, "learn", lambda model, steps, callback: given.extend((model, steps)))
+    for library in (OURS, SB3):
+        learners.LIBRARIES[library](task, settings, 7, SimpleNamespace(interval=500))
+    config, model, steps = given
+    noise = None if task.algorithm == "sac" else model.action_noise
+    ours = (
+        config.seed, config.total_steps, config.hidden, config.batch_size, config.learning_rate, config.tau,
+        config.gamma, config.collector.random_steps, config.env.num_envs, config.normalization.enabled,
+        config.collector.steps_per_chunk, config.updates_per_step * config.collector.steps_per_chunk,
+        config.buffer.size, config.hindsight.strategy, config.hindsight.her_ratio,
+        config.exploration.noise if noise else config.alpha_init,
+    )  # fmt: skip
+    theirs = (
+        model.seed, steps, model.policy_kwargs["net_arch"], model.batch_size, model.learning_rate, model.tau,
+        model.gamma, model.learning_starts, model.env.num_envs, model.get_vec_normalize_env() is not None,
+        model.train_freq.frequency * model.env.num_envs, model.gradient_steps,
+        model.replay_buffer.buffer_size * model.env.num_envs, model.replay_buffer.goal_selection_strategy.name.lower(),
+        model.replay_buffer.her_ratio, noise._sigma[0] if noise else float(model.ent_coef.removeprefix("auto_")),
+    )  # fmt: skip
+    expected = (7, task.steps, [24, 16], 32, 3e-3, 0.2, 0.9, 100, 5, True, 20, 10, task.steps, "future", 0.75)
+    for found in (ours, theirs):
+        assert found == (*expected, 0.3 if noise else 0.07)
+
+
+def test_equal_settings_are_equal():
     for task in TASKS:
-        assert learners.settings_of(EQUAL, task, OURS) is learners.settings_of(EQUAL, task, SB3)
+        assert learners.settings_of(EQUAL, task, OURS) == learners.settings_of(EQUAL, task, SB3)
 
 
 def curve(*successes):

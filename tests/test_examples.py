@@ -29,7 +29,7 @@ import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
-from training import make_adam, movement, read_config  # noqa: E402
+from training import check_intervals, make_adam, movement, read_config  # noqa: E402
 
 from torchrl_her.envs import PointReach  # noqa: E402
 
@@ -125,12 +125,13 @@ def same(one, other):
 def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(run, tmp_path):
     script, overrides = run.split()[0], [*RUNS[run], *TINY]
     whole = train(script, tmp_path / "whole", *overrides)
+    expected = state_of(whole)  # before another run draws
     checkpoint = tmp_path / "whole" / "checkpoints" / "checkpoint-000000000100"
     shutil.copytree(checkpoint, tmp_path / "resumed" / "checkpoints" / checkpoint.name)
     resumed = train(script, tmp_path / "resumed", *overrides, f"resume={tmp_path / 'resumed'}")
     assert whole.counters["steps"] == resumed.counters["steps"] == 200
     assert whole.counters["updates"] == resumed.counters["updates"] == 150
-    expected, found = state_of(whole), state_of(resumed)
+    found = state_of(resumed)
     assert expected.keys() == found.keys()
     assert [path for path in expected if not is_time(path) and not same(expected[path], found[path])] == []
 
@@ -147,19 +148,21 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(run, tmp_path):
 @pytest.mark.parametrize("run", ["sac", "sac loss=tqc", "td3 buffer.prioritized=error", "ddpg action_penalty=1", "dqn"])
 def test_a_recorded_update_is_bit_for_bit_the_update(run, tmp_path):
     script, *overrides = [*run.split(), *TINY, *(BITS if run == "dqn" else [])]
-    played = train(script, tmp_path / "played", *overrides)
-    run_as_it_is = train(script, tmp_path / "as it is", *overrides, "capture=false")
-    expected, found = state_of(run_as_it_is), state_of(played)
+    expected = state_of(train(script, tmp_path / "as it is", *overrides, "capture=false"))
+    found = state_of(train(script, tmp_path / "played", *overrides))
     assert expected.keys() == found.keys()
     learned = [path for path in expected if path[0] != "buffer" and not is_time(path)]  # stamps differ between buffers
     assert {"policy", "loss", "history", "rng"} < {path[0] for path in learned}
     assert [path for path in learned if not same(expected[path], found[path])] == []
 
 
-def test_a_compiled_update_learns_the_same(tmp_path):
+def test_a_compiled_update_learns_the_same(tmp_path, monkeypatch):
     overrides = [*TINY, *BITS, "total_steps=50", "collector.random_steps=0"]
-    compiled = train("dqn", tmp_path / "compiled", *overrides, "compile=true")
     run_as_it_is = train("dqn", tmp_path / "as it is", *overrides, "capture=false")
+    compile_update, names = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda update: (names.append(update.__name__), compile_update(update))[1])
+    compiled = train("dqn", tmp_path / "compiled", *overrides, "compile=true")
+    assert names == ["update"]
     assert compiled.counters["updates"] == run_as_it_is.counters["updates"] == 50
     for one, other in zip(compiled.policy.parameters(), run_as_it_is.policy.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
@@ -319,18 +322,20 @@ def test_the_command_line_trains_resumes_and_shows(tmp_path):
     assert "200 steps" in run(EXAMPLES / "dqn.py", *SMALL, *BITS, "total_steps=200", f"hydra.run.dir={folder}")
     # The other settings are those of the run.
     assert "400 steps" in run(EXAMPLES / "dqn.py", f"resume={folder}", "total_steps=400", "hydra.run.dir=other")
-    refused = subprocess.run(
-        [sys.executable, EXAMPLES / "td3.py", f"resume={folder}"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert refused.returncode
-    assert "is one of dqn.py" in refused.stderr
+    assert "400 steps" in run(EXAMPLES / "dqn.py", *SMALL, *BITS, f"resume={folder}")  # the command that it began with
+    for script, given, message in (
+        ("td3", [], "is one of dqn.py"),
+        ("dqn", ["total_steps=500", "learning_rate=0.5"], "keeps its learning_rate, 0.001, and does not take 0.5: "),
+        ("dqn", ["+task=bit_flipping_50"], "keeps its updates_per_step, 1.0, and does not take 0.2"),
+    ):
+        command = [sys.executable, EXAMPLES / f"{script}.py", f"resume={folder}", *given]
+        refused = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert refused.returncode
+        assert message in refused.stderr
     # What is given anew is kept, too.
     kept = OmegaConf.load(folder / "config.yaml")
     assert (kept.total_steps, kept.batch_size, kept.env.kwargs.n_bits, kept.resume) == (400, 32, 5, None)
+    OmegaConf.save(OmegaConf.merge(kept, {"device": "cuda"}), folder / "config.yaml")  # it is shown on any machine
     shown = run(EXAMPLES / "show.py", folder, "--episodes", 2, "--render")
     assert "checkpoint-000000000400: 5 greedy episodes" in shown
     assert "renders nothing: the picture shows goals" in shown
@@ -417,14 +422,21 @@ class OtherRewards(PointReach):
 gymnasium.register("OtherRewards-v0", OtherRewards, max_episode_steps=50)
 
 
-@pytest.mark.parametrize("task", sorted(path.stem for path in (EXAMPLES / "config" / "task").glob("*.yaml")))
-def test_a_task_is_a_whole_configuration(task):
+TASKS = {
+    "bit_flipping_50": ["dqn"], "fetch": ["ddpg", "td3", "sac"], "fetch_ddpg": ["ddpg"], "fetch_push": ["ddpg"],
+    "fetch_reach": ["td3", "sac"],
+}  # fmt: skip
+
+
+def test_all_tasks_are_tested():
+    assert sorted(TASKS) == sorted(path.stem for path in (EXAMPLES / "config" / "task").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(("task", "script"), [(task, script) for task, scripts in TASKS.items() for script in scripts])
+def test_a_task_is_a_whole_configuration(task, script):
     with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
-        config = compose("dqn" if "bit" in task else "ddpg", overrides=[f"+task={task}"])
-    chunk = config.collector.steps_per_chunk
-    assert chunk % config.env.num_envs == 0
-    for steps in (config.total_steps, config.evaluation.interval, config.checkpoint.interval, config.logger.interval):
-        assert steps % chunk == 0
+        config = compose(script, overrides=[f"+task={task}"])
+    check_intervals(config)
     assert config.total_steps % config.evaluation.interval == 0
 
 
@@ -581,9 +593,15 @@ def test_another_loss_is_refused(tmp_path):
         train("sac", tmp_path, "loss=tcq")
 
 
-def test_copies_for_a_share_of_all_are_refused(tmp_path):
-    with pytest.raises(SystemExit, match=r"her_ratio = k / \(k \+ 1\), not 1"):
-        train("ddpg", tmp_path, "hindsight.when=writing", "hindsight.her_ratio=1")
+@pytest.mark.parametrize("her_ratio", [0.0, 0.3, 0.7, 1.0])
+def test_a_share_that_no_number_of_copies_makes_is_refused(her_ratio, tmp_path):
+    with pytest.raises(SystemExit, match=rf"her_ratio = k / \(k \+ 1\), not {her_ratio}"):
+        train("ddpg", tmp_path, "hindsight.when=writing", f"hindsight.her_ratio={her_ratio}")
+
+
+def test_targets_without_a_lowest_value_are_not_clipped(tmp_path):
+    with pytest.raises(SystemExit, match="no lowest value to clip to: use clip_target=false"):
+        train("ddpg", tmp_path, "gamma=1")
 
 
 def test_another_time_of_relabelling_is_refused(tmp_path):
