@@ -591,6 +591,47 @@ def test_a_state_dict_of_another_size_or_with_other_entries_is_refused():
         other.load_state_dict(rb.state_dict())
 
 
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_checkpoint_takes_the_room_of_what_was_written(ndim, tmp_path):
+    def room():
+        return 512 * sum(path.stat().st_blocks for path in tmp_path.rglob("*"))  # bytes; of a hole none
+
+    def make(size):
+        return ReplayBuffer(storage=PackedStorage(size, ndim=ndim), batch_size=8)
+
+    def write(rb, start):
+        rb.extend(make_transitions(1_000, start).reshape(*(2,) * (ndim - 1), -1))
+
+    rb, twin = make(1_000_000), make(1_000_000)
+    write(rb, 0)
+    rb.dumps(tmp_path / "rb")
+    assert 50 * 1_000 < room() < 1_000_000
+    with pytest.raises(ValueError, match=r"has room for .* and this one for .*: make it as large as it was"):
+        make(20).loads(tmp_path / "rb")
+    write(twin, 5_000)
+    write(twin, 6_000)
+    twin.loads(tmp_path / "rb")
+    assert bits(rb[:]) == bits(twin[:])
+    write(rb, 1_000)
+    rb.dumps(tmp_path / "rb")  # over the one before
+    twin.loads(tmp_path / "rb")
+    write(rb, 2_000)
+    write(twin, 2_000)
+    assert bits(rb[:]) == bits(twin[:])
+    assert len(rb) == 3_000
+
+
+def test_hooks_of_a_checkpoint_are_called(tmp_path):
+    rb, twin = (ReplayBuffer(storage=PackedStorage(20), batch_size=8) for _ in range(2))
+    rb.extend(make_transitions(14))
+    twin.extend(make_transitions(20))
+    rb.register_save_hook(lambda data, path: data.exclude("uid").set("other", data["uid"] + 1))
+    twin.register_load_hook(lambda data, out: data.exclude("other").set("uid", data["other"] - 1))
+    rb.dumps(tmp_path / "rb")
+    twin.loads(tmp_path / "rb")
+    assert bits(rb[:]) == bits(twin[:])
+
+
 def test_a_state_dict_is_loaded_as_a_copy():
     rb, twin = (ReplayBuffer(storage=PackedStorage(20)) for _ in range(2))
     rb.extend(make_transitions(20))

@@ -12,6 +12,7 @@ from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorStorage
 
+from torchrl_her.checkpointer import PackedStorageCheckpointer
 from torchrl_her.row_layout import WORD, RowLayout, entries_of
 
 # What the writers of TensorDict buffers add, after they asked for the size and before they write.
@@ -50,6 +51,7 @@ class PackedStorage(TensorStorage):
         torch.Size([32, 1])
     """
 
+    _default_checkpointer = PackedStorageCheckpointer  # TorchRL asks for it where a buffer is given none
     shared_init = False  # TorchRL asks for it where a storage without rows is sent to another process
     max_size: int
     device: torch.device | str
@@ -174,21 +176,43 @@ class PackedStorage(TensorStorage):
         Raises:
             ValueError: if it is that of a storage of another size, or with other entries.
         """
-        saved = TensorDict()
-        saved.load_state_dict(state_dict["_storage"], strict=False)
         if state_dict["initialized"]:
-            shape = saved.batch_size[: self.ndim]
-            room = self._shape_for(shape[1:])
-            if shape != room:
-                raise ValueError(
-                    f"The saved storage has room for {list(shape)} transitions and this one for {list(room)}: make it "
-                    "as large as it was."
-                )
-            if not self.initialized:
-                self._init(saved[0])
-            self._layout.check(saved)
-            self._storage.update_(saved)
-        self._len = state_dict["_len"]
+            saved = TensorDict()
+            saved.load_state_dict(state_dict["_storage"], strict=False)
+            self.read_from(saved, state_dict["_len"])
+        else:
+            self._len = 0
+            self._bump_mutation_revision()
+
+    def write_to(self, directory: Path) -> None:
+        """Write what is stored into files with room for all that could be: what was not written takes none."""
+        stored = self[:]
+        files = self._storage.memmap_like(directory, copy_existing=True)
+        files[: len(stored)].update_(stored)
+
+    def read_from(self, saved: TensorDictBase, count: int) -> None:
+        """Take over the first transitions of a storage of the same size.
+
+        Args:
+            saved (TensorDictBase): all its entries, ``[size, ...]``.
+            count (int): how many of them are transitions.
+
+        Raises:
+            ValueError: as `load_state_dict` says.
+        """
+        shape = saved.batch_size[: self.ndim]
+        room = self._shape_for(shape[1:])
+        if shape != room:
+            raise ValueError(
+                f"The saved storage has room for {list(shape)} transitions and this one for {list(room)}: make it as "
+                "large as it was."
+            )
+        if not self.initialized:
+            self._init(saved[0])
+        self._layout.check(saved)
+        written = -(count // -self._lanes)
+        self._storage[:written].update_(saved[:written])
+        self._len = count
         self._bump_mutation_revision()
 
     def __getstate__(self) -> dict[str, Any]:
