@@ -56,8 +56,7 @@ def start(config: DictConfig) -> tuple[DictConfig, Path]:
             OmegaConf.update(resumed, key, value)
         elif value != kept:
             raise SystemExit(
-                f"A run that is resumed keeps its {key}, {kept}, and does not take {value}: what it takes are "
-                f"{', '.join(GIVEN_ANEW)}."
+                f"A run that is resumed keeps its {key}: {kept}, not {value}. It may be given {', '.join(GIVEN_ANEW)}."
             )
     return resumed, folder
 

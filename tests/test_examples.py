@@ -325,8 +325,8 @@ def test_the_command_line_trains_resumes_and_shows(tmp_path):
     assert "400 steps" in run(EXAMPLES / "dqn.py", *SMALL, *BITS, f"resume={folder}")  # the command that it began with
     for script, given, message in (
         ("td3", [], "is one of dqn.py"),
-        ("dqn", ["total_steps=500", "learning_rate=0.5"], "keeps its learning_rate, 0.001, and does not take 0.5: "),
-        ("dqn", ["+task=bit_flipping_50"], "keeps its updates_per_step, 1.0, and does not take 0.2"),
+        ("dqn", ["total_steps=500", "learning_rate=0.5"], "keeps its learning_rate: 0.001, not 0.5. It may be"),
+        ("dqn", ["+task=bit_flipping_50"], "keeps its updates_per_step: 1.0, not 0.2"),
     ):
         command = [sys.executable, EXAMPLES / f"{script}.py", f"resume={folder}", *given]
         refused = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
