@@ -297,6 +297,16 @@ def test_adding_and_setting_single_transitions_is_refused_with_the_way_to_go(kin
     assert len(rb.extend(data[4:])) == 25
 
 
+@pytest.mark.parametrize(
+    "buffer", [TensorDictReplayBuffer, partial(TensorDictPrioritizedReplayBuffer, alpha=1, beta=1)]
+)
+def test_a_batch_that_is_added_as_one_is_refused(buffer):
+    rb = buffer(storage=LazyTensorStorage(100), transform=make_transform())
+    not_written(
+        rb, lambda: rb.add(make_tensordict(EPISODE, True)), ValueError, "rb.extend.*HERTransform works with add"
+    )
+
+
 def test_data_of_several_dimensions_is_refused_with_the_way_to_go():
     rb = make_buffer(storage=partial(LazyTensorStorage, ndim=2))
     not_written(

@@ -8,18 +8,21 @@ import gc
 import math
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
-from torchrl.data import Composite, LazyTensorStorage, TensorDictReplayBuffer, Unbounded
+from torchrl.data import Composite, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, Unbounded
 from torchrl.envs import (
     Compose,
     DTypeCastTransform,
     GymEnv,
     MultiStepTransform,
+    ObservationNorm,
     RewardScaling,
+    SelectTransform,
     StepCounter,
     TransformedEnv,
 )
@@ -181,6 +184,16 @@ BAD_WRITES = {
         KeyError,
         rf"\('next', 'achieved_goal'\).*{COMPACT}",
     ),
+    "a goal in parts": (
+        with_entries(ALL_GOALS, lambda goals: TensorDict(x=goals[..., 0], batch_size=goals.shape[:-1])),
+        TypeError,
+        "'achieved_goal' is a TensorDict, and one tensor is needed.*CatTensors",
+    ),
+    "achieved goals between the integers of desired ones": (
+        with_entries(["desired_goal", NEXT_DESIRED], lambda goals: goals.long()),
+        ValueError,
+        r"achieved goal is torch\.float32 and a desired one torch\.int64.*goal_fn",
+    ),
     "no done": (without(("next", "done")), KeyError, r"\('next', 'done'\).*done_key="),
     "achieved goals of two shapes": (
         with_entry(NEXT_ACHIEVED, wider),
@@ -309,12 +322,24 @@ def test_a_nan_in_padding_is_not_refused():
     assert len(rb) == 10
 
 
-def test_an_empty_write_changes_nothing():
-    rb = make_buffer()
+@pytest.mark.parametrize("before", [[], [lambda: MultiStepTransform(3, 0.9)]], ids=["one step", "three steps"])
+@pytest.mark.parametrize("compact", [False, True])
+def test_an_empty_write_changes_nothing(compact, before):
+    rb = make_buffer(before=before, compact=compact)
     rb.extend(transitions())
-    before = state_of(rb)
+    state = state_of(rb)
     rb.extend(transitions()[:0])
-    assert same(state_of(rb), before)
+    assert same(state_of(rb), state)
+    rb.extend(transitions(10))
+    assert len(rb) > 10
+
+
+def test_a_list_of_transitions_is_a_write():
+    rb, twin = (ReplayBuffer(storage=LazyTensorStorage(100), transform=HERTransform(distance)) for _ in range(2))
+    for first in (0, 10, 20):
+        rb.extend(list(transitions(first).unbind(0)))
+        twin.extend(transitions(first))
+    assert same(state_of(rb), state_of(twin))
 
 
 def test_a_missing_mask_is_refused():
@@ -545,7 +570,27 @@ def cast_rewards():
     return DTypeCastTransform(torch.float32, torch.float64, in_keys=[("next", "reward")])
 
 
+def normalize_when_written():
+    return ObservationNorm(0.0, 2.0, in_keys=[], out_keys=[], in_keys_inv=["desired_goal"], out_keys_inv=["raw"])
+
+
+def normalize_beside_when_written():
+    return ObservationNorm(0.0, 2.0, in_keys=[], out_keys=[], in_keys_inv=["scaled"], out_keys_inv=["desired_goal"])
+
+
 REFUSED_BEFORE = {
+    "goals that are normalized when written": (
+        [normalize_when_written],
+        "ObservationNorm is listed before HERTransform and writes.*desired_goal.*list it after",
+    ),
+    "goals that are normalized beside when written": (
+        [normalize_beside_when_written],
+        "ObservationNorm is listed before HERTransform and works on.*desired_goal.*list it after",
+    ),
+    "a selection without goals": (
+        [lambda: SelectTransform("achieved_goal", "next", "hindsight_stamp")],
+        r"SelectTransform is listed before HERTransform and works on \['desired_goal'\].*list it after",
+    ),
     "scaled rewards": ([scale_rewards], "RewardScaling is listed before HERTransform.*reward.*list it after"),
     "scaled goals": ([scale_goals], "RewardScaling is listed before HERTransform.*desired_goal.*list it after"),
     "scaled rewards among others": (
@@ -610,7 +655,8 @@ def test_n_steps_after_it_are_refused(count):
 
 
 def test_transforms_that_relabelling_does_not_undo_are_not_refused():
-    rb = make_buffer(before=[cast_rewards], after=[scale_rewards, scale_goals], her_ratio=1.0)
+    selects_all = partial(SelectTransform, "achieved_goal", "desired_goal", "next", "hindsight_stamp", "index")
+    rb = make_buffer(before=[cast_rewards, selects_all], after=[scale_rewards, scale_goals], her_ratio=1.0)
     rb.extend(transitions(count=25))
     batch = rb.sample(50)
     assert batch["hindsight", "relabelled"].all()
@@ -758,6 +804,54 @@ def test_a_table_that_keeps_hardly_a_goal_of_what_is_sampled_is_told_of_once():
 def test_a_table_that_is_large_enough_is_not_told_of(strategy, length, chunk, capacity, writes):
     rb = make_buffer(max_size=2000, strategy=strategy, capacity=capacity)
     assert told(rb, length, writes, chunk) == []
+
+
+def test_episodes_that_run_in_many_environments_are_not_taken_for_lost_goals():
+    lanes, length, size = 80, 20, 2_000
+    rb, lane = make_buffer(max_size=size), torch.arange(lanes)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for now in range(0, 1_000, 5):
+            time = torch.arange(now, now + 5).unsqueeze(1) + lane  # [steps, lanes], each lane is somewhere else
+            step, episode = (time % length).flatten(), (lane + lanes * (time // length)).flatten()
+            start, desired = torch.stack([episode, step], 1).float(), -torch.ones(len(step), 2)
+            outcome, done = start + torch.tensor([0.0, 1.0]), (step == length - 1).unsqueeze(1)
+            after = {"achieved_goal": outcome, "reward": distance(outcome, desired).unsqueeze(1), "done": done}
+            data = TensorDict({"achieved_goal": start, "desired_goal": desired, "next": after}, [len(step)])
+            data[NEXT_DESIRED] = desired
+            rb.extend(data)
+            rb.sample(512)
+    assert int(rb.transform[0].table.counters[1]) > size  # more episodes than the table has places
+
+
+# Last steps that are lost
+
+
+def test_a_vectorized_environment_that_forgets_last_steps_is_refused():
+    rb = make_buffer(max_size=1000)
+    env = GymEnv("torchrl_her.envs:torchrl_her/PointReach-v0", num_envs=4)  # in processes, which have to know it
+    data = env.rollout(60, break_when_any_done=False)
+    env.close()
+    rb.extend(data[:, :40].reshape(-1))
+    is_refused(
+        rb, lambda: rb.extend(data[:, 40:].reshape(-1)), ValueError, "what was achieved there is lost.*SerialEnv"
+    )
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_goal_at_the_origin_can_be_reached(lost):
+    rb, chunk = make_buffer(), transitions(count=25)
+    for key in ("desired_goal", NEXT_DESIRED):
+        chunk[key] = torch.zeros(25, 2)
+    chunk[NEXT_ACHIEVED][-1] = 0.0
+    chunk["next", "reward"] = distance(chunk[NEXT_ACHIEVED], chunk["desired_goal"])[:, None]
+    if lost:
+        chunk["desired_goal"][-1, 0] = 1e-30
+        is_refused(rb, lambda: rb.extend(chunk), ValueError, "both goals under 'next' are zeros")
+    else:
+        rb.extend(chunk)
+        assert rb.sample(50)["hindsight", "relabelled"].any()
 
 
 def test_a_buffer_that_is_not_sampled_says_nothing():

@@ -542,6 +542,47 @@ def test_the_windows_of_a_sequence_get_one_goal():
     assert count["new goal: terminated on the way"] > 0
 
 
+def line(start: int, steps: int, ends: bool) -> TensorDict:
+    """An episode, or a part of one, that goes from ``start`` on by 1: [steps]."""
+    states = torch.arange(start, start + steps + 1.0).unsqueeze(-1)
+    goals, done = torch.full((steps, 1), -1.0), torch.zeros(steps, 1, dtype=torch.bool)
+    done[-1] = ends
+    after = {"achieved_goal": states[1:], "desired_goal": goals.clone(), "reward": goals.clone(), "done": done}
+    data = TensorDict({"achieved_goal": states[:-1], "desired_goal": goals, "next": after}, [steps])
+    data["next", "terminated"], data["next", "truncated"] = torch.zeros_like(done), done.clone()
+    return data
+
+
+PARTLY_KNOWN = {  # windows of episodes of which the table does not have all
+    "an episode that goes on": (1_000, [line(0, 70, False), line(70, 30, False)]),
+    "a table that is too small": (50, [line(100 * episode, 20, True) for episode in range(12)]),
+}
+
+
+@pytest.mark.parametrize("case", PARTLY_KNOWN)
+def test_a_sequence_gets_one_goal_or_keeps_its_own(case):
+    capacity, writes = PARTLY_KNOWN[case]
+    transform = HERTransform(
+        lambda achieved, desired: (achieved == desired).all(-1).float() - 1,
+        her_ratio=1.0,
+        capacity=capacity,
+        sequence_length=4,
+    )
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(1_000),
+        sampler=SliceSampler(slice_len=4, end_key=("next", "done"), truncated_key=None),
+        transform=Compose(MultiStepTransform(3, 0.9), transform),
+    )
+    for data in writes:
+        rb.extend(data)
+    torch.manual_seed(0)
+    batch = rb.sample(4_000).reshape(1_000, 4)
+    relabelled = batch["hindsight", "relabelled"].squeeze(-1)
+    assert (relabelled == relabelled[:, :1]).all()
+    assert (batch["desired_goal"] == batch["desired_goal"][:, :1]).all()
+    assert 0 < relabelled.float().mean() < 1
+
+
 def saved_and_loaded(rb: ReplayBuffer, loaded: ReplayBuffer, how: str, path: Any) -> ReplayBuffer:
     if how == "dumps":
         rb.dumps(path)

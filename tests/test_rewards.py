@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import GymEnv, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import GymEnv, GymWrapper, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
 from torchrl_her import EnvReward, GoalReward, HERTransform, SparseReward
 from torchrl_her.envs import BitFlipping, PointReach
@@ -295,6 +295,43 @@ def test_the_reward_is_the_environments_for_every_way_to_name_it(way):
     written = rollout(GymEnv(POINT_REACH))
     batch = sample_of(written, EnvReward(WAYS[way]()))
     check_sample(batch, written, *by_environment(PointReach()))
+
+
+class Closer(gymnasium.Wrapper):
+    """A task made of another by a wrapper: to come within 0.3, where the episode ends, for a reward of one's own."""
+
+    def step(self, action):
+        observation, _, _, truncated, info = self.env.step(action)
+        goals = observation["achieved_goal"], observation["desired_goal"]
+        reward, terminated = self.compute_reward(*goals, info), self.compute_terminated(*goals, info)
+        return observation, float(reward), bool(terminated), truncated, info
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return -2 * np.linalg.norm(achieved_goal - desired_goal, axis=-1)
+
+    def compute_terminated(self, achieved_goal, desired_goal, info):
+        return np.linalg.norm(achieved_goal - desired_goal, axis=-1) < 0.3
+
+
+class NoGoals(gymnasium.Wrapper):
+    """A wrapper that leaves the functions to what it wraps."""
+
+
+WRAPPED = {
+    "wrapper": lambda: Closer(gymnasium.make(POINT_REACH)),
+    "wrapper in another": lambda: gymnasium.wrappers.TimeLimit(NoGoals(Closer(gymnasium.make(POINT_REACH))), 50),
+    "TorchRL wrapper": lambda: GymWrapper(Closer(gymnasium.make(POINT_REACH))),
+    "transformed environment": lambda: TransformedEnv(GymWrapper(Closer(gymnasium.make(POINT_REACH))), StepCounter()),
+    "wrapper of an environment without goals": lambda: Closer(gymnasium.make("CartPole-v1")),
+}
+
+
+@pytest.mark.parametrize("way", WRAPPED)
+def test_a_wrapper_that_changes_the_task_changes_the_reward(way):
+    written = rollout(GymWrapper(Closer(gymnasium.make(POINT_REACH))))
+    batch = sample_of(written, EnvReward(WRAPPED[way]()))
+    check_sample(batch, written, *by_environment(Closer(gymnasium.make(POINT_REACH))))
+    assert batch["next", "terminated"].any()
 
 
 def test_discrete_goals_that_are_stored_as_one_hot_vectors_are_refused_with_the_way_to_go():
@@ -668,6 +705,19 @@ def test_an_environment_that_does_not_tell_of_its_goals_is_called_once_for_a_bat
         warnings.simplefilter("error")
         rewards = EnvReward(env)(goals_of(*GOALS, 3))["next", "reward"]
     assert rewards.tolist() == [[0.0], [-1.0], [0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool, torch.float64])
+def test_goals_of_any_dtype_find_out_whether_it_takes_a_batch(dtype):
+    class Same:
+        def compute_reward(self, achieved_goal, desired_goal, info):
+            return (achieved_goal == desired_goal).all(-1) - 1.0
+
+    goals = torch.tensor([[0, 1], [1, 1]]).to(dtype), torch.tensor([[0, 1], [0, 1]]).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewards = EnvReward(Same())(goals_of(*goals, 2))["next", "reward"]
+    assert rewards.tolist() == [[0.0], [-1.0]]
 
 
 def test_one_that_does_not_take_a_batch_either_is_called_row_by_row():

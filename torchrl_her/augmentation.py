@@ -14,7 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.data import ReplayBuffer
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from torchrl_her import checks
 from torchrl_her.drawing import draw_goals
@@ -129,6 +129,8 @@ class HindsightAugmentation(Hindsight):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back, and return those of episodes that are over, with their copies, if any are."""
         self._look_around()
+        if isinstance(tensordict, list):
+            tensordict = torch.stack(tensordict)
         checks.check_extend(tensordict.batch_size, _is_added())
         rows, written = None, None
         if tensordict.batch_size.numel():
@@ -295,7 +297,11 @@ def _is_added() -> bool:
 
 
 _CALLS_BETWEEN = 20  # at most; TorchRL 0.14 has four, and one for each Compose in another
-_NOT_EXTEND = {inspect.unwrap(function).__code__ for function in (ReplayBuffer.add, ReplayBuffer.__setitem__)}
+_NOT_EXTEND = {
+    inspect.unwrap(function).__code__
+    for buffer in (ReplayBuffer, TensorDictReplayBuffer)
+    for function in (buffer.add, buffer.__setitem__)
+}
 
 
 def _is_dummy(tensordict: TensorDictBase, goals: list[NestedKey]) -> bool:

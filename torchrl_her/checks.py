@@ -55,8 +55,13 @@ def check_is_tensor(value: object, name: str) -> Tensor:
 def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
     """Get an entry that is written, or say what there is instead."""
     value = tensordict.get(key, None)
-    if value is not None:
+    if isinstance(value, Tensor):
         return value
+    if value is not None:
+        raise TypeError(
+            f"The entry {key!r} is a {type(value).__name__}, and one tensor is needed. Of a goal in several parts make "
+            "one, with CatTensors in the environment, and name it."
+        )
     found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
     advice = f"Name the right one with {argument}=..."
     if isinstance(key, tuple) and key[:2] == ("next", "next"):
@@ -87,6 +92,11 @@ def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None
             f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
             "achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
+    if achieved.is_floating_point() and not desired.is_floating_point():
+        raise ValueError(
+            f"An achieved goal is {achieved.dtype} and a desired one {desired.dtype}, in which it would be another: "
+            "store both in one dtype, or map it with goal_fn."
+        )
     if table is not None and desired.shape != table.shape:
         raise ValueError(
             f"One goal has the shape {tuple(desired.shape)}, and goal_spec, or the first write, {tuple(table.shape)}. "
@@ -104,6 +114,29 @@ def check_finite(goals: Tensor) -> None:
             f"The achieved goal of transition {row} of this write is NaN. Nothing was stored: look at what the "
             "environment (or goal_fn) returned."
         )
+
+
+def check_last_steps(done: np.ndarray, start: np.ndarray, outcome: np.ndarray, desired: int) -> None:
+    """Check that the last steps of episodes led somewhere.
+
+    Args:
+        done: the flags, ``bool [n]``.
+        start: the bytes of the goals at the root, the achieved one first, ``void [n]``.
+        outcome: those under ``"next"``.
+        desired: how many bytes a desired goal has.
+    """
+    ends = done.nonzero()[0]
+    lost = ends[~_as_rows(outcome[ends]).any(axis=1)]
+    if len(lost) and _as_rows(start[lost])[:, -desired:].any():
+        raise ValueError(
+            "After the last step of an episode, both goals under 'next' are zeros, and the desired goal was another: "
+            "what was achieved there is lost. GymEnv(..., num_envs=n) does that: use SerialEnv or ParallelEnv. "
+            "Nothing was stored."
+        )
+
+
+def _as_rows(values: np.ndarray) -> np.ndarray:
+    return values.view(np.uint8).reshape(len(values), values.itemsize)
 
 
 def check_one_per_transition(key: NestedKey, value: Tensor, count: int) -> None:

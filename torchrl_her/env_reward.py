@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -25,7 +25,8 @@ class EnvReward(GoalReward):
     and a missed goal find that out) is called row by row, with a warning.
 
     Args:
-        env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either.
+        env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either. Of Gymnasium's
+            wrappers the outermost counts that has the function.
 
     Keyword Args:
         info_keys (sequence of NestedKey): stored entries that are handed over as ``info``, a dictionary from
@@ -50,11 +51,11 @@ class EnvReward(GoalReward):
         info_keys: Sequence[NestedKey] = (),
         terminated_fn: GoalFunction | None = None,
     ):
-        base = _goal_environment(env)
-        if terminated_fn is None and hasattr(base, "compute_terminated"):
-            terminated_fn = _EnvFunction(base, "compute_terminated")
+        env = _goal_environment(env)
+        if terminated_fn is None and _find(env, "compute_terminated") is not None:
+            terminated_fn = _EnvFunction(env, "compute_terminated")
         self.info_keys = tuple(unravel_key(key) for key in info_keys)
-        super().__init__(_EnvFunction(base, "compute_reward"), terminated_fn=terminated_fn)
+        super().__init__(_EnvFunction(env, "compute_reward"), terminated_fn=terminated_fn)
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:  # noqa: D102
         info = {}
@@ -74,8 +75,10 @@ class _EnvFunction:
     """A function of a goal environment, from tensors to tensors, batched or row by row."""
 
     def __init__(self, env: Any, name: str):
-        self.env = env
         self.name = name
+        self.function = _find(env, name)
+        self.env_name = _name_of(env)
+        self.observation_space = getattr(env, "observation_space", None)
         self.batched: bool | None = None  # not known before the first call
 
     def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
@@ -88,7 +91,7 @@ class _EnvFunction:
         return torch.as_tensor(values).to(achieved.device)
 
     def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
-        return np.asarray(getattr(self.env, self.name)(achieved, desired, info))
+        return np.asarray(self.function(achieved, desired, info))
 
     def _rows(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
         rows = range(len(achieved))
@@ -109,7 +112,7 @@ class _EnvFunction:
         if values.shape in ((), (9,), (9, 1)) and np.allclose(values.reshape(-1), expected):
             return True
         warnings.warn(
-            f"{self.name} of {type(self.env).__name__} does not take a batch of goals and is called row by row "
+            f"{self.name} of {self.env_name} does not take a batch of goals and is called row by row "
             "at every sample, which is slow. Pass a batched function of your own: GoalReward(reward_fn) in "
             "place of EnvReward, or terminated_fn=... for the end of episodes.",
             stacklevel=2,
@@ -118,15 +121,16 @@ class _EnvFunction:
 
     def _other_goals(self, reached: np.ndarray) -> list[np.ndarray]:
         """Draw goals ``[goal]``, of the environment where it tells of them, and around the one that is reached."""
-        space = getattr(self.env, "observation_space", None)
+        space = self.observation_space
         if not isinstance(space, gymnasium.spaces.Dict) or "desired_goal" not in space.spaces:
-            return [(reached + offset).astype(reached.dtype) for offset in (1, -1, 2, -2, 5, -5, 10, -10)]
+            wide = reached.astype(np.result_type(reached, np.int64))
+            return [(wide + offset).astype(reached.dtype) for offset in (1, -1, 2, -2, 5, -5, 10, -10)]
         space = copy.deepcopy(space["desired_goal"])  # leaves the environment's draws alone
         space.seed(0)
         goals = [np.asarray(space.sample(), dtype=reached.dtype) for _ in range(8)]
         if goals[0].size != reached.size:
             raise ValueError(
-                f"A goal of {type(self.env).__name__} has the shape {goals[0].shape}, and those that are stored "
+                f"A goal of {self.env_name} has the shape {goals[0].shape}, and those that are stored "
                 f"{reached.shape}: its {self.name} cannot take them. Of discrete goals, GymEnv makes one-hot vectors, "
                 "unless it is given categorical_action_encoding=True."
             )
@@ -134,7 +138,7 @@ class _EnvFunction:
 
 
 def _goal_environment(env: Any) -> Any:
-    """Return the innermost environment, which has ``compute_reward``."""
+    """Return an environment that has ``compute_reward``, or a wrapper of it that has."""
     if not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env):
         env = env()
     while isinstance(env, TransformedEnv):
@@ -147,9 +151,20 @@ def _goal_environment(env: Any) -> Any:
     base = getattr(env, "unwrapped", env)
     if isinstance(base, gymnasium.vector.VectorEnv) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1):
         raise TypeError("EnvReward needs one environment, not a batch of them: pass a function that makes one.")
-    if not hasattr(base, "compute_reward"):
+    if _find(env, "compute_reward") is None:
         raise TypeError(
             f"EnvReward needs a goal environment, with compute_reward(achieved_goal, desired_goal, info); "
-            f"{type(base).__name__} has none. Pass the reward as a function: GoalReward(reward_fn)."
+            f"{_name_of(env)} has none. Pass the reward as a function: GoalReward(reward_fn)."
         )
-    return base
+    return env
+
+
+def _find(env: Any, name: str) -> Callable[..., Any] | None:
+    """Return a function of the outermost of Gymnasium's wrappers that has it, or of the environment."""
+    if hasattr(env, "has_wrapper_attr"):  # TorchRL's wrappers pass it on
+        return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
+    return getattr(getattr(env, "unwrapped", env), name, None)
+
+
+def _name_of(env: Any) -> str:
+    return type(getattr(env, "unwrapped", env)).__name__

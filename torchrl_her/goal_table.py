@@ -79,6 +79,8 @@ class GoalTable:
         """Give away episode ids, of which no two are the same, and return the first; 0 is none."""
         first = self.next_episode
         self._reserve(1, count)
+        for ring, _ in _slices(self.capacity, first, count):
+            self.lengths[ring] = 0  # in the place of an episode that is long over
         return first
 
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:

@@ -12,6 +12,7 @@ from torchrl.envs import (
     ExcludeTransform,
     MultiStepTransform,
     RenameTransform,
+    SelectTransform,
     Transform,
 )
 
@@ -84,6 +85,11 @@ class Order(NamedTuple):
                 continue
             if isinstance(transform, ExcludeTransform):
                 reads.update(map(unravel_key, transform.excluded_keys))
+            if isinstance(transform, SelectTransform):
+                reads.update(key for key in replaced if not {key, key[0]} & set(transform.selected_keys))
+            # What changes transitions on their way in does so after their goals were kept.
+            reads.update(transform.out_keys_inv or ())
+            writes.update(transform.in_keys_inv or ())
             if overwritten := writes & {*replaced, outcome}:
                 raise ValueError(
                     f"{type(transform).__name__} is listed before HERTransform and writes "

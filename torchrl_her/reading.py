@@ -51,6 +51,7 @@ def read_written(
     if keys.mask is not None:
         kept = _flatten(tensordict, keys.mask, np.bool_, "mask_key")
         written = written.at(kept)
+    checks.check_last_steps(written.done, written.start, written.outcome, start.itemsize - _bytes_of(achieved, count))
     checks.check_finite(written.goals)
     return written, kept
 
@@ -58,6 +59,10 @@ def read_written(
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Return the goals ``[n, *goal]`` that were achieved in states ``[n, *state]``."""
     return states if goal_fn is None else checks.check_is_tensor(goal_fn(states), "goal_fn")
+
+
+def _bytes_of(entry: Tensor, count: int) -> int:
+    return entry.element_size() * entry.numel() // count
 
 
 def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:

@@ -142,14 +142,16 @@ class HERTransform(Hindsight):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
         multi_step = self._look_around()
+        if isinstance(tensordict, list):
+            tensordict = torch.stack(tensordict)
         batch = tensordict.batch_size
         if not batch.numel():
             stamp = torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device)
-            return self._without_repetition(tensordict).set(STAMP, stamp)
+            return self._as_stored(tensordict, multi_step).set(STAMP, stamp)
         goal_of_table = None if self.table is None else self.table.goals[0]
         written_after = self._order.written_after() if self.her_ratio else None
         written, kept = self._read(tensordict, goal_of_table, written_after)
-        stored = self._without_repetition(tensordict)
+        stored = self._as_stored(tensordict, multi_step)
         with self._lock:
             self._leave_lanes_of_parent()
             if multi_step is not None:
@@ -167,12 +169,13 @@ class HERTransform(Hindsight):
             stamps = np.zeros((batch.numel(), 2), dtype=np.int64)
             stamps[kept] = tracked.stamps
         stamp = torch.from_numpy(stamps).to(written.goals.device)
-        if multi_step is not None:
-            keep_flags(stored, self.keys)
         return stored.set(STAMP, stamp.view(*batch, 2))
 
-    def _without_repetition(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return leave_out(tensordict, self.keys) if self.compact else tensordict
+    def _as_stored(self, tensordict: TensorDictBase, multi_step: MultiStepTransform | None) -> TensorDictBase:
+        stored = leave_out(tensordict, self.keys) if self.compact else tensordict
+        if multi_step is not None:
+            keep_flags(stored, self.keys)
+        return stored
 
     def _look_around(self) -> MultiStepTransform | None:
         """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
@@ -226,6 +229,10 @@ class HERTransform(Hindsight):
             steps = stored[STEPS].reshape(-1)
             longest = max(self.longest_window, self._n_steps)
             outcomes, whole = n_step.outcomes(table, episode, step, steps, longest)
+            if self.sequence_length is not None:  # all of a sequence that is to be relabelled, or nothing
+                whole = (
+                    (whole | ~relabelled).view(-1, self.sequence_length).all(1).repeat_interleave(self.sequence_length)
+                )
             relabelled = relabelled & whole
         relabelled = relabelled.view(*tensordict.batch_size, 1)
         self._set_goals(tensordict, relabelled, goals, stored)
