@@ -35,7 +35,7 @@ from torchrl_her.windows import forget_held_back
 
 BATCHES_AT_ONCE = 16  # sampled in one call: the buffer does not change between the updates of a chunk
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
-GIVEN_ANEW = [  # to a run that is resumed; the rest is in its weights, its optimizers and its buffer
+GIVEN_ANEW = [  # to a run that is resumed; with another of the rest it would be another run
     "resume", "total_steps", "batch_size", "threads", "matmul_precision", "capture", "compile", "exploration",
     "evaluation", "logger", "checkpoint",
 ]  # fmt: skip
@@ -49,16 +49,22 @@ def start(config: DictConfig) -> tuple[DictConfig, Path]:
     resumed = read_config(folder)
     if resumed.algorithm != config.algorithm:
         raise SystemExit(f"The run in {folder} is one of {resumed.algorithm}.py.")
-    given = [override.partition("=")[0].lstrip("+~") for override in HydraConfig.get().overrides.task]
+    give_anew(resumed, config, HydraConfig.get().overrides.task)
+    return resumed, folder
+
+
+def give_anew(resumed: DictConfig, config: DictConfig, overrides: list[str]) -> None:
+    """Take what was given of a configuration into that of a run, and refuse what would make it another run."""
+    given = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    for key in given:
+        if key.partition(".")[0] in GIVEN_ANEW:
+            OmegaConf.update(resumed, key, OmegaConf.select(config, key))
     for key in config if "task" in given else given:
         value, kept = OmegaConf.select(config, key), OmegaConf.select(resumed, key)
-        if key.partition(".")[0] in GIVEN_ANEW:
-            OmegaConf.update(resumed, key, value)
-        elif value != kept:
+        if key.partition(".")[0] not in GIVEN_ANEW and value != kept:
             raise SystemExit(
                 f"A run that is resumed keeps its {key}: {kept}, not {value}. It may be given {', '.join(GIVEN_ANEW)}."
             )
-    return resumed, folder
 
 
 def read_config(folder: Path) -> DictConfig:

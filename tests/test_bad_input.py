@@ -190,9 +190,11 @@ BAD_WRITES = {
         "'achieved_goal' is a TensorDict, and one tensor is needed.*CatTensors",
     ),
     "achieved goals between the integers of desired ones": (
-        with_entries(["desired_goal", NEXT_DESIRED], lambda goals: goals.long()),
+        lambda chunk: with_entries(["desired_goal", NEXT_DESIRED], torch.Tensor.long)(
+            with_entries(["achieved_goal", NEXT_ACHIEVED], lambda goals: goals + 0.5)(chunk)
+        ),
         ValueError,
-        r"achieved goal is torch\.float32 and a desired one torch\.int64.*goal_fn",
+        r"Achieved goals are torch\.float32 and desired ones torch\.int64.*goal_fn|Goals are torch\.int64, and",
     ),
     "no done": (without(("next", "done")), KeyError, r"\('next', 'done'\).*done_key="),
     "achieved goals of two shapes": (
@@ -340,6 +342,38 @@ def test_a_list_of_transitions_is_a_write():
         rb.extend(list(transitions(first).unbind(0)))
         twin.extend(transitions(first))
     assert same(state_of(rb), state_of(twin))
+
+
+def test_whole_numbers_that_are_stored_as_real_ones_are_goals_among_integers():
+    rb = make_buffer(her_ratio=1.0)
+    chunk = transitions(count=25)
+    for key in ("desired_goal", NEXT_DESIRED):
+        chunk[key] = chunk[key].long()
+    rb.extend(chunk)
+    batch = rb.sample(50)
+    assert batch["desired_goal"].dtype == torch.int64
+    assert (batch["desired_goal"][:, 1] > batch["achieved_goal"][:, 1]).all()
+
+
+@pytest.mark.parametrize("taken", ["desired_goal", ("next", "reward")])
+def test_a_sample_without_what_relabelling_replaces_is_refused(taken):
+    kept = [key for key in transitions().keys(True, True) if key != taken]
+    rb = make_buffer(before=[partial(SelectTransform, *kept, "hindsight_stamp", keep_rewards=False)])
+    rb.extend(transitions(count=25))
+    with pytest.raises(KeyError, match="in what is sampled, and it was written: list the transform that takes it away"):
+        rb.sample(5)
+
+
+def test_padding_that_ends_at_the_origin_is_not_refused():
+    rb = make_buffer(mask_key="mask")
+    chunk = transitions().set("mask", torch.arange(10) < 8)
+    chunk["observation"] = torch.ones(10, 3)
+    chunk["next", "observation"] = torch.zeros(10, 3)
+    chunk["next", "done"][9] = True
+    for key in (NEXT_ACHIEVED, NEXT_DESIRED):
+        chunk[key][9] = 0.0
+    rb.extend(chunk)
+    assert len(rb) == 10
 
 
 def test_a_missing_mask_is_refused():
@@ -586,10 +620,6 @@ REFUSED_BEFORE = {
     "goals that are normalized beside when written": (
         [normalize_beside_when_written],
         "ObservationNorm is listed before HERTransform and works on.*desired_goal.*list it after",
-    ),
-    "a selection without goals": (
-        [lambda: SelectTransform("achieved_goal", "next", "hindsight_stamp")],
-        r"SelectTransform is listed before HERTransform and works on \['desired_goal'\].*list it after",
     ),
     "scaled rewards": ([scale_rewards], "RewardScaling is listed before HERTransform.*reward.*list it after"),
     "scaled goals": ([scale_goals], "RewardScaling is listed before HERTransform.*desired_goal.*list it after"),
@@ -839,16 +869,28 @@ def test_a_vectorized_environment_that_forgets_last_steps_is_refused():
     )
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_goal_at_the_origin_can_be_reached(lost):
+LAST_STEPS = {  # the goal before the last step, what else is observed after it, and whether that is refused
+    "lost": (1e-30, {"observation": 0.0}, True),
+    "a goal at the origin": (0.0, {"observation": 0.0}, False),
+    "a new goal, at the origin": (1.0, {"observation": 0.0, "velocity": 1e-30}, False),
+    "nothing else that could tell": (1.0, {}, False),
+}
+
+
+@pytest.mark.parametrize("case", LAST_STEPS)
+def test_an_end_at_the_origin_is_refused_where_it_is_none(case):
+    goal, observed, refused = LAST_STEPS[case]
     rb, chunk = make_buffer(), transitions(count=25)
     for key in ("desired_goal", NEXT_DESIRED):
         chunk[key] = torch.zeros(25, 2)
     chunk[NEXT_ACHIEVED][-1] = 0.0
     chunk["next", "reward"] = distance(chunk[NEXT_ACHIEVED], chunk["desired_goal"])[:, None]
-    if lost:
-        chunk["desired_goal"][-1, 0] = 1e-30
-        is_refused(rb, lambda: rb.extend(chunk), ValueError, "both goals under 'next' are zeros")
+    chunk["desired_goal"][-1, 0] = goal
+    for name, value in observed.items():
+        chunk[name] = chunk["next", name] = torch.ones(25, 3)
+        chunk["next", name] = torch.full((25, 3), value)
+    if refused:
+        is_refused(rb, lambda: rb.extend(chunk), ValueError, "what was achieved there is lost.*SerialEnv")
     else:
         rb.extend(chunk)
         assert rb.sample(50)["hindsight", "relabelled"].any()

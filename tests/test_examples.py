@@ -29,7 +29,7 @@ import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
-from training import check_intervals, make_adam, movement, read_config  # noqa: E402
+from training import check_intervals, give_anew, make_adam, movement, read_config  # noqa: E402
 
 from torchrl_her.envs import PointReach  # noqa: E402
 
@@ -326,7 +326,6 @@ def test_the_command_line_trains_resumes_and_shows(tmp_path):
     for script, given, message in (
         ("td3", [], "is one of dqn.py"),
         ("dqn", ["total_steps=500", "learning_rate=0.5"], "keeps its learning_rate: 0.001, not 0.5. It may be"),
-        ("dqn", ["+task=bit_flipping_50"], "keeps its updates_per_step: 1.0, not 0.2"),
     ):
         command = [sys.executable, EXAMPLES / f"{script}.py", f"resume={folder}", *given]
         refused = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -341,6 +340,25 @@ def test_the_command_line_trains_resumes_and_shows(tmp_path):
     assert "renders nothing: the picture shows goals" in shown
     assert "success" in shown
     assert (folder / "episodes.png").stat().st_size > 5_000
+
+
+def test_a_resumed_run_takes_what_is_given_and_no_more():
+    def given(*overrides):
+        with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
+            return compose("dqn", overrides=list(overrides)), list(overrides)
+
+    began = ["+task=bit_flipping_50", "seed=3"]
+    run, _ = given(*began, "batch_size=512", "exploration.random_actions=0.5")
+    give_anew(run, *given(*began, "total_steps=600_000", "evaluation.episodes=7", "resume=folder"))
+    assert (run.total_steps, run.evaluation.episodes, run.resume) == (600_000, 7, "folder")
+    assert (run.batch_size, run.exploration.random_actions, run.evaluation.interval) == (512, 0.5, 50_000)
+    for overrides, message in (
+        (began[:1], "keeps its seed: 3, not 0. It may be given resume, total_steps, "),
+        (["gamma=0.5"], "keeps its gamma: 0.98, not 0.5"),
+        (["env.num_envs=4"], "keeps its env.num_envs: 16, not 4"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            give_anew(run, *given(*overrides))
 
 
 def test_runs_that_hydra_makes_are_compared(tmp_path):

@@ -628,6 +628,7 @@ def test_hooks_of_a_checkpoint_are_called(tmp_path):
     rb.register_save_hook(lambda data, path: data.exclude("uid").set("other", data["uid"] + 1))
     twin.register_load_hook(lambda data, out: data.exclude("other").set("uid", data["other"] - 1))
     rb.dumps(tmp_path / "rb")
+    assert {"other.memmap", "uid.memmap"} & {path.name for path in tmp_path.rglob("*")} == {"other.memmap"}
     twin.loads(tmp_path / "rb")
     assert bits(rb[:]) == bits(twin[:])
 

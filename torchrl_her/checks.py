@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
@@ -17,6 +17,7 @@ from torchrl_her.rewards import GoalReward
 
 if TYPE_CHECKING:
     from torchrl_her.goal_table import GoalTable
+    from torchrl_her.keys import Keys
     from torchrl_her.returns import NStepReturn
 
 
@@ -92,11 +93,6 @@ def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None
             f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
             "achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
-    if achieved.is_floating_point() and not desired.is_floating_point():
-        raise ValueError(
-            f"An achieved goal is {achieved.dtype} and a desired one {desired.dtype}, in which it would be another: "
-            "store both in one dtype, or map it with goal_fn."
-        )
     if table is not None and desired.shape != table.shape:
         raise ValueError(
             f"One goal has the shape {tuple(desired.shape)}, and goal_spec, or the first write, {tuple(table.shape)}. "
@@ -116,27 +112,36 @@ def check_finite(goals: Tensor) -> None:
         )
 
 
-def check_last_steps(done: np.ndarray, start: np.ndarray, outcome: np.ndarray, desired: int) -> None:
-    """Check that the last steps of episodes led somewhere.
-
-    Args:
-        done: the flags, ``bool [n]``.
-        start: the bytes of the goals at the root, the achieved one first, ``void [n]``.
-        outcome: those under ``"next"``.
-        desired: how many bytes a desired goal has.
-    """
-    ends = done.nonzero()[0]
-    lost = ends[~_as_rows(outcome[ends]).any(axis=1)]
-    if len(lost) and _as_rows(start[lost])[:, -desired:].any():
+def check_exact(goals: Tensor, stored: Tensor) -> None:
+    """Check that achieved goals ``[n, *goal]`` are the same in the dtype of desired ones, in which they are kept."""
+    if goals.is_floating_point() and not stored.is_floating_point() and not torch.equal(stored.to(goals.dtype), goals):
         raise ValueError(
-            "After the last step of an episode, both goals under 'next' are zeros, and the desired goal was another: "
-            "what was achieved there is lost. GymEnv(..., num_envs=n) does that: use SerialEnv or ParallelEnv. "
-            "Nothing was stored."
+            f"Achieved goals are {goals.dtype} and desired ones {stored.dtype}, in which those of this write would be "
+            "others. Nothing was stored: store both in one dtype, or map them with goal_fn."
         )
 
 
-def _as_rows(values: np.ndarray) -> np.ndarray:
-    return values.view(np.uint8).reshape(len(values), values.itemsize)
+def check_last_steps(tensordict: TensorDictBase, keys: Keys, ends: np.ndarray) -> None:
+    """Check that the last steps of episodes led somewhere.
+
+    Args:
+        tensordict: written transitions ``[n]``.
+        keys: where their entries stand.
+        ends: which are last steps and have zeros for both goals under ``"next"``, ``int64``.
+    """
+    rows = tensordict[torch.from_numpy(ends)]
+    lost = rows.get(keys.desired).reshape(len(ends), -1).any(1)
+    of_step = {keys.reward, keys.done, keys.terminated, keys.truncated, keys.next_achieved, keys.next_desired}
+    observations = {unravel_key(("next", key)) for key in rows.keys(include_nested=True, leaves_only=True)} - of_step
+    observed = [value for key in observations if isinstance(value := rows.get(key, None), Tensor)]
+    for value in observed:
+        lost &= ~value.reshape(len(ends), -1).any(1)
+    if observed and bool(lost.any()):
+        raise ValueError(
+            "After the last step of an episode, all that was observed is zeros, and the desired goal was another: what "
+            "was achieved there is lost. GymEnv(..., num_envs=n) does that: use SerialEnv or ParallelEnv. Nothing was "
+            "stored."
+        )
 
 
 def check_one_per_transition(key: NestedKey, value: Tensor, count: int) -> None:
@@ -258,6 +263,16 @@ def check_one_lane_per_row(continues: np.ndarray) -> None:
             "windows of MultiStepTransform would mix episodes. Extend with [environments, steps] and ndim=2 in the "
             "storage, not flattened, from environments that advance together, and reset them when they are done."
         )
+
+
+def check_are_sampled(stored: dict[NestedKey, Tensor], keys: Keys) -> None:
+    """Check that what relabelling replaces is in the sample."""
+    for key in (keys.desired, keys.reward):
+        if stored[key] is None:
+            raise KeyError(
+                f"There is no entry {key!r} in what is sampled, and it was written: list the transform that takes it "
+                "away after HERTransform."
+            )
 
 
 def get_stamp(tensordict: TensorDictBase, key: str) -> Tensor:

@@ -12,7 +12,6 @@ from torchrl.envs import (
     ExcludeTransform,
     MultiStepTransform,
     RenameTransform,
-    SelectTransform,
     Transform,
 )
 
@@ -85,21 +84,19 @@ class Order(NamedTuple):
                 continue
             if isinstance(transform, ExcludeTransform):
                 reads.update(map(unravel_key, transform.excluded_keys))
-            if isinstance(transform, SelectTransform):
-                reads.update(key for key in replaced if not {key, key[0]} & set(transform.selected_keys))
             # What changes transitions on their way in does so after their goals were kept.
             reads.update(transform.out_keys_inv or ())
             writes.update(transform.in_keys_inv or ())
+            if stale := reads & replaced:
+                raise ValueError(
+                    f"{type(transform).__name__} is listed before HERTransform and works on "
+                    f"{sorted(map(str, stale))} of the original goal: list it after HERTransform."
+                )
             if overwritten := writes & {*replaced, outcome}:
                 raise ValueError(
                     f"{type(transform).__name__} is listed before HERTransform and writes "
                     f"{sorted(map(str, overwritten))}, which relabelling then replaces by raw values: list it after "
                     "HERTransform."
-                )
-            if stale := reads & replaced:
-                raise ValueError(
-                    f"{type(transform).__name__} is listed before HERTransform and works on "
-                    f"{sorted(map(str, stale))} of the original goal: list it after HERTransform."
                 )
 
     def check_alone(self, hindsight: type[Transform]) -> None:

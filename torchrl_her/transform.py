@@ -215,6 +215,7 @@ class HERTransform(Hindsight):
         n_step = self._n_step_for(tensordict)
         replaced = self._replaced if n_step is None else [*self._goal_keys, *n_step.replaced(tensordict)]
         stored = {key: tensordict.get(key) for key in replaced}
+        checks.check_are_sampled(stored, self.keys)
         # Rows can have been loaded that were written otherwise: what is not there is brought back, and what stands
         # there from another row before this one is not read.
         repeats = root_flags(self.keys) if self.compact or stored[self.keys.next_desired] is None else None
