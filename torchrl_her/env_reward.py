@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -159,8 +159,8 @@ def _goal_environment(env: Any) -> Any:
     return env
 
 
-def _find(env: Any, name: str) -> Callable[..., Any] | None:
-    """Return a function of the outermost of Gymnasium's wrappers that has it, or of the environment."""
+def _find(env: Any, name: str) -> Any:
+    """Return a function of the outermost of Gymnasium's wrappers that has it, or of the environment, or None."""
     if hasattr(env, "has_wrapper_attr"):  # TorchRL's wrappers pass it on
         return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
     return getattr(getattr(env, "unwrapped", env), name, None)

@@ -37,7 +37,8 @@ def read_written(
     goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
     goals = map_goals(goals, goal_fn)  # [n, *goal]
     checks.check_goals(goals[0], desired.reshape(count, *desired.shape[len(batch) :])[0], goal_of_table)
-    exact, goals = goals.detach(), goals.detach().to(desired.dtype)
+    exact = goals.detach()
+    goals = exact.to(desired.dtype)
 
     done = _flatten(tensordict, keys.done, np.bool_, "done_key")
     trajectory = None
@@ -68,7 +69,7 @@ def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Ten
 
 def _any(values: np.ndarray) -> np.ndarray:
     """Say which values, ``void [n]``, have a byte that is not 0."""
-    return values.view(np.uint8).reshape(len(values), values.itemsize).any(axis=1)
+    return np.any(values.view(np.uint8).reshape(len(values), values.itemsize), axis=1)
 
 
 def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:

@@ -230,10 +230,8 @@ class HERTransform(Hindsight):
             steps = stored[STEPS].reshape(-1)
             longest = max(self.longest_window, self._n_steps)
             outcomes, whole = n_step.outcomes(table, episode, step, steps, longest)
-            if self.sequence_length is not None:  # all of a sequence that is to be relabelled, or nothing
-                whole = (
-                    (whole | ~relabelled).view(-1, self.sequence_length).all(1).repeat_interleave(self.sequence_length)
-                )
+            if (length := self.sequence_length) is not None:  # all of a sequence that is to be relabelled, or nothing
+                whole = (whole | ~relabelled).view(-1, length).all(1).repeat_interleave(length)
             relabelled = relabelled & whole
         relabelled = relabelled.view(*tensordict.batch_size, 1)
         self._set_goals(tensordict, relabelled, goals, stored)
