@@ -1,5 +1,6 @@
 import pytest
 import torch
+from _pytest.doctest import DoctestItem
 from torchrl import torchrl_logger
 
 torchrl_logger.setLevel("WARNING")  # it tells of each storage that TorchRL allocates
@@ -9,3 +10,10 @@ torchrl_logger.setLevel("WARNING")  # it tells of each storage that TorchRL allo
 def one_thread():
     """Two workers run tests at a time, on two cores; some that start processes set another number."""
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """An example has what it imports, and no name of the module that it stands in: so it runs where it is pasted."""
+    for item in items:
+        if isinstance(item, DoctestItem):
+            item.dtest.globs = {"__name__": "__main__"}

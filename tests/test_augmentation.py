@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 
 import augmentation_oracle
+import numpy as np
 import pytest
 import torch
 from augmentation_oracle import LAYOUTS, Oracle
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from oracle import Stream, make_tensordict, reached, reward_of
 from scipy import stats
 from tape import check, length_of, make_tape
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict, tensorclass
 from tensordict.nn import TensorDictModule
 from test_mutants import load
 from test_prioritized import error_of
@@ -36,6 +37,7 @@ from torchrl.envs import (
     DoubleToFloat,
     DTypeCastTransform,
     MultiStepTransform,
+    Reward2GoTransform,
     RewardScaling,
     SerialEnv,
     TransformedEnv,
@@ -52,6 +54,12 @@ from torchrl_her import (
     SparseReward,
 )
 from torchrl_her.reservoir import GoalReservoir
+
+
+@tensorclass
+class Seen:
+    image: torch.Tensor
+
 
 ENDS = st.sampled_from(["terminated", "truncated", "silent"])
 
@@ -375,6 +383,7 @@ def test_an_augmentation_in_an_environment_is_refused():
         (lambda: MultiStepTransform(3, 0.9), "n-step returns under a new goal use HERTransform"),
         (lambda: HERTransform(reward_of), "keep one HERTransform, or one HindsightAugmentation"),
         (make_transform, "keep one HERTransform, or one HindsightAugmentation"),
+        (lambda: Reward2GoTransform(out_keys=["reward_to_go"]), "Reward2GoTransform sums the rewards"),
     ],
 )
 def test_transforms_that_it_would_spoil_are_refused_in_either_order(other, match, first):
@@ -529,15 +538,38 @@ def test_padding_is_not_stored():
     assert len(rb) == 80
 
 
-def test_a_strategy_that_leaves_the_episode_makes_no_copies_there():
+@pytest.mark.parametrize("chunk", [9, 1], ids=["episodes at once", "one after the other"])
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [
+        (2, [-1, 2, -1, 3, -1, 4, -1, -1, -1, 2, -1, 3, -1, -1]),
+        (-2, [-1, -1, -1, 0, -1, 1, -1, 2, -1, -1, -1, 0, -1, 1]),
+    ],
+)
+def test_a_strategy_that_leaves_the_episode_makes_no_copies_there(ahead, expected, chunk):
     class Wrong(GoalStrategy):
         def select(self, choice):
-            return choice.start + choice.step + 2  # past the end, for the last two steps
+            return choice.start + choice.step + ahead  # past the end, or before the start
 
     rb = make_buffer(make_transform(strategy=Wrong(), n_sampled_goal=1))
-    rb.extend(make_tensordict(lane(((5, "terminated"), (4, "terminated")), 1, 9)[0], True))
-    steps = rb[:]["hindsight", "goal_step"].flatten().tolist()
-    assert steps == [-1, 2, -1, 3, -1, 4, -1, -1, -1, 2, -1, 3, -1, -1]
+    for part in lane(((5, "terminated"), (4, "terminated")), 9 // chunk, chunk):
+        rb.extend(make_tensordict(part, True))
+    assert rb[:]["hindsight", "goal_step"].flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("parts", [[5], [2, 3]], ids=["at once", "held back"])
+def test_nested_entries_keep_their_batch_sizes(parts):
+    data = make_tensordict(EPISODE, True)
+    data["agents"] = TensorDict(position=torch.rand(5, 3, 2), batch_size=[5, 3])
+    data["next", "seen"] = Seen(image=torch.rand(5, 4), batch_size=[5])
+    rb = make_buffer(make_transform(n_sampled_goal=1))
+    for part in data.split(parts):
+        rb.extend(part)
+    written = rb[:]
+    assert written["agents"].batch_size == (10, 3)
+    assert torch.equal(written["agents", "position"][::2], data["agents", "position"])
+    assert isinstance(written["next", "seen"], Seen)
+    assert torch.equal(written["next", "seen"].image[1::2], data["next", "seen"].image)
 
 
 def test_goals_are_uniform_over_the_steps_that_a_strategy_allows():
@@ -605,6 +637,7 @@ BAD = {
         ValueError,
         "other entries than those that were written before",
     ),
+    "text": (with_entry("text", NonTensorStack(*"abcde")), TypeError, r"takes tensors, and \['text'\] are none"),
     "an entry more": (with_entry("more", torch.zeros(5, 1)), ValueError, "'more': None before"),
     "goals of another kind": (
         lambda data: data.clone().update(
@@ -700,6 +733,15 @@ def test_what_is_held_back_survives(way, flushed, strategy, tmp_path):
         assert (batches[0] is None) == (batches[1] is None)
         assert batches[0] is None or (batches[0] == batches[1]).all()
     assert same(rb.transform[0].get_extra_state()["rows"], twin.transform[0].get_extra_state()["rows"])
+
+
+def test_numbers_may_be_numpys(tmp_path):
+    options = {name: np.int64(5) for name in ("n_sampled_goal", "max_episode_steps", "reservoir_size")}
+    rb, twin = (make_buffer(make_transform(strategy="random", **options)) for _ in range(2))
+    rb.extend(make_tensordict(EPISODE, True))
+    rb.dumps(tmp_path)
+    twin.loads(tmp_path)
+    assert len(twin) == len(rb) == 30
 
 
 def test_a_reservoir_of_another_size_is_not_loaded():

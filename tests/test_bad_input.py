@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, tensorclass
 from tensordict.nn import TensorDictModule
 from torchrl.data import Composite, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, Unbounded
 from torchrl.envs import (
@@ -21,6 +21,7 @@ from torchrl.envs import (
     GymEnv,
     MultiStepTransform,
     ObservationNorm,
+    Reward2GoTransform,
     RewardScaling,
     SelectTransform,
     StepCounter,
@@ -61,6 +62,13 @@ def transitions(first=0, count=10, length=25):
         },
         batch_size=count,
     )
+
+
+@tensorclass
+class Transitions:
+    achieved_goal: torch.Tensor
+    desired_goal: torch.Tensor
+    next: TensorDict
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +168,7 @@ def wider(goals):
 
 
 ALL_GOALS = ["achieved_goal", "desired_goal", NEXT_ACHIEVED, NEXT_DESIRED]
-COMPACT = "compact_obs=True leaves it out, so use False"
+COMPACT = "compact_obs=True leaves it out, so use False, and so does NextObservationDelta"
 BAD_WRITES = {
     "no achieved goal": (
         without("achieved_goal"),
@@ -336,6 +344,14 @@ def test_an_empty_write_changes_nothing(compact, before):
     assert len(rb) > 10
 
 
+def test_a_tensorclass_is_refused_with_the_way_to_go():
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), transform=HERTransform(distance))
+    written = Transitions.from_tensordict(transitions())
+    is_refused(rb, lambda: rb.extend(written), TypeError, "a Transitions takes none: .*its to_tensordict")
+    rb.extend(written.to_tensordict())
+    assert len(rb) == 10
+
+
 def test_a_list_of_transitions_is_a_write():
     rb, twin = (ReplayBuffer(storage=LazyTensorStorage(100), transform=HERTransform(distance)) for _ in range(2))
     for first in (0, 10, 20):
@@ -385,6 +401,18 @@ def test_goals_that_goal_fn_gives_another_shape_are_refused():
     rb = make_buffer(goal_fn=lambda state: state[:, :1])
     message = r"achieved goal has the shape \(1,\) and one desired goal \(2,\).*goal_fn"
     is_refused(rb, lambda: rb.extend(transitions()), ValueError, message)
+
+
+def test_a_goal_fn_that_loses_rows_is_refused_in_any_write():
+    rb = make_buffer(goal_fn=lambda state: state[:10])
+    rb.extend(transitions())
+    is_refused(rb, lambda: rb.extend(transitions(10, 15)), ValueError, r"goal_fn returned .*\(10, 2\) for 15 rows")
+
+
+@pytest.mark.parametrize("goal_fn", [5, "achieved"])
+def test_a_goal_fn_that_is_no_function_is_refused(goal_fn):
+    with pytest.raises(TypeError, match=f"goal_fn must be a function.*got {goal_fn!r}"):
+        make_buffer(goal_fn=goal_fn)
 
 
 def test_a_goal_fn_that_returns_nothing_is_refused():
@@ -604,6 +632,10 @@ def cast_rewards():
     return DTypeCastTransform(torch.float32, torch.float64, in_keys=[("next", "reward")])
 
 
+def sum_rewards():
+    return Reward2GoTransform(out_keys=["reward_to_go"])
+
+
 def normalize_when_written():
     return ObservationNorm(0.0, 2.0, in_keys=[], out_keys=[], in_keys_inv=["desired_goal"], out_keys_inv=["raw"])
 
@@ -653,6 +685,12 @@ def test_a_wrong_order_that_comes_about_later_is_refused(name):
     rb.extend(transitions())
     rb.insert_transform(0, before[0]())
     is_refused(rb, lambda: rb.extend(transitions(10)), ValueError, message)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_rewards_that_are_summed_when_written_are_refused(where):
+    rb = make_buffer(**{where: [sum_rewards]})
+    is_refused(rb, lambda: rb.extend(transitions(count=25)), ValueError, "Reward2GoTransform sums.*leave it out")
 
 
 def test_two_of_them_are_refused():
@@ -853,6 +891,17 @@ def test_episodes_that_run_in_many_environments_are_not_taken_for_lost_goals():
             rb.extend(data)
             rb.sample(512)
     assert int(rb.transform[0].table.counters[1]) > size  # more episodes than the table has places
+
+
+def test_padding_is_not_taken_for_lost_goals():
+    rb = make_buffer(max_size=1000, mask_key="mask", her_ratio=1.0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for first in range(0, 2400, 2):  # episodes of two steps come by the place of the episode 0
+            chunk = transitions(first, 2, length=2).set("mask", torch.ones(2, dtype=torch.bool))
+            rb.extend(torch.cat([chunk, chunk.apply(torch.zeros_like)]))
+            rb.sample(256)
 
 
 # Last steps that are lost

@@ -216,6 +216,20 @@ def test_a_window_over_the_end_that_max_episode_steps_sets_is_not_relabelled(max
             assert first < goal[1] <= (first // max_steps + 1) * max_steps
 
 
+def test_a_window_over_the_end_of_an_episode_that_fills_the_table_is_not_relabelled():
+    """There the end of the episode lies next to its start."""
+    stream = Stream(
+        n=3, gamma=0.9, lanes=1, chunk=5, writes=3, episodes=((1000, ""),), layout="[time]", capacity=10,
+        strategy="episode",
+    )  # fmt: skip
+    rb, oracle = filled(stream)
+    for row in rows_of(rb[:]):
+        window = oracle.windows[row["uid"]]
+        relabelled = row.pop(("hindsight", "relabelled"))
+        assert relabelled == (window[-1].at < 10)  # the step at which the episode is cut
+        assert row == expected(window, row["desired_goal"] if relabelled else None, stream)
+
+
 def test_long_episodes_are_relabelled_while_they_run_as_far_as_their_windows_are_known():
     stream = Stream(n=5, gamma=0.9, lanes=2, chunk=10, writes=15, episodes=((1000, ""),))
     rb, oracle = make_buffer(stream), Oracle(stream)

@@ -233,6 +233,13 @@ def test_goals_in_double_precision_are_compared_in_double_precision():
     assert reward.flatten().tolist() == [0.0, -1.0]
 
 
+def test_goals_are_compared_in_the_dtype_in_which_they_are_kept():
+    achieved = torch.tensor([[5.1], [5.2]], dtype=torch.float64)
+    desired = torch.tensor([[5.1], [5.1]], dtype=torch.float32)
+    reward = SparseReward(0)(goals_of(achieved, desired, 2))["next", "reward"]
+    assert reward.flatten().tolist() == [0.0, -1.0]
+
+
 @pytest.mark.parametrize(("low", "high"), [(0, 255), (10, 11), (255, 0)])
 def test_the_difference_of_pixels_does_not_wrap_around(low, high):
     achieved = torch.full((1, 3, 8, 8), low, dtype=torch.uint8)
@@ -510,6 +517,23 @@ def test_stored_entries_are_handed_to_the_environment_as_info(env_class):
 
     check_sample(batch, written, reward, lambda row: False)
     assert sum("row by row" in str(each.message) for each in caught) == (env_class is PaysForEffortAlone)
+
+
+INFO = {
+    "a string": ("fee", TypeError, r"info_keys must be a list of keys, got the string 'fee': \['fee'\]"),
+    "an entry that is not stored": (["tax"], KeyError, r"no entry 'tax'.*info_keys=\.\.\.; there are"),
+    "too few": (["fee"], KeyError, r"compute_reward of PaysForEffort asks info for 'effort', and info has \['fee'\]"),
+    "none": ([], KeyError, r"compute_reward of PaysForEffort asks info for 'effort', and info has nothing: name"),
+}
+
+
+@pytest.mark.parametrize("case", INFO)
+def test_entries_that_the_environment_does_not_get_are_named(case):
+    info_keys, error, message = INFO[case]
+    written = rollout(GymEnv(POINT_REACH))
+    written["fee"] = torch.rand(len(written))
+    with pytest.raises(error, match=message):
+        sample_of(written, EnvReward(PaysForEffort(), info_keys=info_keys))
 
 
 def test_finding_out_whether_a_function_is_batched_leaves_the_environments_draws_alone():

@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -332,6 +333,8 @@ def test_any_sampler_and_reading_by_index_relabel():
         assert sample["hindsight", "relabelled"].all()
         assert sample["hindsight", "relabelled"].shape == (*sample.batch_size, 1)
     assert rb[3].batch_size == ()
+    nothing = rb[torch.zeros(0, dtype=torch.int64)]
+    assert nothing["desired_goal"].shape == (0, *rb[3]["desired_goal"].shape)
 
 
 def test_rows_that_carry_a_sample_are_stamped_anew():
@@ -580,6 +583,35 @@ def test_it_says_what_it_is():
     text = repr(HERTransform(SparseReward(0.05), strategy="final"))
     assert text == "HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)"
     assert isinstance(HERTransform(SparseReward(0.05)), Transform)
+
+
+def test_a_reward_function_that_works_in_place_leaves_what_is_written_alone():
+    def reward(achieved, desired):
+        return -(achieved.sub_(desired)).abs().sum(-1)
+
+    td = episode_of(6)
+    written = td.clone()
+    buffer_with(HERTransform(reward), written)
+    assert (written == td).all()
+
+
+@pytest.mark.parametrize("trajectory_key", [None, ("collector", "traj_ids")])
+def test_ids_are_used_unless_there_is_no_key_for_them(trajectory_key):
+    td = torch.cat([episode_of(3), episode_of(3)])
+    td["next", "done"].zero_()
+    td["collector", "traj_ids"] = torch.arange(6) // 3 + 1  # of two episodes that begin where both were before
+    td = td[[0, 3, 1, 4, 2, 5]]
+    hindsight = HERTransform(SparseReward(0), trajectory_key=trajectory_key)
+    rb = buffer_with(hindsight, td)
+    episodes = rb.storage[:]["hindsight_stamp"][:, 0]
+    assert (episodes[0::2] == episodes[0]).all() == (trajectory_key is not None)
+
+
+@pytest.mark.parametrize("name", ["capacity", "sequence_length"])
+def test_numbers_may_be_numpys(name):
+    hindsight = HERTransform(SparseReward(0), **{name: np.int64(3)})
+    assert type(getattr(hindsight, name)) is int
+    buffer_with(hindsight, episode_of(6))
 
 
 def test_what_the_caller_does_with_his_tensors_afterwards_does_not_change_goals():

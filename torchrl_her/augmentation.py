@@ -80,7 +80,7 @@ class HindsightAugmentation(Hindsight):
         >>> from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
         >>> from torchrl.envs import GymEnv
         >>> import torchrl_her.envs
-        >>> from torchrl_her import EnvReward
+        >>> from torchrl_her import EnvReward, HindsightAugmentation
         >>> env = GymEnv("torchrl_her/PointReach-v0")
         >>> rb = TensorDictPrioritizedReplayBuffer(
         ...     alpha=0.6, beta=0.4, storage=LazyTensorStorage(1000), transform=HindsightAugmentation(EnvReward(env))
@@ -102,18 +102,15 @@ class HindsightAugmentation(Hindsight):
         desired_goal_key: NestedKey = "desired_goal",
         reward_key: NestedKey = "reward",
         done_key: NestedKey = "done",
-        trajectory_key: NestedKey = ("collector", "traj_ids"),
+        trajectory_key: NestedKey | None = ("collector", "traj_ids"),
         goal_fn: Callable[[Tensor], Tensor] | None = None,
         max_episode_steps: int = 1_000,
         mask_key: NestedKey | None = None,
         reservoir_size: int = 10_000,
     ):
-        for name, value in (
-            ("n_sampled_goal", n_sampled_goal),
-            ("max_episode_steps", max_episode_steps),
-            ("reservoir_size", reservoir_size),
-        ):
-            checks.check_at_least_one(name, value)
+        n_sampled_goal = checks.check_at_least_one("n_sampled_goal", n_sampled_goal)
+        max_episode_steps = checks.check_at_least_one("max_episode_steps", max_episode_steps)
+        reservoir_size = checks.check_at_least_one("reservoir_size", reservoir_size)
         keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         super().__init__(reward, strategy, keys, goal_fn, EndedEpisodes(PATIENCE, max_episode_steps))
         self.n_sampled_goal = n_sampled_goal

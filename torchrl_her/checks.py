@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, is_leaf_nontensor, is_non_tensor, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
@@ -31,10 +31,11 @@ def check_her_ratio(her_ratio: float) -> float:
     return her_ratio
 
 
-def check_at_least_one(name: str, value: int) -> None:
-    """Check that a number of things is a whole number and at least one."""
+def check_at_least_one(name: str, value: int) -> int:
+    """Check that a number of things is a whole number and at least one, and return it as Python's own."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    return int(value)
 
 
 def check_goal_spec(spec: TensorSpec) -> None:
@@ -46,11 +47,28 @@ def check_goal_spec(spec: TensorSpec) -> None:
         )
 
 
-def check_is_tensor(value: object, name: str) -> Tensor:
-    """Check what a function of the user's returned."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must return a tensor with one entry per row, and returned {type(value).__name__}.")
-    return value
+def check_goal_fn(goal_fn: object) -> None:
+    """Check that goals can be mapped with it."""
+    if goal_fn is not None and not callable(goal_fn):
+        raise TypeError(f"goal_fn must be a function of achieved goals [batch, *state], got {goal_fn!r}.")
+
+
+def check_mapped(goals: object, count: int) -> Tensor:
+    """Check what the user's function returned for so many achieved goals."""
+    if not isinstance(goals, Tensor):
+        raise TypeError(f"goal_fn must return a tensor with one goal per row, and returned {type(goals).__name__}.")
+    if goals.shape[:1] != (count,):
+        raise ValueError(f"goal_fn returned the shape {tuple(goals.shape)} for {count} rows: one goal each is needed.")
+    return goals
+
+
+def check_is_tensordict(written: object) -> None:
+    """Check that transitions come as a TensorDict, to which entries can be added."""
+    if not isinstance(written, TensorDictBase):
+        raise TypeError(
+            f"Hindsight adds entries to transitions, and a {type(written).__name__} takes none: write a TensorDict "
+            "(of a tensorclass, its to_tensordict())."
+        )
 
 
 def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
@@ -68,7 +86,10 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
     if isinstance(key, tuple) and key[:2] == ("next", "next"):
         advice = f"Give {argument} without 'next', which is added"
     elif "goal" in argument and key[0] == "next" and tensordict.get(key[1:], None) is not None:
-        advice = "It stands at the root alone: a collector with compact_obs=True leaves it out, so use False"
+        advice = (
+            "It stands at the root alone: a collector with compact_obs=True leaves it out, so use False, and so does "
+            "NextObservationDelta, which needs in_keys without the goals"
+        )
     raise KeyError(f"There is no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")
 
 
@@ -261,7 +282,8 @@ def check_one_lane_per_row(continues: np.ndarray) -> None:
         raise ValueError(
             f"Row {row} of this write has transitions that do not follow each other, with no done flag between them: "
             "windows of MultiStepTransform would mix episodes. Extend with [environments, steps] and ndim=2 in the "
-            "storage, not flattened, from environments that advance together, and reset them when they are done."
+            "storage, not flattened, from environments that advance together, and reset them when they are done. Once "
+            "they go on elsewhere (a write was refused or lost, say), call flush() of HERTransform first."
         )
 
 
@@ -336,9 +358,13 @@ def check_extend(batch: torch.Size, is_added: bool) -> None:
 
 def check_same_entries(tensordict: TensorDictBase, before: dict | None) -> dict:
     """Check that transitions have the entries of those before, so that they can be held back together."""
-    entries = {
-        key: (value.shape[1:], value.dtype) for key, value in tensordict.items(include_nested=True, leaves_only=True)
-    }
+    leaves = list(tensordict.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+    if other := [key for key, value in leaves if is_non_tensor(value)]:
+        raise TypeError(
+            f"HindsightAugmentation holds transitions back and copies them, which takes tensors, and {other} are none: "
+            "exclude() them from what is written, or use HERTransform."
+        )
+    entries = {key: (value.shape[1:], value.dtype) for key, value in leaves}
     if before is not None and entries != before:
         differing = [key for key in {**before, **entries} if before.get(key) != entries.get(key)]
         told = ", ".join(f"{key!r}: {before.get(key)} before, {entries.get(key)} now" for key in differing)

@@ -53,9 +53,9 @@ def draw_goals(
     choice = Choice(episode, step, start, length, owners, size)
     rows = strategy.select(choice)
     checks.check_rows(rows, step, strategy)
+    outside = (rows < start) | (rows >= start + length) if strategy.same_episode else None
     rows = rows % len(goals)
-    of_episode = owners.index_select(0, rows)
-    is_wrong = of_episode != episode if strategy.same_episode else of_episode < 0
+    is_wrong = owners.index_select(0, rows) < 0 if outside is None else outside
     return Drawn(
         goals.index_select(0, rows).unflatten(0, (count, copies)),
         steps.index_select(0, rows).view(count, copies),

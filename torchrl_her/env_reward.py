@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
 
+from torchrl_her import checks
 from torchrl_her.rewards import GoalFunction, GoalReward, as_tensor
 
 
@@ -39,6 +40,7 @@ class EnvReward(GoalReward):
 
     Examples:
         >>> import gymnasium, torchrl_her.envs
+        >>> from torchrl_her import EnvReward
         >>> reward = EnvReward(gymnasium.make("torchrl_her/PointReach-v0"))
         >>> reward.in_keys
         [('next', 'achieved_goal'), 'desired_goal']
@@ -54,13 +56,15 @@ class EnvReward(GoalReward):
         env = _goal_environment(env)
         if terminated_fn is None and _find(env, "compute_terminated") is not None:
             terminated_fn = _EnvFunction(env, "compute_terminated")
+        if isinstance(info_keys, str):
+            raise TypeError(f"info_keys must be a list of keys, got the string {info_keys!r}: [{info_keys!r}].")
         self.info_keys = tuple(unravel_key(key) for key in info_keys)
         super().__init__(_EnvFunction(env, "compute_reward"), terminated_fn=terminated_fn)
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:  # noqa: D102
         info = {}
         for key in self.info_keys:
-            value = tensordict.get(key)
+            value = checks.get_entry(tensordict, key, "info_keys")
             name = key if isinstance(key, str) else key[-1]
             info[name] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
         return [
@@ -91,7 +95,13 @@ class _EnvFunction:
         return torch.as_tensor(values).to(achieved.device)
 
     def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
-        return np.asarray(self.function(achieved, desired, info))
+        try:
+            return np.asarray(self.function(achieved, desired, info))
+        except KeyError as error:
+            raise KeyError(
+                f"{self.name} of {self.env_name} asks info for {error}, and info has {list(info) or 'nothing'}: name "
+                "the stored entry with info_keys=[...]."
+            ) from error
 
     def _rows(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
         rows = range(len(achieved))

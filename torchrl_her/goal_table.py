@@ -33,6 +33,8 @@ class GoalTable:
         device (torch.device): where the table lives.
 
     Examples:
+        >>> import torch
+        >>> from torchrl_her.goal_table import GoalTable
         >>> table = GoalTable(10, (1,), torch.float32, torch.device("cpu"))
         >>> episode = table.open_episodes(1)
         >>> table.publish([(episode, torch.tensor([[0.0], [0.1], [0.2]]), 0)])

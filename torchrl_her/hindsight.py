@@ -13,6 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
+from torchrl_her import checks
 from torchrl_her.copies import GoalCopies
 from torchrl_her.episodes import EpisodeTracker, Written
 from torchrl_her.keys import Keys
@@ -39,6 +40,7 @@ class Hindsight(Transform):
         tracker: EpisodeTracker,
     ):
         super().__init__()
+        checks.check_goal_fn(goal_fn)
         self.strategy = make_strategy(strategy)
         self.goal_fn = goal_fn
         self.keys = keys

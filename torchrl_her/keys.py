@@ -18,7 +18,7 @@ class Keys(NamedTuple):
     done: NestedKey
     terminated: NestedKey
     truncated: NestedKey
-    trajectory: NestedKey
+    trajectory: NestedKey | None
     mask: NestedKey | None
 
     @classmethod
@@ -28,7 +28,7 @@ class Keys(NamedTuple):
         desired_goal: NestedKey,
         reward: NestedKey,
         done: NestedKey,
-        trajectory: NestedKey,
+        trajectory: NestedKey | None,
         mask: NestedKey | None,
     ) -> Keys:
         """Make them from the arguments of HERTransform: flags and rewards are under ``"next"``, goals in both."""
@@ -42,6 +42,6 @@ class Keys(NamedTuple):
             done=next_done,
             terminated=(*next_done[:-1], "terminated"),
             truncated=(*next_done[:-1], "truncated"),
-            trajectory=unravel_key(trajectory),
+            trajectory=None if trajectory is None else unravel_key(trajectory),
             mask=None if mask is None else unravel_key(mask),
         )

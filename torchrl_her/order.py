@@ -12,6 +12,7 @@ from torchrl.envs import (
     ExcludeTransform,
     MultiStepTransform,
     RenameTransform,
+    Reward2GoTransform,
     Transform,
 )
 
@@ -100,11 +101,16 @@ class Order(NamedTuple):
                 )
 
     def check_alone(self, hindsight: type[Transform]) -> None:
-        """Check that no other transform relabels."""
+        """Check that no other transform relabels, and that none sums rewards over steps before relabelling does."""
         if any(isinstance(transform, hindsight) for transform in flatten([*self.before, *self.after])):
             raise ValueError(
                 "Two transforms would relabel the same transitions: keep one HERTransform, or one "
                 "HindsightAugmentation."
+            )
+        if any(isinstance(transform, Reward2GoTransform) for transform in flatten([*self.before, *self.after])):
+            raise ValueError(
+                "Reward2GoTransform sums the rewards of episodes when they are written, and relabelling gives their "
+                "transitions other goals and rewards, each its own: leave it out."
             )
 
     def check_augmentation(self, hindsight: type[Transform]) -> None:

@@ -26,6 +26,7 @@ def read_written(
     Returns:
         What of them counts, and which these are, ``bool [n]``; None for all.
     """
+    checks.check_is_tensordict(tensordict)
     checks.check_single_steps(tensordict)
     batch, count = tensordict.batch_size, tensordict.batch_size.numel()
     achieved = checks.get_entry(tensordict, keys.achieved, "achieved_goal_key")
@@ -42,7 +43,7 @@ def read_written(
 
     done = _flatten(tensordict, keys.done, np.bool_, "done_key")
     trajectory = None
-    if tensordict.get(keys.trajectory, None) is not None:
+    if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
         trajectory = _flatten(tensordict, keys.trajectory, np.int64, "trajectory_key")
     start, outcome = _as_bytes(count, achieved, desired, next_achieved, next_desired)
     row_length = batch[-1] if len(batch) > 1 else count
@@ -64,7 +65,7 @@ def read_written(
 
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Return the goals ``[n, *goal]`` that were achieved in states ``[n, *state]``."""
-    return states if goal_fn is None else checks.check_is_tensor(goal_fn(states), "goal_fn")
+    return states if goal_fn is None else checks.check_mapped(goal_fn(states), len(states))
 
 
 def _any(values: np.ndarray) -> np.ndarray:

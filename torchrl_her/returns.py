@@ -97,7 +97,7 @@ class StepReward:
         # Of one row, a wrong shape can look like the right one.
         rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
         with torch.no_grad():
-            computed = self.reward(rows.copy())
+            computed = self.reward(rows.clone())  # the user's function may work in place
         checks.check_reward(computed, rows, self.keys.reward)
         checks.tell_of_other_rewards(computed.get(self.keys.reward), rows.get(self.keys.reward))
 
@@ -162,12 +162,13 @@ class NStepReturn:
         Returns:
             Goals ``[batch, longest, *goal]``, the last one of each window repeated, and ``bool [batch]``.
         """
-        start, _ = table.find(episode)
+        start, length = table.find(episode)
         ahead = torch.arange(longest, device=step.device).expand(len(step), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [batch, longest]
         rows = (start + step).unsqueeze(1) + ahead
         goals, owners = table.read(rows.flatten())
         whole = (owners.view_as(rows) == episode.unsqueeze(1)).all(1) & table.start_at(episode, start)
+        whole &= step + steps <= length  # behind an episode that fills the table comes its own start
         return goals.view(*rows.shape, *table.goal_shape), whole
 
     def recompute(

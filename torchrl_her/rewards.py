@@ -25,7 +25,8 @@ class GoalReward(TensorDictModuleBase):
 
     Args:
         reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals ``[batch, *goal]`` to
-            rewards ``[batch]`` or ``[batch, 1]``. Several batch dimensions come flattened to one.
+            rewards ``[batch]`` or ``[batch, 1]``. Several batch dimensions come flattened to one. It must not
+            change what it is given.
 
     Keyword Args:
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same to bools: whether the
@@ -37,7 +38,9 @@ class GoalReward(TensorDictModuleBase):
         ValueError: on the first call, if a function returns another shape.
 
     Examples:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_her import GoalReward
         >>> reward = GoalReward(lambda achieved, desired: -(achieved - desired).norm(dim=-1))
         >>> goals = {"desired_goal": torch.ones(5, 2), "next": {"achieved_goal": torch.ones(5, 2)}}
         >>> reward(TensorDict(goals, batch_size=5))["next", "reward"].shape
@@ -115,7 +118,9 @@ class SparseReward(GoalReward):
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): see `GoalReward`.
 
     Examples:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_her import SparseReward
         >>> achieved = torch.tensor([[0.0, 0.04], [1.0, 0.0]])
         >>> goals = {"desired_goal": torch.zeros(2, 2), "next": {"achieved_goal": achieved}}
         >>> SparseReward(0.05)(TensorDict(goals, batch_size=2))["next", "reward"].flatten()
@@ -129,9 +134,11 @@ class SparseReward(GoalReward):
 
 
 def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:
-    if not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
+    achieved = achieved.to(desired.dtype)  # in which goals are kept
+    if not desired.is_floating_point():  # bits and pixels, whose difference would wrap around
         achieved, desired = achieved.long(), desired.long()
-    difference = (achieved - desired).reshape(len(achieved), -1)
+    difference = achieved - desired
+    difference = difference.reshape(len(difference), difference.shape[1:].numel())
     if not difference.is_floating_point():
         difference = difference.double()
     distance = torch.linalg.vector_norm(difference, dim=-1)  # [batch]

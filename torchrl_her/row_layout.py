@@ -53,6 +53,9 @@ class RowLayout:
         ValueError: if there is no entry.
 
     Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_her.row_layout import RowLayout
         >>> transition = TensorDict({"observation": torch.rand(3), "next": {"done": torch.tensor([True])}})
         >>> layout = RowLayout(transition)
         >>> row = layout.pack(transition)

@@ -43,7 +43,10 @@ class PackedStorage(TensorStorage):
         FileExistsError: on the first write, if ``scratch_dir`` has the rows of a storage.
 
     Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
         >>> from torchrl.data import TensorDictReplayBuffer
+        >>> from torchrl_her import PackedStorage
         >>> rb = TensorDictReplayBuffer(storage=PackedStorage(1000), batch_size=32)
         >>> transitions = TensorDict({"observation": torch.rand(50, 3), "next": {"reward": torch.rand(50, 1)}}, [50])
         >>> _ = rb.extend(transitions)

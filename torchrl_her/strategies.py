@@ -30,6 +30,9 @@ class GoalStrategy(ABC):
     Examples:
         A strategy that looks at most ten steps ahead:
 
+        >>> import torch
+        >>> from torchrl_her import GoalStrategy
+        >>> from torchrl_her.strategies import uniform
         >>> class NearFuture(GoalStrategy):
         ...     def select(self, choice):
         ...         end = torch.minimum(choice.step + 10, choice.length)

@@ -85,7 +85,7 @@ class HERTransform(Hindsight):
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
         >>> from torchrl.envs import GymEnv
         >>> import torchrl_her.envs
-        >>> from torchrl_her import EnvReward
+        >>> from torchrl_her import EnvReward, HERTransform
         >>> env = GymEnv("torchrl_her/PointReach-v0")
         >>> rb = TensorDictReplayBuffer(
         ...     storage=LazyTensorStorage(1000), transform=HERTransform(EnvReward(env), capacity=1000), batch_size=64
@@ -107,7 +107,7 @@ class HERTransform(Hindsight):
         desired_goal_key: NestedKey = "desired_goal",
         reward_key: NestedKey = "reward",
         done_key: NestedKey = "done",
-        trajectory_key: NestedKey = ("collector", "traj_ids"),
+        trajectory_key: NestedKey | None = ("collector", "traj_ids"),
         goal_fn: Callable[[Tensor], Tensor] | None = None,
         capacity: int = 1_000_000,
         goal_spec: TensorSpec | None = None,
@@ -116,11 +116,11 @@ class HERTransform(Hindsight):
         sequence_length: int | None = None,
         compact: bool = False,
     ):
-        checks.check_at_least_one("capacity", capacity)
+        capacity = checks.check_at_least_one("capacity", capacity)
         if max_episode_steps is not None:
-            checks.check_at_least_one("max_episode_steps", max_episode_steps)
+            max_episode_steps = checks.check_at_least_one("max_episode_steps", max_episode_steps)
         if sequence_length is not None:
-            checks.check_at_least_one("sequence_length", sequence_length)
+            sequence_length = checks.check_at_least_one("sequence_length", sequence_length)
         keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         super().__init__(reward, strategy, keys, goal_fn, EpisodeTracker(capacity, max_episode_steps))
         self.her_ratio = checks.check_her_ratio(her_ratio)
@@ -165,8 +165,8 @@ class HERTransform(Hindsight):
         self._capacity_watch.after_write(table.last_draw)
 
         stamps = tracked.stamps
-        if kept is not None:  # padding has the episode 0
-            stamps = np.zeros((batch.numel(), 2), dtype=np.int64)
+        if kept is not None:  # padding has the episode 0, and a step that no episode has
+            stamps = np.tile([0, self.capacity], (batch.numel(), 1))
             stamps[kept] = tracked.stamps
         stamp = torch.from_numpy(stamps).to(written.goals.device)
         return stored.set(STAMP, stamp.view(*batch, 2))

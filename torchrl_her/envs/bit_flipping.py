@@ -125,6 +125,8 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
             for one goal.
 
         Examples:
+            >>> import numpy as np
+            >>> from torchrl_her.envs import BitFlipping
             >>> BitFlipping(2).compute_reward(np.array([[0, 1], [1, 1]]), np.array([1, 1]), {})
             array([-1.,  0.], dtype=float32)
         """

@@ -28,7 +28,7 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         ValueError: for another render mode, and by `step` for an action that is not two finite numbers.
 
     Examples:
-        >>> import gymnasium, torchrl_her.envs
+        >>> import gymnasium, numpy as np, torchrl_her.envs
         >>> env = gymnasium.make("torchrl_her/PointReach-v0")
         >>> observation, info = env.reset(seed=0)
         >>> observation["achieved_goal"]
@@ -92,6 +92,8 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
             one goal.
 
         Examples:
+            >>> import numpy as np
+            >>> from torchrl_her.envs import PointReach
             >>> goals = np.array([[0.0, 0.0], [0.04, 0.0], [0.04, 0.04]])
             >>> PointReach().compute_reward(goals, np.zeros(2), {})
             array([ 0.,  0., -1.], dtype=float32)
