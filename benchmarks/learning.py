@@ -33,6 +33,7 @@ from learners import (
     TASKS,
     TUNED,
     TUNED_SETTINGS,
+    TUNING_SEEDS,
     Evaluations,
     check_steps,
     learn,
@@ -231,6 +232,8 @@ def parse_arguments() -> argparse.Namespace:
 def train_all(arguments: argparse.Namespace) -> list[Row]:
     """Do the runs that are asked for, and return their evaluations."""
     runs = plan(arguments.tasks, arguments.settings, arguments.seeds)
+    if TUNED in arguments.settings and (known := set(arguments.seeds) & set(TUNING_SEEDS)):
+        sys.exit(f"The tuned settings were chosen with the seeds {sorted(known)}: leave these out.")
     missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
     if missing:
         sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")

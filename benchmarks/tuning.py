@@ -3,7 +3,7 @@
 A search that is the same for both libraries. The candidates are the settings of "equal", some that were picked by hand,
 and others drawn from `SPACE` (but for what only one library has, `OURS_ALONE`). Each is trained with one seed until
 its success is 0.95, and the best of them with two more seeds. The best is the one that gets there with all seeds in the
-fewest CPU seconds on the average. None of the seeds is one of `learning.py`'s.
+fewest CPU seconds on the average. `learning.py` refuses these seeds, so that it measures on others.
 
 Writes `tuning.csv`, a row for each run, and prints the best settings, which then stand in `learners.py`.
 """
@@ -34,6 +34,7 @@ from learners import (
     OURS,
     SB3,
     TASKS,
+    TUNING_SEEDS,
     Act,
     Evaluations,
     Settings,
@@ -44,7 +45,6 @@ from learning import first_success
 from torchrl import torchrl_logger
 from tqdm import tqdm
 
-SEEDS = 10, 11, 12  # the first for all candidates, the others for the best
 SPACE: dict[str, list[Any]] = {
     "hidden": [(64, 64), (128, 128)],
     "batch_size": [128, 256, 512],
@@ -116,12 +116,12 @@ def search(candidates: list[Settings], finalists: int, measure: Callable[[Settin
 
     ``measure(settings, seed)`` trains.
     """
-    first = [measure(settings, SEEDS[0]) for settings in candidates]
+    first = [measure(settings, TUNING_SEEDS[0]) for settings in candidates]
     means = [math.inf] * len(candidates)
     for number in sorted(range(len(candidates)), key=first.__getitem__)[:finalists]:
         if math.isfinite(first[number]):
-            others = [measure(candidates[number], seed) for seed in SEEDS[1:]]
-            means[number] = (first[number] + sum(others)) / len(SEEDS)
+            others = [measure(candidates[number], seed) for seed in TUNING_SEEDS[1:]]
+            means[number] = (first[number] + sum(others)) / len(TUNING_SEEDS)
     return means
 
 
@@ -144,7 +144,7 @@ def main() -> None:
     searches = list(product(arguments.tasks, arguments.libraries))
     with (
         (arguments.output / "tuning.csv").open("w", newline="") as file,
-        tqdm(total=len(searches) * (count + finalists * (len(SEEDS) - 1)), unit="run") as progress,
+        tqdm(total=len(searches) * (count + finalists * (len(TUNING_SEEDS) - 1)), unit="run") as progress,
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as process,
     ):
         table = csv.writer(file)

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.data import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
@@ -43,6 +43,7 @@ with contextlib.suppress(ImportError):  # an extra, see make_env
 
 EVALUATION_SEED = 1_000_000  # of the first of the episodes
 LONGEST_EPISODE = 100_000  # steps of an evaluation
+INPUTS = ("observation", "achieved_goal", "desired_goal")
 
 # Environments
 
@@ -54,11 +55,11 @@ def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         reason = str(error).rstrip(".")
         raise SystemExit(f"The environment {config.name!r} cannot be made: {reason}. {how_to_install()}") from None
-    if missing := {"observation", "achieved_goal", "desired_goal"} - set(env.observation_spec.keys()):
+    if missing := set(INPUTS) - set(env.observation_spec.keys()):
         raise SystemExit(f"{config.name} is not a goal environment: its observations have no {sorted(missing)}.")
     env.set_info_dict_reader(SuccessReader([config.success]))
     transforms: list[Transform] = []
-    if env.observation_spec["observation"].dtype == torch.float64:
+    if any(env.observation_spec[key].dtype == torch.float64 for key in INPUTS):
         transforms.append(DoubleToFloat())
     if config.clip_observation is not None:
         transforms.append(ClipTransform(["observation"], low=-config.clip_observation, high=config.clip_observation))
@@ -77,9 +78,14 @@ def how_to_install() -> str:
 
 def check_actions(env: EnvBase, continuous: bool) -> None:
     """Check that a script can act in an environment."""
+    name, space = unwrap(env).spec.id, outermost(env).action_space
     if env.action_spec.dtype.is_floating_point != continuous:
         found, scripts = ("numbers", "dqn.py") if continuous else ("vectors", "ddpg.py, td3.py or sac.py")
-        raise SystemExit(f"Actions of {unwrap(env).spec.id} are {found}: train it with {scripts}.")
+        raise SystemExit(f"Actions of {name} are {found}: train it with {scripts}.")
+    if continuous and not space.is_bounded():
+        raise SystemExit(f"Actions of {name} have no bounds: the agents here act between bounds.")
+    if not continuous and not (isinstance(space, gymnasium.spaces.Discrete) and space.start == 0):
+        raise SystemExit(f"Actions of {name} are {space}: dqn.py chooses one of the numbers from 0 on.")
 
 
 class SuccessReader(default_info_dict_reader):
@@ -125,10 +131,13 @@ def on_device(envs: EnvBase, device: str) -> dict[str, bool]:
     return {"auto_cast_to_device": True}
 
 
-def reward_at_goal(env: EnvBase) -> float:
-    """Return what a step earns that ends at its goal."""
-    goal = env.reset()["desired_goal"].numpy()
-    return float(unwrap(env).compute_reward(goal, goal, {}))
+def rewards_of(env: EnvBase) -> tuple[float, float]:
+    """Return what a step earns that ends at its goal, and one that ends where an episode begins."""
+    start = env.reset()
+    achieved = torch.stack([start["desired_goal"], start["achieved_goal"]])
+    steps = {"desired_goal": start["desired_goal"].expand_as(achieved), "next": {"achieved_goal": achieved}}
+    at_goal, at_start = EnvReward(env)(TensorDict(steps, [2]))["next", "reward"].flatten().tolist()
+    return at_goal, at_start
 
 
 # Normalization
@@ -234,6 +243,10 @@ def make_replay_buffer(
     n_steps, prioritized = config.buffer.n_steps, config.buffer.prioritized
     if prioritized not in (None, "error", "movement"):
         raise SystemExit(f"buffer.prioritized is null, 'error' or 'movement', not {prioritized!r}.")
+    if n_steps > 1 and isinstance(hindsight, HindsightAugmentation):
+        raise SystemExit(
+            "Returns of several steps need hindsight.when=sampling: what is written are copies of one step."
+        )
     if prioritized == "movement" and (n_steps > 1 or isinstance(hindsight, HindsightAugmentation)):
         raise SystemExit(
             "buffer.prioritized=movement needs a row of the buffer for each step: use buffer.n_steps=1 and "
@@ -278,10 +291,15 @@ class Evaluation:
 
     def _outcomes(self, steps: TensorDictBase) -> dict[str, Tensor]:
         done = steps["done"].squeeze(-1)  # [envs, time]
+        if not done.any(1).all():
+            raise SystemExit(
+                f"An episode of the evaluation did not end in {LONGEST_EPISODE:,} steps: give it an end, "
+                "+env.kwargs.max_episode_steps=..."
+            )
         last = done.int().argmax(1)  # its first end: nothing after it counts
         counts = torch.arange(done.shape[1]) <= last.unsqueeze(1)  # [envs, time]
         end = steps[torch.arange(len(steps)), last]  # [envs]
-        distance = (end["achieved_goal"] - end["desired_goal"]).flatten(1).norm(dim=1)
+        distance = (end["achieved_goal"].float() - end["desired_goal"].float()).reshape(len(end), -1).norm(dim=1)
         return {
             "success": end[self.success].reshape(-1).float(),
             "return": (steps["reward"].squeeze(-1) * counts).sum(1),

@@ -1,8 +1,9 @@
 """DDPG with hindsight, as in the original Fetch experiments.
 
 Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) with hindsight experience replay
-(Andrychowicz et al. 2017, arXiv:1707.01495): targets are clipped to the returns that are possible, and large actions
-cost something, so that the actor's tanh does not saturate. ``examples/config/ddpg.yaml`` has every setting::
+(Andrychowicz et al. 2017, arXiv:1707.01495): targets are clipped to the returns that are possible, and with
+``action_penalty`` (in the Fetch tasks) large actions cost something, so that the actor's tanh does not saturate.
+``examples/config/ddpg.yaml`` has every setting::
 
     python examples/ddpg.py
     python examples/ddpg.py hindsight.enabled=false
@@ -15,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
-from common import Normalization, check_actions, make_env, make_replay_buffer, reward_at_goal
+from common import Normalization, check_actions, make_env, make_replay_buffer, rewards_of
 from deterministic import make_networks, make_noise
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
@@ -57,10 +58,11 @@ def train(config: DictConfig, folder: Path) -> Training:
     set_up_process(config)
     env = make_env(config.env)
     check_actions(env, continuous=True)
-    if config.clip_target and (reward := reward_at_goal(env)) > 0:
+    at_goal, at_start = rewards_of(env)
+    if config.clip_target and (at_goal > 0 or at_start < -1):
         raise SystemExit(
-            f"clip_target=true is for rewards of -1 and 0, and {config.env.name} gives {reward:g} at the goal: use "
-            "clip_target=false."
+            f"clip_target=true is for rewards from -1 to 0, and {config.env.name} gives {at_goal:g} at the goal and "
+            f"{at_start:g} elsewhere: use clip_target=false."
         )
     if config.clip_target and config.gamma >= 1:
         raise SystemExit("With gamma=1 a sum of rewards has no lowest value to clip to: use clip_target=false.")

@@ -76,6 +76,8 @@ def train(config: DictConfig, folder: Path) -> Training:
     set_up_process(config)
     env = make_env(config.env)
     check_actions(env, continuous=True)
+    if isinstance(bound(env.action_spec.space.low), Tensor) or isinstance(bound(env.action_spec.space.high), Tensor):
+        config.capture = False  # TanhNormal compares bounds that are tensors, which cannot be recorded
     normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic).to(config.device)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from capture import Captured, CapturedPolicy, Update
-from common import Evaluation, Normalization, check_success, make_env, make_envs, reward_at_goal
+from common import INPUTS, Evaluation, Normalization, check_success, make_env, make_envs, rewards_of
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from plots import draw_training
@@ -35,6 +35,10 @@ from torchrl_her.windows import forget_held_back
 
 BATCHES_AT_ONCE = 16  # sampled in one call: the buffer does not change between the updates of a chunk
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
+AT_LEAST_ONE = [
+    "batch_size", "actor_interval", "env.num_envs", "collector.steps_per_chunk", "buffer.size", "buffer.n_steps",
+    "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval", "checkpoint.interval",
+]  # fmt: skip
 GIVEN_ANEW = [  # to a run that is resumed; with another of the rest it would be another run
     "resume", "total_steps", "batch_size", "threads", "matmul_precision", "capture", "compile", "exploration",
     "evaluation", "logger", "checkpoint",
@@ -75,7 +79,8 @@ def read_config(folder: Path) -> DictConfig:
 
 
 def set_up_process(config: DictConfig) -> None:
-    """Set threads, seeds and messages; before networks are made."""
+    """Check the settings, and set threads, seeds and messages; before networks are made."""
+    check_settings(config)
     torchrl_logger.setLevel("WARNING")
     torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision(config.matmul_precision)
@@ -109,8 +114,6 @@ class Training:
         self.replay_buffer, self.hindsight, self.policy = replay_buffer, hindsight, policy
         self.chunk = config.collector.steps_per_chunk
         self.prioritized = config.buffer.prioritized
-        check_intervals(config)
-        check_loggers(config.logger.kinds)
         num_envs = config.env.num_envs
         self.envs = make_envs(config.env, num_envs, config.env.parallel) if num_envs > 1 else make_env(config.env)
         self.envs.set_seed(config.seed)  # starts them
@@ -118,7 +121,7 @@ class Training:
         self.devices = {} if config.device == "cpu" else {"policy_device": config.device, "storing_device": "cpu"}
         env = make_env(config.env)
         check_success(env, config.env.success)
-        self.reward_at_goal = reward_at_goal(env)
+        self.reward_at_goal, _ = rewards_of(env)
         self.evaluation = Evaluation(config)
         self.counters = {"steps": 0, "updates": 0, "training_seconds": 0.0}
         self.history: dict[str, list[list[float]]] = {}  # of everything that is logged: [step, value]
@@ -137,17 +140,26 @@ class Training:
     def _open(self) -> None:
         """Resume where there is a checkpoint, and open the logs, with what they had there."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.config.resume is None and self.rotation.checkpoints():
-            raise SystemExit(
-                f"{self.folder}/ has a run: go on with resume={self.folder}, delete it, or name another folder "
-                "(hydra.run.dir=..., hydra.sweep.dir=...)."
-            )
+        if self.config.resume is None:
+            try:
+                (self.folder / "config.yaml").touch(exist_ok=False)  # of two that begin at once, one finds it there
+            except FileExistsError:
+                raise SystemExit(
+                    f"{self.folder}/ has a run: go on with resume={self.folder}, delete it, or name another folder "
+                    "(hydra.run.dir=..., hydra.sweep.dir=...)."
+                ) from None
         if self.config.resume is not None:
             for leftover in self.rotation.directory.glob(".checkpoint-*"):  # what a killed process was writing
                 shutil.rmtree(leftover)
             if not self.rotation.checkpoints():
-                raise SystemExit(f"The run in {self.folder}/ has no checkpoint to go on from: start it anew.")
+                raise SystemExit(
+                    f"The run in {self.folder}/ has no checkpoint to go on from: delete it and start anew."
+                )
             self.rotation.load_latest(self.checkpoint)
+            if self.steps > self.config.total_steps:
+                raise SystemExit(
+                    f"The run in {self.folder}/ has {self.steps:,} steps already: give it more total_steps."
+                )
             self._end_episodes()
         OmegaConf.save(OmegaConf.merge(self.config, {"resume": None}), self.folder / "config.yaml")
         logs = self.folder / "logs"
@@ -247,7 +259,7 @@ class Training:
     def batches(self) -> Iterator[TensorDictBase]:
         """Yield as many batches as updates are due: ``updates_per_step`` for every step after the random ones."""
         config, steps = self.config, self.steps + self.chunk  # with the chunk that was just written
-        due = int(config.updates_per_step * max(0, steps - config.collector.random_steps))
+        due = int(round(config.updates_per_step * max(0, steps - config.collector.random_steps), 6))
         by_error = self.prioritized == "error"
         at_once = 1 if by_error else BATCHES_AT_ONCE  # priorities change with each update
         while (left := due - self.counters["updates"]) > 0:
@@ -314,6 +326,18 @@ class Training:
         print(f"{self.steps:,} steps: success {self.history['evaluation/success'][-1][1]:.2f}. See {self.folder}/")
 
 
+def check_settings(config: DictConfig) -> None:
+    """Check what would else be noticed after some work was done, or not at all."""
+    for name in AT_LEAST_ONE:
+        value = OmegaConf.select(config, name)
+        if value is not None and value < 1:
+            raise SystemExit(f"{name}={value} has to be 1 or more.")
+    if not config.inputs or set(config.inputs) - set(INPUTS):
+        raise SystemExit(f"inputs are some of {', '.join(INPUTS)}, not {list(config.inputs)}.")
+    check_intervals(config)
+    check_loggers(config.logger.kinds)
+
+
 def check_intervals(config: DictConfig) -> None:
     """Check that all that happens at a step happens between two chunks."""
     chunk = config.collector.steps_per_chunk
@@ -331,6 +355,8 @@ def check_intervals(config: DictConfig) -> None:
 
 def check_loggers(kinds: list[str]) -> None:
     """Check that what is to be logged can be."""
+    if isinstance(kinds, str):
+        raise SystemExit(f"logger.kinds is a list: logger.kinds=[{kinds}].")
     for kind in kinds:
         if kind not in ("csv", "tensorboard", "wandb"):
             raise SystemExit(f"logger.kinds are csv, tensorboard and wandb, not {kind}.")

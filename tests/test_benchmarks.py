@@ -100,6 +100,13 @@ def test_the_libraries_take_turns():
             assert [run[2] for run in runs if run[:2] == (task, way)][::2] in ([OURS, SB3], [SB3, OURS])
 
 
+def test_seeds_that_tuned_the_settings_are_refused(monkeypatch, tmp_path):
+    command = ["learning.py", "--settings", TUNED, "--seeds", "9", "10", "12", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"chosen with the seeds \[10, 12\]: leave these out"):
+        learning.main()
+
+
 @pytest.mark.parametrize("name", ["PointReach, SAC", "PointReach, DDPG", "PointReach, TD3"])
 def test_both_libraries_are_given_the_settings(name, monkeypatch):
     settings = learners.Settings(

@@ -4,6 +4,7 @@ import csv
 import importlib
 import importlib.util
 import itertools
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
-from training import check_intervals, give_anew, make_adam, movement, read_config  # noqa: E402
+from training import AT_LEAST_ONE, check_settings, give_anew, make_adam, movement, read_config  # noqa: E402
 
 from torchrl_her.envs import PointReach  # noqa: E402
 
@@ -437,7 +438,48 @@ class OtherRewards(PointReach):
         return super().compute_reward(achieved_goal, desired_goal, info) + 1
 
 
+class OtherSpaces(PointReach):
+    """Acts in another space, and tells of goals in another dtype, in tenths."""
+
+    def __init__(self, *, actions=None, dtype="float32"):
+        super().__init__()
+        self.dtype = dtype
+        for name in ("achieved_goal", "desired_goal"):
+            self.observation_space.spaces[name] = gymnasium.spaces.Box(0, 20, (2,), np.dtype(dtype).type)
+        if actions is not None:
+            self.action_space = ACTIONS[actions]
+
+    def _observation(self):
+        goals = ("achieved_goal", "desired_goal")
+        found = super()._observation()
+        return found | {name: (10 * found[name] + 10).astype(self.dtype) for name in goals}
+
+
+class OtherScale(gymnasium.Wrapper):
+    """Rewards around another environment: ``scale * reward + shift``."""
+
+    def __init__(self, scale=1.0, shift=0.0):
+        super().__init__(PointReach())
+        self.scale, self.shift = scale, shift
+
+    def step(self, action):
+        state, reward, *rest = super().step(action)
+        return state, self.scale * reward + self.shift, *rest
+
+    def compute_reward(self, *goals_and_info):
+        return self.scale * self.unwrapped.compute_reward(*goals_and_info) + self.shift
+
+
+ACTIONS = {
+    "wide": gymnasium.spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32)),
+    "boundless": gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32),
+    "pairs": gymnasium.spaces.MultiDiscrete([3, 3]),
+    "from one on": gymnasium.spaces.Discrete(4, start=1),
+}
 gymnasium.register("OtherRewards-v0", OtherRewards, max_episode_steps=50)
+gymnasium.register("OtherSpaces-v0", OtherSpaces, max_episode_steps=50)
+gymnasium.register("OtherScale-v0", OtherScale, max_episode_steps=50)
+gymnasium.register("Endless-v0", PointReach)
 
 
 TASKS = {
@@ -454,7 +496,7 @@ def test_all_tasks_are_tested():
 def test_a_task_is_a_whole_configuration(task, script):
     with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
         config = compose(script, overrides=[f"+task={task}"])
-    check_intervals(config)
+    check_settings(config)
     assert config.total_steps % config.evaluation.interval == 0
 
 
@@ -473,11 +515,54 @@ def test_environments_of_other_packages_are_named_with_their_module():
         ("ddpg", "no_such_module:Env-v0", r"'no_such_module:Env-v0' cannot be made: No module named"),
         ("sac", "torchrl_her/BitFlipping-v0", r"Actions of .* are numbers: train it with dqn\.py"),
         ("dqn", "torchrl_her/PointReach-v0", r"Actions of .* are vectors: train it with ddpg\.py"),
+        ("dqn", "OtherSpaces-v0 +env.kwargs.actions=pairs", r"are MultiDiscrete.*one of the numbers from 0 on"),
+        ("dqn", "OtherSpaces-v0 '+env.kwargs.actions=from one on'", r"are Discrete\(4, start=1\).*numbers from 0 on"),
+        ("ddpg", "OtherSpaces-v0 +env.kwargs.actions=boundless", r"Actions of OtherSpaces-v0 have no bounds"),
+        ("td3", "OtherSpaces-v0 +env.kwargs.actions=boundless", r"Actions of OtherSpaces-v0 have no bounds"),
     ],
 )
 def test_environments_that_a_script_cannot_train_in_are_refused(script, env, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
-        train(script, tmp_path, f"env.name={env}")
+        train(script, tmp_path, *shlex.split(f"env.name={env}"))
+
+
+@pytest.mark.parametrize("script", ["ddpg", "td3", "sac"])
+def test_actions_may_have_bounds_of_their_own(script, tmp_path):
+    training = train(script, tmp_path, "env.name=OtherSpaces-v0", "+env.kwargs.actions=wide", *TINY)
+    actions = training.replay_buffer.storage[:]["action"]
+    assert (actions >= torch.tensor([-2.0, 0.0])).all()
+    assert (actions <= torch.tensor([2.0, 1.0])).all()
+    assert (actions[:, 0] > 1).any(), "one that is between no other bounds"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint8"])
+def test_goals_may_be_of_any_dtype(dtype, tmp_path):
+    training = train("ddpg", tmp_path, "env.name=OtherSpaces-v0", f"+env.kwargs.dtype={dtype}", *TINY)
+    assert training.history["evaluation/distance"][-1][1] > 0
+    assert training.history["evaluation/success"][-1][0] == 200
+
+
+def test_an_evaluation_that_does_not_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "LONGEST_EPISODE", 60)
+    with pytest.raises(SystemExit, match=r"did not end in 60 steps: .*\+env\.kwargs\.max_episode_steps="):
+        train("ddpg", tmp_path, "env.name=Endless-v0")
+    train("ddpg", tmp_path / "other", "env.name=Endless-v0", "+env.kwargs.max_episode_steps=50", *TINY)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+env.kwargs.shift=1.0"], "OtherScale-v0 gives 1 at the goal and 0 elsewhere: use clip_target=false"),
+        (["+env.kwargs.scale=10.0"], "OtherScale-v0 gives 0 at the goal and -10 elsewhere: use clip_target=false"),
+    ],
+)
+def test_targets_of_other_rewards_are_not_clipped(overrides, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train("ddpg", tmp_path, "env.name=OtherScale-v0", *overrides)
+    training = train("ddpg", tmp_path / "other", "env.name=OtherScale-v0", *overrides, "clip_target=false", *TINY)
+    batch = training.replay_buffer.sample(1000)
+    reached = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) <= 0.05
+    assert torch.equal(batch["next", "reward"] == training.reward_at_goal, reached)
 
 
 def test_success_may_have_another_name_and_be_a_bool(tmp_path):
@@ -491,7 +576,7 @@ def test_success_may_have_another_name_and_be_a_bool(tmp_path):
     ("overrides", "message"),
     [
         (["clip_target=false"], r"no info entry 'is_success', but \['at_goal'\].*env\.success="),
-        (["env.success=at_goal"], "gives 1 at the goal: use clip_target=false"),
+        (["env.success=at_goal"], "gives 1 at the goal and 0 elsewhere: use clip_target=false"),
     ],
 )
 def test_environments_that_the_settings_do_not_fit_are_refused(overrides, message, tmp_path):
@@ -593,9 +678,52 @@ def test_what_moves_is_sampled_more_often(tmp_path):
     assert abs(sampled.mean() - prioritized) < 0.2 * (prioritized - plain)
 
 
+@pytest.mark.parametrize("name", AT_LEAST_ONE)
+def test_a_setting_that_has_to_be_one_or_more_is_named(name, tmp_path):
+    with pytest.raises(SystemExit, match=rf"{name}=0 has to be 1 or more"):
+        train("td3", tmp_path, f"{name}=0")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("inputs=[]", r"inputs are some of observation, achieved_goal, desired_goal, not \[\]"),
+        ("inputs=[observation,desired]", r"inputs are some of .* not \['observation', 'desired'\]"),
+        ("logger.kinds=csv", r"logger\.kinds is a list: logger\.kinds=\[csv\]"),
+        ("logger.kinds=[table]", "logger.kinds are csv, tensorboard and wandb, not table"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(override, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train("ddpg", tmp_path, override)
+
+
+def test_a_folder_takes_one_run_also_before_its_first_checkpoint(tmp_path):
+    (tmp_path / "config.yaml").touch()  # of a run that has just begun, or was killed
+    with pytest.raises(SystemExit, match="has a run: go on with resume="):
+        train("ddpg", tmp_path)
+    with pytest.raises(SystemExit, match="has no checkpoint to go on from: delete it and start anew"):
+        train("ddpg", tmp_path, f"resume={tmp_path}")
+
+
+def test_a_run_does_not_go_back(tmp_path):
+    train("ddpg", tmp_path, *TINY)
+    with pytest.raises(SystemExit, match="has 200 steps already: give it more total_steps"):
+        train("ddpg", tmp_path, *TINY, "total_steps=100", f"resume={tmp_path}")
+    assert read_config(tmp_path).total_steps == 200
+
+
+@pytest.mark.parametrize("share", [0.7, 0.1, 0.3])
+def test_no_update_is_lost_to_rounding(share, tmp_path):
+    training = train("ddpg", tmp_path, *TINY, f"updates_per_step={share}")
+    assert training.counters["updates"] == round(share * 150)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["buffer.n_steps=3", "hindsight.when=writing"], "Returns of several steps need hindsight.when=sampling"),
         (["buffer.prioritized=true"], "is null, 'error' or 'movement', not True"),
         (["buffer.prioritized=movement", "buffer.n_steps=3"], "needs a row of the buffer for each step"),
         (["buffer.prioritized=movement", "hindsight.when=writing"], "needs a row of the buffer for each step"),

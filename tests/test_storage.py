@@ -621,6 +621,16 @@ def test_a_checkpoint_takes_the_room_of_what_was_written(ndim, tmp_path):
     assert len(rb) == 3_000
 
 
+@pytest.mark.parametrize("data", [torch.ones(5, 3), (torch.ones(5, 3), torch.ones(5))], ids=["tensor", "tuple"])
+def test_a_checkpoint_of_no_tensordicts_is_refused(data, tmp_path):
+    saved = ReplayBuffer(storage=LazyTensorStorage(10))
+    saved.extend(data)
+    saved.dumps(tmp_path)
+    rb = ReplayBuffer(storage=PackedStorage(10))
+    with pytest.raises(TypeError, match=r"tensors in no TensorDict.*load it into a LazyTensorStorage"):
+        rb.loads(tmp_path)
+
+
 def test_hooks_of_a_checkpoint_are_called(tmp_path):
     rb, twin = (ReplayBuffer(storage=PackedStorage(20), batch_size=8) for _ in range(2))
     rb.extend(make_transitions(14))

@@ -36,9 +36,15 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
 
         Raises:
             ValueError: if what was saved is of another size, or has other entries.
+            TypeError: if it is not that of TensorDicts.
         """
         if self._load_hooks:
             return super().loads(storage, path)
         metadata = json.loads((Path(path) / METADATA).read_text())
+        if metadata["is_pytree"]:
+            raise TypeError(
+                f"What was saved in {path} are tensors in no TensorDict, and PackedStorage stores TensorDicts: load it "
+                "into a LazyTensorStorage."
+            )
         storage.read_from(TensorDict.load_memmap(path), metadata["len"])
         return None
