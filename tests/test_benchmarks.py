@@ -169,13 +169,13 @@ def test_ratios_are_of_the_times_to_success():
 
 
 def test_the_search_takes_what_is_fastest_with_all_seeds():
-    first, second, third = tuning.SEEDS
+    first, second, third = tuning.TUNING_SEEDS
     seconds = {
         "lucky once": {first: 1.0, second: 9.0, third: 9.0},
         "fast": {first: 2.0, second: 3.0, third: 4.0},
         "fails once": {first: 1.5, second: 1.5, third: math.inf},
         "slow at first": {first: 5.0, second: 0.0, third: 0.0},
-        "never": dict.fromkeys(tuning.SEEDS, math.inf),
+        "never": dict.fromkeys(tuning.TUNING_SEEDS, math.inf),
     }
     trained = []
     means = tuning.search(list(seconds), 3, lambda name, seed: (trained.append((name, seed)), seconds[name][seed])[1])
