@@ -1,9 +1,10 @@
 """Finds the settings with which each library learns a task fastest, for `learning.py --settings "each tuned"`.
 
 A search that is the same for both libraries. The candidates are the settings of "equal", some that were picked by hand,
-and others drawn from `SPACE` (but for what only one library has, `OURS_ALONE`). Each is trained with one seed until
-its success is 0.95, and the best of them with two more seeds. The best is the one that gets there with all seeds in the
-fewest CPU seconds on the average. `learning.py` refuses these seeds, so that it measures on others.
+and others drawn from `SPACE` (but for what only one library has, `OURS_ALONE`); with `--around`, the settings that
+`learners.py` has, and their neighbours. Each is trained with one seed until its success is 0.95, and the best of them
+with two more seeds. The best is the one that gets there with all seeds in the fewest CPU seconds on the average.
+`learning.py` refuses these seeds, so that it measures on others.
 
 Writes `tuning.csv`, a row for each run, and prints the best settings, which then stand in `learners.py`.
 """
@@ -34,6 +35,7 @@ from learners import (
     OURS,
     SB3,
     TASKS,
+    TUNED_SETTINGS,
     TUNING_SEEDS,
     Act,
     Evaluations,
@@ -62,6 +64,16 @@ SPACE: dict[str, list[Any]] = {
 }
 # Of "equal", what is changed.
 BY_HAND: list[dict[str, Any]] = [{}, {"hidden": (64, 64), "learning_rate": 2e-3, "random_actions": 0.2}]
+# Of the best that were found, what is changed with --around.
+AROUND: list[dict[str, Any]] = [
+    {},
+    {"updates_per_step": 0.5},
+    {"num_envs": 10},
+    {"batch_size": 64},
+    {"learning_rate": 3e-3},
+    {"n_sampled_goal": 8},
+    {"gamma": 0.9},
+]
 OURS_ALONE = {"random_actions"}
 UNUSED = {"sac": {"noise", "random_actions"}, "ddpg": {"alpha"}, "td3": {"alpha"}}  # by the algorithms
 
@@ -98,6 +110,11 @@ def make_candidates(task: str, library: str, count: int) -> list[Settings]:
     ]
 
 
+def make_neighbours(task: str, library: str) -> list[Settings]:
+    """Make candidates that differ in one setting from those that `learners.py` has."""
+    return [replace(TUNED_SETTINGS[task, library], **changed) for changed in AROUND]
+
+
 def run(task: Task, library: str, settings: Settings, seed: int, interval: int, episodes: int) -> float:
     """Return the CPU seconds of training that it takes, infinity where the success is not reached."""
     torchrl_logger.setLevel("WARNING")
@@ -130,6 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "Point" in name])
     parser.add_argument("--libraries", nargs="+", choices=[OURS, SB3], default=[OURS, SB3])
     parser.add_argument("--candidates", type=int, default=12, help="of each library and task")
+    parser.add_argument("--around", action="store_true", help="search around the settings that learners.py has")
     parser.add_argument("--finalists", type=int, default=4, help="which are trained with all seeds")
     parser.add_argument("--interval", type=int, default=500, help="environment steps between evaluations")
     parser.add_argument("--episodes", type=int, default=EPISODES, help="of an evaluation")
@@ -140,7 +158,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    count, finalists = arguments.candidates, min(arguments.finalists, arguments.candidates)
+    count = len(AROUND) if arguments.around else arguments.candidates
+    finalists = min(arguments.finalists, count)
     searches = list(product(arguments.tasks, arguments.libraries))
     with (
         (arguments.output / "tuning.csv").open("w", newline="") as file,
@@ -160,7 +179,8 @@ def main() -> None:
 
         for task, library in searches:
             progress.set_postfix_str(f"{task}, {library}")
-            candidates = make_candidates(task, library, count)
+            around = arguments.around
+            candidates = make_neighbours(task, library) if around else make_candidates(task, library, count)
             for settings in candidates:
                 check_steps(TASKS[task].steps, arguments.interval, settings)
             means = search(candidates, finalists, partial(measure, task, library))
