@@ -132,12 +132,14 @@ def on_device(envs: EnvBase, device: str) -> dict[str, bool]:
 
 
 def rewards_of(env: EnvBase) -> tuple[float, float]:
-    """Return what a step earns that ends at its goal, and one that ends where an episode begins."""
-    start = env.reset()
-    achieved = torch.stack([start["desired_goal"], start["achieved_goal"]])
-    steps = {"desired_goal": start["desired_goal"].expand_as(achieved), "next": {"achieved_goal": achieved}}
-    at_goal, at_start = EnvReward(env)(TensorDict(steps, [2]))["next", "reward"].flatten().tolist()
-    return at_goal, at_start
+    """Return what a step earns that ends at its goal, and the least of those that end where episodes begin."""
+    env.set_seed(EVALUATION_SEED)
+    starts = torch.stack([env.reset() for _ in range(20)])
+    goals = torch.cat([starts["desired_goal"], starts["desired_goal"][:1]])
+    achieved = torch.cat([starts["achieved_goal"], goals[-1:]])
+    steps = TensorDict({"desired_goal": goals, "next": {"achieved_goal": achieved}}, [len(goals)])
+    *at_starts, at_goal = EnvReward(env)(steps)["next", "reward"].flatten().tolist()
+    return at_goal, min(at_starts)
 
 
 # Normalization

@@ -58,11 +58,11 @@ def train(config: DictConfig, folder: Path) -> Training:
     set_up_process(config)
     env = make_env(config.env)
     check_actions(env, continuous=True)
-    at_goal, at_start = rewards_of(env)
-    if config.clip_target and (at_goal > 0 or at_start < -1):
+    at_goal, elsewhere = rewards_of(env)
+    if config.clip_target and (at_goal > 0 or elsewhere < -1):
         raise SystemExit(
             f"clip_target=true is for rewards from -1 to 0, and {config.env.name} gives {at_goal:g} at the goal and "
-            f"{at_start:g} elsewhere: use clip_target=false."
+            f"{elsewhere:g} elsewhere: use clip_target=false."
         )
     if config.clip_target and config.gamma >= 1:
         raise SystemExit("With gamma=1 a sum of rewards has no lowest value to clip to: use clip_target=false.")

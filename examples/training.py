@@ -144,9 +144,12 @@ class Training:
             try:
                 (self.folder / "config.yaml").touch(exist_ok=False)  # of two that begin at once, one finds it there
             except FileExistsError:
+                resume = (
+                    f": go on with resume={self.folder}," if self.rotation.checkpoints() else " that has no checkpoint:"
+                )
                 raise SystemExit(
-                    f"{self.folder}/ has a run: go on with resume={self.folder}, delete it, or name another folder "
-                    "(hydra.run.dir=..., hydra.sweep.dir=...)."
+                    f"{self.folder}/ has a run{resume} delete it, or name another folder (hydra.run.dir=..., "
+                    "hydra.sweep.dir=...)."
                 ) from None
         if self.config.resume is not None:
             for leftover in self.rotation.directory.glob(".checkpoint-*"):  # what a killed process was writing
@@ -329,9 +332,11 @@ class Training:
 def check_settings(config: DictConfig) -> None:
     """Check what would else be noticed after some work was done, or not at all."""
     for name in AT_LEAST_ONE:
-        value = OmegaConf.select(config, name)
-        if value is not None and value < 1:
+        value = OmegaConf.select(config, name, default=1)
+        if not isinstance(value, int) or value < 1:
             raise SystemExit(f"{name}={value} has to be 1 or more.")
+    if not OmegaConf.is_list(config.inputs):
+        raise SystemExit("inputs is a list: inputs=[observation,desired_goal], say.")
     if not config.inputs or set(config.inputs) - set(INPUTS):
         raise SystemExit(f"inputs are some of {', '.join(INPUTS)}, not {list(config.inputs)}.")
     check_intervals(config)
@@ -355,8 +360,8 @@ def check_intervals(config: DictConfig) -> None:
 
 def check_loggers(kinds: list[str]) -> None:
     """Check that what is to be logged can be."""
-    if isinstance(kinds, str):
-        raise SystemExit(f"logger.kinds is a list: logger.kinds=[{kinds}].")
+    if not OmegaConf.is_list(kinds):
+        raise SystemExit("logger.kinds is a list: [csv], say, or [].")
     for kind in kinds:
         if kind not in ("csv", "tensorboard", "wandb"):
             raise SystemExit(f"logger.kinds are csv, tensorboard and wandb, not {kind}.")

@@ -240,6 +240,17 @@ def test_goals_are_compared_in_the_dtype_in_which_they_are_kept():
     assert reward.flatten().tolist() == [0.0, -1.0]
 
 
+def test_goals_of_two_dtypes_are_not_rounded_to_one():
+    pairs = [
+        (torch.tensor([[0.4]]), torch.int64),
+        (torch.tensor([[256]]), torch.uint8),
+        (torch.tensor([[2]]), torch.bool),
+    ]
+    for achieved, dtype in pairs:
+        desired = achieved.floor().to(dtype) if achieved.is_floating_point() else (achieved > 2).to(dtype)
+        assert SparseReward(0.05)(goals_of(achieved, desired, 1))["next", "reward"].item() == -1.0
+
+
 @pytest.mark.parametrize(("low", "high"), [(0, 255), (10, 11), (255, 0)])
 def test_the_difference_of_pixels_does_not_wrap_around(low, high):
     achieved = torch.full((1, 3, 8, 8), low, dtype=torch.uint8)

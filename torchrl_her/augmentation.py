@@ -56,8 +56,8 @@ class HindsightAugmentation(Hindsight):
         reward_key (NestedKey): under ``"next"``. Default: ``"reward"``.
         done_key (NestedKey): under ``"next"``; its neighbours ``terminated`` and ``truncated`` belong to it.
             Default: ``"done"``.
-        trajectory_key (NestedKey): ids ``[batch]`` that tell the environments apart, used where they are
-            present. Default: ``("collector", "traj_ids")``.
+        trajectory_key (NestedKey, optional): ids ``[batch]`` that tell the environments apart, used where they
+            are present; None for none. Default: ``("collector", "traj_ids")``.
         goal_fn (Callable[[Tensor], Tensor], optional): maps what stands under ``achieved_goal_key``,
             ``[batch, *state]``, to goals ``[batch, *goal]``.
         max_episode_steps (int): ends an episode after so many steps, which bounds what is held back.

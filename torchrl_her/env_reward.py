@@ -75,6 +75,20 @@ class EnvReward(GoalReward):
         ]
 
 
+class _Info(dict):
+    """What is handed over as info. It tells how an entry comes there that is missing."""
+
+    def __init__(self, values: dict[str, np.ndarray], asking: str):
+        super().__init__(values)
+        self.asking = asking
+
+    def __missing__(self, key: str) -> np.ndarray:
+        raise KeyError(
+            f"{self.asking} asks info for {key!r}, and info has {list(self) or 'nothing'}: name the stored entry with "
+            "info_keys=[...]."
+        )
+
+
 class _EnvFunction:
     """A function of a goal environment, from tensors to tensors, batched or row by row."""
 
@@ -95,13 +109,7 @@ class _EnvFunction:
         return torch.as_tensor(values).to(achieved.device)
 
     def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
-        try:
-            return np.asarray(self.function(achieved, desired, info))
-        except KeyError as error:
-            raise KeyError(
-                f"{self.name} of {self.env_name} asks info for {error}, and info has {list(info) or 'nothing'}: name "
-                "the stored entry with info_keys=[...]."
-            ) from error
+        return np.asarray(self.function(achieved, desired, _Info(info, f"{self.name} of {self.env_name}")))
 
     def _rows(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
         rows = range(len(achieved))

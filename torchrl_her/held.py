@@ -122,7 +122,7 @@ def device_of(rows: TensorDictBase) -> torch.device:
 def _gather(rows: TensorDictBase, index: Tensor) -> dict[str, Any]:
     return {
         key: _gather(value, index)
-        if type(value) is TensorDict and value.batch_dims == 1
+        if isinstance(value, TensorDictBase) and value.batch_dims == 1
         else value.index_select(0, index)
         if isinstance(value, Tensor) and value.device == index.device
         else value[index]

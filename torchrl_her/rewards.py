@@ -134,8 +134,9 @@ class SparseReward(GoalReward):
 
 
 def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:
-    achieved = achieved.to(desired.dtype)  # in which goals are kept
-    if not desired.is_floating_point():  # bits and pixels, whose difference would wrap around
+    if desired.is_floating_point():
+        achieved = achieved.to(desired.dtype)  # in which goals are kept
+    elif not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
         achieved, desired = achieved.long(), desired.long()
     difference = achieved - desired
     difference = difference.reshape(len(difference), difference.shape[1:].numel())
