@@ -97,6 +97,7 @@ FAST = Settings(
 )
 BEST = {name: replace(FAST, **({"alpha": 0.05} if "SAC" in name else {"noise": 0.4})) for name in TASKS}
 TUNED_SETTINGS = {(name, library): BEST[name] for name in TASKS if name != "FetchReach, SAC" for library in (OURS, SB3)}
+TUNED_SETTINGS["PointReach, DDPG", SB3] = replace(BEST["PointReach, DDPG"], num_envs=10)
 TUNED_SETTINGS["PointReach, TD3", SB3] = replace(BEST["PointReach, TD3"], learning_rate=3e-3)
 
 
