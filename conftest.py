@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from _pytest.doctest import DoctestItem
@@ -10,6 +11,13 @@ torchrl_logger.setLevel("WARNING")  # it tells of each storage that TorchRL allo
 def one_thread():
     """Two workers run tests at a time, on two cores; some that start processes set another number."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def the_same_draws():
+    """A test draws the same whichever ran before it in its worker."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (prioritized sampling draws from it)
 
 
 def pytest_collection_modifyitems(items):

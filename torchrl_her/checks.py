@@ -87,8 +87,8 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
         advice = f"Give {argument} without 'next', which is added"
     elif "goal" in argument and key[0] == "next" and tensordict.get(key[1:], None) is not None:
         advice = (
-            "It stands at the root alone: a collector with compact_obs=True leaves it out, so use False, and so does "
-            "NextObservationDelta, which needs in_keys without the goals"
+            "It stands at the root alone: a collector with compact_obs=True leaves it out (use False), and so does "
+            "NextObservationDelta (give it in_keys without the goals)"
         )
     raise KeyError(f"There is no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")
 
