@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from _pytest.doctest import DoctestItem
 from torchrl import torchrl_logger
 
 torchrl_logger.setLevel("WARNING")  # it tells of each storage that TorchRL allocates
@@ -23,5 +22,5 @@ def the_same_draws():
 def pytest_collection_modifyitems(items):
     """An example has what it imports, and no name of the module that it stands in: so it runs where it is pasted."""
     for item in items:
-        if isinstance(item, DoctestItem):
+        if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {"__name__": "__main__"}

@@ -19,12 +19,14 @@ import hydra
 from common import Normalization, check_actions, make_env, make_replay_buffer, rewards_of
 from deterministic import make_networks, make_noise
 from omegaconf import DictConfig
+from settings import start
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor
+from torchrl.envs import EnvBase
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
 
 # Loss
 
@@ -38,6 +40,18 @@ class ClippedTarget(TD0Estimator):
 
     def value_estimate(self, *args, **kwargs) -> Tensor:  # noqa: D102
         return super().value_estimate(*args, **kwargs).clamp(self.lowest, 0.0)
+
+
+def check_clipping(config: DictConfig, env: EnvBase) -> None:
+    """Check that returns have the bounds that targets are clipped to."""
+    at_goal, elsewhere = rewards_of(env)
+    if at_goal > 0 or elsewhere < -1:
+        raise SystemExit(
+            f"clip_target=true is for rewards from -1 to 0, and {config.env.name} gives {at_goal:g} at the goal and "
+            f"{elsewhere:g} elsewhere: use clip_target=false."
+        )
+    if config.gamma >= 1:
+        raise SystemExit("With gamma=1 a sum of rewards has no lowest value to clip to: use clip_target=false.")
 
 
 def make_loss(config: DictConfig, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
@@ -58,14 +72,8 @@ def train(config: DictConfig, folder: Path) -> Training:
     set_up_process(config)
     env = make_env(config.env)
     check_actions(env, continuous=True)
-    at_goal, elsewhere = rewards_of(env)
-    if config.clip_target and (at_goal > 0 or elsewhere < -1):
-        raise SystemExit(
-            f"clip_target=true is for rewards from -1 to 0, and {config.env.name} gives {at_goal:g} at the goal and "
-            f"{elsewhere:g} elsewhere: use clip_target=false."
-        )
-    if config.clip_target and config.gamma >= 1:
-        raise SystemExit("With gamma=1 a sum of rewards has no lowest value to clip to: use clip_target=false.")
+    if config.clip_target:
+        check_clipping(config, env)
     normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)
     loss = make_loss(config, actor, critic)

@@ -17,13 +17,14 @@ import hydra
 import torch
 from common import Normalization, check_actions, make_env, make_replay_buffer
 from omegaconf import DictConfig
+from settings import start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
 
 # Networks
 

@@ -16,13 +16,14 @@ from pathlib import Path
 import hydra
 from common import Normalization, check_actions, make_env, make_replay_buffer
 from omegaconf import DictConfig
+from settings import start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
 
 # Networks
 
@@ -76,7 +77,8 @@ def train(config: DictConfig, folder: Path) -> Training:
     set_up_process(config)
     env = make_env(config.env)
     check_actions(env, continuous=True)
-    if isinstance(bound(env.action_spec.space.low), Tensor) or isinstance(bound(env.action_spec.space.high), Tensor):
+    box = env.action_spec.space
+    if any(isinstance(bound(values), Tensor) for values in (box.low, box.high)):
         config.capture = False  # TanhNormal compares bounds that are tensors, which cannot be recorded
     normalization = Normalization(config, env)
     actor, critic = make_networks(config, env, normalization.keys)

@@ -20,11 +20,12 @@ import torch
 from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Normalization, make_env, unwrap
 from omegaconf import DictConfig
 from plots import draw_episodes
+from settings import read_config
 from tensordict.nn import TensorDictModuleBase
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
-from training import make_policy, read_config
+from training import make_policy
 
 PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: what it renders, and the rest
 

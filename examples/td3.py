@@ -17,9 +17,10 @@ import hydra
 from common import Normalization, check_actions, make_env, make_replay_buffer
 from deterministic import make_networks, make_noise
 from omegaconf import DictConfig
+from settings import start
 from tensordict import TensorDict, TensorDictBase
 from torchrl.objectives import SoftUpdate, TD3Loss
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up, start
+from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
 
 # Training
 

@@ -115,6 +115,7 @@ def test_both_libraries_are_given_the_settings(name, monkeypatch):
     )  # fmt: skip
     task, given = TASKS[name], []
     monkeypatch.setattr(importlib.import_module(task.algorithm), "train", lambda config, folder: given.append(config))
+    monkeypatch.setattr(learners.training, "Evaluation", learners.training.Evaluation)  # puts it back afterwards
     algorithm = getattr(stable_baselines3, task.algorithm.upper())
     monkeypatch.setattr(algorithm, "learn", lambda model, steps, callback: given.extend((model, steps)))
     for library in (OURS, SB3):

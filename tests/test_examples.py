@@ -30,7 +30,8 @@ import capture  # noqa: E402
 import common  # noqa: E402
 import compare  # noqa: E402
 import show  # noqa: E402
-from training import AT_LEAST_ONE, check_settings, give_anew, make_adam, movement, read_config  # noqa: E402
+from settings import AT_LEAST_ONE, check_settings, give_anew, read_config  # noqa: E402
+from training import make_adam, movement  # noqa: E402
 
 from torchrl_her.envs import PointReach  # noqa: E402
 

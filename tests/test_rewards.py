@@ -241,14 +241,10 @@ def test_goals_are_compared_in_the_dtype_in_which_they_are_kept():
 
 
 def test_goals_of_two_dtypes_are_not_rounded_to_one():
-    pairs = [
-        (torch.tensor([[0.4]]), torch.int64),
-        (torch.tensor([[256]]), torch.uint8),
-        (torch.tensor([[2]]), torch.bool),
-    ]
-    for achieved, dtype in pairs:
-        desired = achieved.floor().to(dtype) if achieved.is_floating_point() else (achieved > 2).to(dtype)
-        assert SparseReward(0.05)(goals_of(achieved, desired, 1))["next", "reward"].item() == -1.0
+    pairs = [(0.4, torch.tensor([[0]])), (256, torch.tensor([[0]], dtype=torch.uint8)), (2, torch.tensor([[True]]))]
+    for achieved, desired in pairs:
+        goals = goals_of(torch.tensor([[achieved]]), desired, 1)
+        assert SparseReward(0.05)(goals)["next", "reward"].item() == -1.0
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 255), (10, 11), (255, 0)])
@@ -545,6 +541,15 @@ def test_entries_that_the_environment_does_not_get_are_named(case):
     written["fee"] = torch.rand(len(written))
     with pytest.raises(error, match=message):
         sample_of(written, EnvReward(PaysForEffort(), info_keys=info_keys))
+
+
+def test_an_error_of_the_environments_own_is_not_taken_for_a_missing_entry():
+    class Broken(PointReach):
+        def compute_reward(self, achieved_goal, desired_goal, info):
+            return {}["far"]
+
+    with pytest.raises(KeyError, match=r"^'far'$"):
+        sample_of(rollout(GymEnv(POINT_REACH)), EnvReward(Broken()))
 
 
 def test_finding_out_whether_a_function_is_batched_leaves_the_environments_draws_alone():
