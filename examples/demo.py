@@ -42,8 +42,7 @@ from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from tqdm import tqdm
 
-from torchrl_her import EnvReward, Future, GoalStrategy, HERTransform, PackedStorage
-from torchrl_her.strategies import Choice, uniform
+from torchrl_her import EnvReward, Future, GoalStrategy, HERTransform, PackedStorage, StrategyInput, uniform
 
 # Configuration
 
@@ -57,7 +56,7 @@ class Shuffled(GoalStrategy):
 
     same_episode = False
 
-    def select(self, choice: Choice) -> Tensor:
+    def select(self, choice: StrategyInput) -> Tensor:
         """Draw a row among all but the episode's own, which are then skipped."""
         first_own = choice.start
         row = uniform(torch.zeros_like(choice.step), choice.size - choice.length)

@@ -31,7 +31,7 @@ from torchrl.record.loggers import Logger, get_logger
 from tqdm import tqdm
 
 from torchrl_her import HERTransform, HindsightAugmentation
-from torchrl_her.windows import forget_held_back
+from torchrl_her.n_step import forget_held_back
 
 BATCHES_AT_ONCE = 16  # sampled in one call: the buffer does not change between the updates of a chunk
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]

@@ -305,7 +305,7 @@ def run(stream: Stream, package) -> tuple[int, int]:
     rb = make_buffer(stream, transform)
     oracle = Oracle(stream)
     sampled = relabelled = 0
-    with mock.patch.object(package.episodes, "FIRST_PUBLICATION", stream.first_publication):
+    with mock.patch.object(package.episodes.tracker, "FIRST_PUBLICATION", stream.first_publication):
         for lanes in stream:
             for rows in write(rb, stream, lanes):
                 oracle.write(rows)

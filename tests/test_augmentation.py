@@ -53,7 +53,7 @@ from torchrl_her import (
     PackedStorage,
     SparseReward,
 )
-from torchrl_her.reservoir import GoalReservoir
+from torchrl_her.goals.reservoir import GoalReservoir
 
 
 @tensorclass
@@ -99,20 +99,20 @@ MUTANTS = {
         ("augmentation.py", "rows.get(self.keys.next_achieved)", "rows.get(self.keys.achieved)"),
     ],
     "draws the future from t+1 on": [
-        ("strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
+        ("goals/strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
     ],
     "never draws the last step": [
         (
-            "strategies.py",
+            "goals/strategies.py",
             "choice.start + uniform(choice.step, choice.length)",
             "choice.start + uniform(choice.step, torch.maximum(choice.length - 1, choice.step + 1))",
         ),
     ],
     "takes all episodes to start at the first row": [
-        ("drawing.py", "steps[-count:], starts, of_length", "steps[-count:], starts * 0, of_length"),
+        ("augmentation.py", "steps[-count:], starts, of_length", "steps[-count:], starts * 0, of_length"),
     ],
-    "forgets the goal under next": [("hindsight.py", "in self._goal_keys:", "in self._goal_keys[:1]:")],
-    "forgets the goal at the root": [("hindsight.py", "in self._goal_keys:", "in self._goal_keys[1:]:")],
+    "forgets the goal under next": [("relabel.py", "in self._goal_keys:", "in self._goal_keys[:1]:")],
+    "forgets the goal at the root": [("relabel.py", "in self._goal_keys:", "in self._goal_keys[1:]:")],
     "computes the reward before the goal is set": [
         (
             "augmentation.py",
@@ -123,7 +123,7 @@ MUTANTS = {
         ),
     ],
     "forgets that a new goal ends the episode": [
-        ("returns.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
+        ("relabel.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
     ],
     "stores a copy less": [
         ("augmentation.py", "copies, desired = self.n_sampled_goal", "copies, desired = self.n_sampled_goal - 1")
@@ -133,33 +133,37 @@ MUTANTS = {
         ("augmentation.py", "chosen = originals.unsqueeze(1)", "chosen = originals.flip(0).unsqueeze(1)"),
     ],
     "tells the step after the one that achieved the goal": [
-        ("drawing.py", "steps.index_select(0, rows)", "(steps + 1).index_select(0, rows)")
+        ("augmentation.py", "steps.index_select(0, rows)", "(steps + 1).index_select(0, rows)")
     ],
     "writes episodes that run": [
-        ("episodes.py", '"""Leave it: it goes on."""', "lane.publish_into(publications)"),
+        ("episodes/tracker.py", '"""Leave it: it goes on."""', "lane.publish_into(publications)"),
     ],
-    "never cuts long episodes": [("episodes.py", "self.max_steps = max_episode_steps", "self.max_steps = 10**9")],
-    "waits for an end that nothing tells": [("episodes.py", "if self.written - lane.written <= patience:", "if True:")],
+    "never cuts long episodes": [
+        ("episodes/tracker.py", "self.max_steps = max_episode_steps", "self.max_steps = 10**9")
+    ],
+    "waits for an end that nothing tells": [
+        ("episodes/tracker.py", "if self.written - lane.written <= patience:", "if True:")
+    ],
     "takes every lane that waits for ended": [
-        ("episodes.py", "max(2 * self.longest_wait, self.capacity)", "0"),
+        ("episodes/tracker.py", "max(2 * self.longest_wait, self.capacity)", "0"),
     ],
     "joins episodes across a seam": [
-        ("episodes.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
+        ("episodes/tracker.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
     ],
     "forgets what was flushed": [
         ("augmentation.py", "ended, self._flushed = self._flushed, []", "ended, self._flushed = [], []")
     ],
     "mixes up what arrives and what was held back": [
-        ("held.py", "np.arange(len(held)) + len(arriving)", "np.arange(len(held))"),
+        ("augmentation.py", "np.arange(len(held)) + len(arriving)", "np.arange(len(held))"),
     ],
     "gives a slot away twice": [
-        ("held.py", "np.concatenate([leaving, self._free])", "np.concatenate([leaving, arriving, self._free])"),
+        ("augmentation.py", "np.concatenate([leaving, self._free])", "np.concatenate([leaving, arriving, self._free])"),
     ],
     "takes what was held back for what arrives": [
-        ("held.py", "        self._arrival[arriving] = -1\n", ""),
+        ("augmentation.py", "        self._arrival[arriving] = -1\n", ""),
     ],
     "keeps what the caller goes on to use": [
-        ("held.py", "value.index_select(0, index)\n", "value[: len(index)]\n"),
+        ("augmentation.py", "value.index_select(0, index)\n", "value[: len(index)]\n"),
     ],
 }
 

@@ -5,13 +5,14 @@ import sys
 import numpy as np
 import torch
 
-from torchrl_her.episodes import EpisodeTracker, Written
+from torchrl_her.episodes.tracker import EpisodeTracker
+from torchrl_her.episodes.transitions import WrittenTransitions
 
 
 def written(rows, ids=None, begins=None):
     """Transitions of one write: (goal at the root, goal under next, done)."""
     count = len(rows)
-    return Written(
+    return WrittenTransitions(
         goals=torch.tensor([[float(after)] for _, after, _ in rows]),
         start=np.array([before for before, _, _ in rows], dtype=np.uint8).view("V1"),
         outcome=np.array([after for _, after, _ in rows], dtype=np.uint8).view("V1"),
@@ -141,7 +142,7 @@ def test_the_work_is_per_run_and_not_per_transition():
 
         def trace(frame, event, argument):
             nonlocal lines
-            lines += event == "line" and frame.f_code.co_filename.endswith("episodes.py")
+            lines += event == "line" and frame.f_code.co_filename.endswith("tracker.py")
             return trace
 
         sys.settrace(trace)

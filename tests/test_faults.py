@@ -31,7 +31,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.modules import RandomPolicy
 
 from torchrl_her import EnvReward, HERTransform, SparseReward
-from torchrl_her.returns import NStepReturn
+from torchrl_her.n_step import NStepReturn
 
 MILLION = 1_000_000
 REST = 0.002  # seconds that a process leaves the buffer's lock to others, as an update would
@@ -520,7 +520,7 @@ def test_a_process_killed_in_a_write_blocks_a_plain_shared_buffer_for_ever():
 
 
 def test_a_process_killed_in_a_write_of_the_table_is_told_of(monkeypatch):
-    monkeypatch.setattr("torchrl_her.locking.PATIENCE", 0.1)
+    monkeypatch.setattr("torchrl_her.goals.table.PATIENCE", 0.1)
     rb = walk(goal_spec=Unbounded((1,)))
     rb.share()
     rb.extend(episode(3))

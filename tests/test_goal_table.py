@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_her.goal_table import GoalTable
+from torchrl_her.goals.table import GoalTable
 
 CPU = torch.device("cpu")
 

@@ -18,46 +18,54 @@ STREAMS = 40
 # A mutant is a list of changes: file, what stands there once, what stands there instead.
 MUTANTS = {
     "reads the achieved goal at the root": [
-        ("reading.py", "goals = next_achieved.reshape(", "goals = achieved.reshape("),
+        ("episodes/transitions.py", "goals = next_achieved.reshape(", "goals = achieved.reshape("),
     ],
     "draws the future from t+1 on": [
-        ("strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
+        ("goals/strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
     ],
     "draws the future from t-1 on": [
         (
-            "strategies.py",
+            "goals/strategies.py",
             "uniform(choice.step, choice.length)",
             "uniform((choice.step - 1).clamp(min=0), choice.length)",
         ),
     ],
     "takes the last step but one for the last": [
-        ("strategies.py", "choice.start + choice.length - 1", "choice.start + (choice.length - 2).clamp(min=0)"),
+        ("goals/strategies.py", "choice.start + choice.length - 1", "choice.start + (choice.length - 2).clamp(min=0)"),
     ],
     "ignores lanes": [
-        ("reading.py", "done, begins, trajectory)", "done, begins, None)"),
-        ("episodes.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
-        ("reading.py", "np.arange(count) % row_length == 0", "np.zeros(count, bool)"),
+        ("episodes/transitions.py", "done, begins, trajectory)", "done, begins, None)"),
+        ("episodes/tracker.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
+        ("episodes/transitions.py", "np.arange(count) % row_length == 0", "np.zeros(count, bool)"),
     ],
     "joins episodes across a seam": [
-        ("episodes.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
+        ("episodes/tracker.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
     ],
     "joins episodes across a seam between two writes": [
-        ("episodes.py", "self._take((trajectory, written.start[begin].tobytes()))", 'self._take((trajectory, b""))'),
-        ("episodes.py", "return self.trajectory, self.outcome", 'return self.trajectory, b""'),
+        (
+            "episodes/tracker.py",
+            "self._take((trajectory, written.start[begin].tobytes()))",
+            'self._take((trajectory, b""))',
+        ),
+        ("episodes/tracker.py", "return self.trajectory, self.outcome", 'return self.trajectory, b""'),
     ],
     "ignores the end of episodes": [
-        ("episodes.py", "if written.done[cut - 1] or", "if"),
-        ("episodes.py", "begins[1:] |= written.done[:-1]", ""),
+        ("episodes/tracker.py", "if written.done[cut - 1] or", "if"),
+        ("episodes/tracker.py", "begins[1:] |= written.done[:-1]", ""),
     ],
     "reads a lane backwards": [
-        ("episodes.py", 'np.argsort(trajectory, kind="stable")', 'np.argsort(-trajectory, kind="stable")[::-1].copy()'),
+        (
+            "episodes/tracker.py",
+            'np.argsort(trajectory, kind="stable")',
+            'np.argsort(-trajectory, kind="stable")[::-1].copy()',
+        ),
     ],
     "serves stale rows": [
         ("transform.py", "wanted & (owners == episode) & table.start_at(episode, start)", "wanted"),
     ],
     "forgets the goal under next": [
         (
-            "hindsight.py",
+            "relabel.py",
             "for key in self._goal_keys:",
             "tensordict.set(self.keys.next_desired, stored[self.keys.next_desired])\n"
             "        for key in (self.keys.desired,):",
@@ -65,7 +73,7 @@ MUTANTS = {
     ],
     "forgets the goal at the root": [
         (
-            "hindsight.py",
+            "relabel.py",
             "for key in self._goal_keys:",
             "tensordict.set(self.keys.desired, stored[self.keys.desired])\n"
             "        for key in (self.keys.next_desired,):",
@@ -99,10 +107,10 @@ MUTANTS = {
         ),
     ],
     "recomputes rewards that keep their goal": [
-        ("returns.py", "where(relabelled, computed[key].detach(), stored[key])", "computed[key]"),
+        ("relabel.py", "where(relabelled, computed[key].detach(), stored[key])", "computed[key]"),
     ],
     "forgets that a new goal ends the episode": [
-        ("returns.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
+        ("relabel.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
     ],
     "relabels what is not in the table yet": [
         ("transform.py", " & (step < length)", ""),
@@ -117,17 +125,17 @@ MUTANTS = {
         ("compact.py", "return tensordict.exclude(keys.next_desired, *flags)", "return tensordict"),
     ],
     "publishes running episodes at every write": [
-        ("episodes.py", "max(FIRST_PUBLICATION, 2 * self.published)", "1"),
+        ("episodes/tracker.py", "max(FIRST_PUBLICATION, 2 * self.published)", "1"),
     ],
     "waits for an end that nothing tells": [
-        ("episodes.py", "if self.written - lane.written <= patience:", "if True:"),
+        ("episodes/tracker.py", "if self.written - lane.written <= patience:", "if True:"),
     ],
     "takes every lane that waits for idle": [
-        ("episodes.py", "patience = min(2 * self.longest_wait, self.capacity - 1)", "patience = 0"),
+        ("episodes/tracker.py", "patience = min(2 * self.longest_wait, self.capacity - 1)", "patience = 0"),
     ],
     "hands the goals over in another order": [
         (
-            "goal_table.py",
+            "goals/table.py",
             "goals = torch.cat([goals.to(self.device) for _, goals, _ in publications])",
             "goals = torch.cat([goals.to(self.device).flip(0) for _, goals, _ in publications])",
         ),
@@ -138,33 +146,33 @@ MUTANTS = {
 # Of the returns of several steps.
 N_STEP_MUTANTS = {
     "sums on after the end": [
-        ("returns.py", "(ahead < steps) & (ends.cumsum(1) - ends.long() == 0)", "ahead < steps"),
+        ("n_step.py", "(ahead < steps) & (ends.cumsum(1) - ends.long() == 0)", "ahead < steps"),
     ],
     "leaves the end out of the sum": [
-        ("returns.py", "ends.cumsum(1) - ends.long() == 0", "ends.cumsum(1) == 0"),
+        ("n_step.py", "ends.cumsum(1) - ends.long() == 0", "ends.cumsum(1) == 0"),
     ],
-    "does not discount": [("returns.py", "rewards * discounts", "rewards")],
+    "does not discount": [("n_step.py", "rewards * discounts", "rewards")],
     "sums over the outcomes of a step later": [
-        ("returns.py", "(start + step).unsqueeze(1) + ahead", "(start + step).unsqueeze(1) + ahead + 1"),
+        ("n_step.py", "(start + step).unsqueeze(1) + ahead", "(start + step).unsqueeze(1) + ahead + 1"),
     ],
-    "counts the repeated last step": [("returns.py", "(ahead < steps) & ", "")],
+    "counts the repeated last step": [("n_step.py", "(ahead < steps) & ", "")],
     "keeps the flags of the first step": [
-        ("returns.py", "kept = last[key].view_as(value) if key in last else value", "kept = value"),
+        ("n_step.py", "kept = last[key].view_as(value) if key in last else value", "kept = value"),
     ],
     "takes the flags of the last step for another's": [
-        ("returns.py", "split(1, dim=1)", "flip(1).split(1, dim=1)"),
+        ("n_step.py", "split(1, dim=1)", "flip(1).split(1, dim=1)"),
     ],
     "truncates where the new goal ends it before": [
-        ("returns.py", "last[self.keys.truncated] & (taken == steps)", "last[self.keys.truncated]"),
+        ("n_step.py", "last[self.keys.truncated] & (taken == steps)", "last[self.keys.truncated]"),
     ],
     "sees an end at the first step alone": [
-        ("returns.py", "= ends.any(1, keepdim=True)", "= ends[:, :1]"),
+        ("n_step.py", "= ends.any(1, keepdim=True)", "= ends[:, :1]"),
     ],
-    "keeps the number of steps": [("returns.py", "STEPS: taken,", "STEPS: steps,")],
-    "keeps gamma of all steps": [("returns.py", "gamma ** taken.double()", "gamma ** steps.double()")],
-    "takes the last reward for the first": [("returns.py", "rewards[:, :1]", "rewards[:, -1:]")],
+    "keeps the number of steps": [("n_step.py", "STEPS: taken,", "STEPS: steps,")],
+    "keeps gamma of all steps": [("n_step.py", "gamma ** taken.double()", "gamma ** steps.double()")],
+    "takes the last reward for the first": [("n_step.py", "rewards[:, :1]", "rewards[:, -1:]")],
     "relabels windows that have left the table in part": [
-        ("returns.py", ".all(1) & table.start_at(episode, start)", ".any(1)"),
+        ("n_step.py", ".all(1) & table.start_at(episode, start)", ".any(1)"),
     ],
     "relabels windows whatever is in the table": [
         ("transform.py", "relabelled = relabelled & whole", "relabelled = relabelled"),
@@ -180,7 +188,7 @@ def load(changes, tmp_path, monkeypatch, name):
         text = path.read_text()
         assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times: renew the mutant"
         path.write_text(text.replace(old, new))
-    for path in (tmp_path / name).glob("*.py"):
+    for path in (tmp_path / name).rglob("*.py"):
         path.write_text(path.read_text().replace("torchrl_her", name))
     monkeypatch.syspath_prepend(tmp_path)
     package = importlib.import_module(name)

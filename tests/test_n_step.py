@@ -129,7 +129,7 @@ def streams(draw):
 @given(streams())
 def test_however_the_data_arrives_returns_and_flags_are_those_of_the_new_goal(stream):
     rb, oracle = make_buffer(stream), Oracle(stream)
-    with mock.patch.object(torchrl_her.episodes, "FIRST_PUBLICATION", stream.first_publication):
+    with mock.patch.object(torchrl_her.episodes.tracker, "FIRST_PUBLICATION", stream.first_publication):
         for lanes in stream:
             write(rb, lanes, stream.layout)
             oracle.write(lanes)

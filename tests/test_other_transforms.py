@@ -29,7 +29,8 @@ from torchrl.envs import (
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import TD3Loss
 
-from torchrl_her import GoalReward, HERTransform, copies
+from torchrl_her import GoalReward, HERTransform
+from torchrl_her.diagnosis import goal_copies as copies
 
 NEXT_GOAL, NEXT_OBSERVATION, NEXT_REWARD = ("next", "desired_goal"), ("next", "observation"), ("next", "reward")
 GOALS = ["desired_goal", NEXT_GOAL]

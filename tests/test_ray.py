@@ -35,7 +35,7 @@ from torchrl.data import (
 from torchrl.envs import SerialEnv
 
 from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, PackedStorage
-from torchrl_her.hindsight import Hindsight
+from torchrl_her.relabel import RelabelTransform
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
 
@@ -82,7 +82,7 @@ def make_buffer(
     cls: type[ReplayBuffer] = TensorDictReplayBuffer,
     size: int = SIZE,
     ndim: int = 1,
-    hindsight: Callable[[int], Hindsight] | None = make_hindsight,
+    hindsight: Callable[[int], RelabelTransform] | None = make_hindsight,
     storage: type[TensorStorage] = LazyTensorStorage,
     **kwargs,
 ) -> RayReplayBuffer:

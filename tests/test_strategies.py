@@ -13,8 +13,7 @@ from scipy import stats
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from torchrl_her import Episode, Final, Future, GoalStrategy, HERTransform, Random
-from torchrl_her.strategies import uniform
+from torchrl_her import Episode, Final, Future, GoalStrategy, HERTransform, Random, uniform
 
 LEVEL = 1e-3  # of every statistical test; the seeds are fixed
 POWER = 0.99

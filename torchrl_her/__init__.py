@@ -1,10 +1,10 @@
 """Hindsight Experience Replay for TorchRL, as one transform of the replay buffer."""
 
 from torchrl_her.augmentation import HindsightAugmentation
-from torchrl_her.env_reward import EnvReward
-from torchrl_her.rewards import GoalReward, SparseReward
-from torchrl_her.storage import PackedStorage
-from torchrl_her.strategies import Episode, Final, Future, GoalStrategy, Random
+from torchrl_her.goals.strategies import Episode, Final, Future, GoalStrategy, Random, StrategyInput, uniform
+from torchrl_her.rewards.env_reward import EnvReward
+from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
+from torchrl_her.storage.packed_storage import PackedStorage
 from torchrl_her.transform import HERTransform
 
 __all__ = [
@@ -19,4 +19,6 @@ __all__ = [
     "PackedStorage",
     "Random",
     "SparseReward",
+    "StrategyInput",
+    "uniform",
 ]

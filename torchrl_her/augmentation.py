@@ -5,27 +5,24 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor, is_non_tensor
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from torchrl_her import checks
-from torchrl_her.drawing import draw_goals
-from torchrl_her.episodes import EndedEpisodes, Publication, Written
-from torchrl_her.held import HeldRows, gather
-from torchrl_her.hindsight import RELABELLED, Hindsight
-from torchrl_her.keys import Keys
-from torchrl_her.order import Order
-from torchrl_her.reading import map_goals
-from torchrl_her.reservoir import GoalReservoir
-from torchrl_her.strategies import GoalStrategy
+from torchrl_her.episodes.tracker import EndedEpisodes, EpisodeGoals
+from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
+from torchrl_her.goals.reservoir import GoalReservoir
+from torchrl_her.goals.strategies import GoalStrategy, StrategyInput, check_rows
+from torchrl_her.keys import HERKeys
+from torchrl_her.neighbours import Neighbours
+from torchrl_her.relabel import RELABELLED, RelabelTransform, check_at_least_one
 
 # The step whose achieved goal a copy was given, int64 [batch, 1]; -1 for transitions as they were.
 GOAL_STEP = ("hindsight", "goal_step")
@@ -33,7 +30,7 @@ GOAL_STEP = ("hindsight", "goal_step")
 PATIENCE = 10_000
 
 
-class HindsightAugmentation(Hindsight):
+class HindsightAugmentation(RelabelTransform):
     """Hindsight Experience Replay that relabels when transitions are written, as the original experiments did.
 
     It holds each episode back until it ends. Then the buffer gets its transitions as they were, and ``n_sampled_goal``
@@ -108,16 +105,16 @@ class HindsightAugmentation(Hindsight):
         mask_key: NestedKey | None = None,
         reservoir_size: int = 10_000,
     ):
-        n_sampled_goal = checks.check_at_least_one("n_sampled_goal", n_sampled_goal)
-        max_episode_steps = checks.check_at_least_one("max_episode_steps", max_episode_steps)
-        reservoir_size = checks.check_at_least_one("reservoir_size", reservoir_size)
-        keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
+        n_sampled_goal = check_at_least_one("n_sampled_goal", n_sampled_goal)
+        max_episode_steps = check_at_least_one("max_episode_steps", max_episode_steps)
+        reservoir_size = check_at_least_one("reservoir_size", reservoir_size)
+        keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         super().__init__(reward, strategy, keys, goal_fn, EndedEpisodes(PATIENCE, max_episode_steps))
         self.n_sampled_goal = n_sampled_goal
         self.reservoir = None if self.strategy.same_episode else GoalReservoir(reservoir_size)
         self._held = HeldRows()
         self._episodes = 0  # how many began
-        self._flushed: list[Publication] = []  # episodes that ended between two writes
+        self._flushed: list[EpisodeGoals] = []  # episodes that ended between two writes
         self._goal: Tensor | None = None  # one of those that were written
         self._is_shared = False
 
@@ -125,15 +122,15 @@ class HindsightAugmentation(Hindsight):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back, and return those of episodes that are over, with their copies, if any are."""
-        self._look_around()
+        self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
-        checks.check_extend(tensordict.batch_size, _is_added())
+        check_extend(tensordict.batch_size, _is_added())
         rows, written = None, None
         if tensordict.batch_size.numel():
             rows, written = self._read_rows(tensordict)
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             if rows is not None:
                 self._held.admit(rows)
                 if self._goal is None:
@@ -149,17 +146,17 @@ class HindsightAugmentation(Hindsight):
             rows, places = self._held.exchange(rows, arriving, np.concatenate([arriving[:0], *leaving]))
             return self._augment(rows, places, ended) if ended else None
 
-    def _look_around(self) -> None:
-        order = Order.around(self)
+    def _check_neighbours(self) -> None:
+        order = Neighbours.around(self)
         if order != self._order:
-            order.check_augmentation(Hindsight)
+            order.check_augmentation(RelabelTransform)
             self._order = order
 
-    def _read_rows(self, tensordict: TensorDictBase) -> tuple[TensorDictBase | None, Written | None]:
+    def _read_rows(self, tensordict: TensorDictBase) -> tuple[TensorDictBase | None, WrittenTransitions | None]:
         """Return the transitions that count, if any do, and what the tracker needs of them."""
         if isinstance(tensordict, LazyStackedTensorDict):
             tensordict = tensordict.contiguous()
-        everywhere = Order([], [*self._order.before, *self._order.after])
+        everywhere = Neighbours([], [*self._order.before, *self._order.after])
         written, kept = self._read(tensordict, self._goal, everywhere.written_after())
         goals = [*self._goal_keys, self.keys.achieved, self.keys.next_achieved]
         if self._goal is None and _is_dummy(tensordict, goals):
@@ -168,7 +165,7 @@ class HindsightAugmentation(Hindsight):
             tensordict = tensordict[torch.from_numpy(kept).to(written.goals.device)]
         return (tensordict, written) if len(tensordict) else (None, None)
 
-    def _augment(self, rows: TensorDictBase, places: np.ndarray, ended: list[Publication]) -> TensorDictBase:
+    def _augment(self, rows: TensorDictBase, places: np.ndarray, ended: list[EpisodeGoals]) -> TensorDictBase:
         """Return the transitions at ``places [n]``, episode after episode, each followed by its copies.
 
         So a storage that is full loses a transition and its copies together.
@@ -204,7 +201,7 @@ class HindsightAugmentation(Hindsight):
         what is returned, which is an empty batch: ``rb.extend(hindsight.flush())``.
         """
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             self._flushed += self.tracker.flush()
             return self._held.none()
 
@@ -226,7 +223,7 @@ class HindsightAugmentation(Hindsight):
         self._is_shared = True
         return self
 
-    def _leave_lanes_of_parent(self) -> None:
+    def _reset_after_fork(self) -> None:
         """In a forked process, leave what is held back to the process that wrote it."""
         if self._process != os.getpid():
             self._process = os.getpid()
@@ -247,7 +244,7 @@ class HindsightAugmentation(Hindsight):
     def get_extra_state(self) -> dict[str, Any]:
         """Return what is held back, and the reservoir, for ``state_dict``."""
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             lanes = self.tracker.state_dict()
             flushed = [(publication.episode, publication.goals) for publication in self._flushed]
             slots = [lane["goals"] for lane in lanes["lanes"]] + [goals for _, goals in flushed]
@@ -262,14 +259,14 @@ class HindsightAugmentation(Hindsight):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load what `get_extra_state` returned."""
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             if self.reservoir is not None and state["reservoir"] is not None:
                 self.reservoir.load_state_dict(state["reservoir"])
             saved, flushed = state["lanes"]["lanes"], state["flushed"]
             counts = [len(goals) for goals in (*(lane["goals"] for lane in saved), *(goals for _, goals in flushed))]
             slots = iter(torch.arange(sum(counts)).split(counts))
             lanes = [lane | {"goals": next(slots)} for lane in saved]
-            self._flushed = [Publication(episode, next(slots), 0) for episode, _ in flushed]
+            self._flushed = [EpisodeGoals(episode, next(slots), 0) for episode, _ in flushed]
             self._held.load_state_dict(state["rows"], sum(counts))
             self.tracker.load_state_dict(state["lanes"] | {"lanes": lanes})
             self._episodes = state["episodes"]
@@ -307,3 +304,208 @@ def _is_dummy(tensordict: TensorDictBase, goals: list[NestedKey]) -> bool:
     The storage needs it at once. One that an environment gave would make an episode of one step, and do no harm.
     """
     return len(tensordict) == 1 and not any(bool(tensordict.get(key).any()) for key in goals)
+
+
+class Drawn(NamedTuple):
+    """The goals of copies."""
+
+    goals: Tensor  # [n, copies, *goal]
+    steps: Tensor  # int64 [n, copies], the steps that achieved them
+    left_out: Tensor | None  # bool [n, copies], which got none, since the strategy left the episode; None for none
+
+
+def draw_goals(
+    strategy: GoalStrategy,
+    goals: Tensor,
+    episodes: Sequence[int],
+    lengths: Sequence[int],
+    copies: int,
+    reservoir: GoalReservoir | None,
+) -> Drawn:
+    """Draw goals for the copies of each transition of ended episodes.
+
+    Args:
+        strategy: chooses among the goals of the episodes, which it sees as a goal table.
+        goals: what the steps achieved, ``[n, *goal]``, episode after episode.
+        episodes: the ids of the episodes.
+        lengths: how many steps each has.
+        copies: how many goals each transition gets.
+        reservoir: the goals of past episodes, for a strategy that draws from them; they come first in that table.
+    """
+    owners, steps, starts, of_length = _lay_out(episodes, lengths, goals.device)
+    count, size = len(goals), torch.tensor(len(goals), device=goals.device)
+    if reservoir is not None:
+        reservoir.add(goals, owners, steps)
+        starts, size = starts + reservoir.size, torch.tensor(reservoir.filled, device=goals.device)
+        goals = torch.cat([reservoir.goals_like(goals), goals])
+        owners = torch.cat([reservoir.episodes, owners])
+        steps = torch.cat([reservoir.steps, steps])
+    columns = torch.stack([owners[-count:], steps[-count:], starts, of_length])
+    episode, step, start, length = columns.repeat_interleave(copies, dim=1)
+    choice = StrategyInput(episode, step, start, length, owners, size)
+    rows = strategy.select(choice)
+    check_rows(rows, step, strategy)
+    outside = (rows < start) | (rows >= start + length) if strategy.same_episode else None
+    rows = rows % len(goals)
+    is_wrong = owners.index_select(0, rows) < 0 if outside is None else outside
+    return Drawn(
+        goals.index_select(0, rows).unflatten(0, (count, copies)),
+        steps.index_select(0, rows).view(count, copies),
+        is_wrong.view(count, copies) if is_wrong.any() else None,
+    )
+
+
+def _lay_out(episodes: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return the episode, the step, the place of the first step and the length for each step: ``int64 [4, n]``."""
+    ends = np.cumsum(lengths)
+    columns = np.repeat(np.stack([episodes, ends, ends - lengths, lengths]), lengths, axis=1)
+    columns[1] = np.arange(len(columns[1])) - columns[2]
+    return torch.from_numpy(columns).to(device)
+
+
+class HeldRows:
+    """Transitions by slot: each gets one when it arrives, and gives it back when it leaves.
+
+    Those that leave in the write in which they arrived are never copied into the store. It grows to what is held at
+    most at a time, and by as much at least as it holds, so that growing costs nothing on the average.
+    """
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self, entries: dict | None = None) -> None:
+        self._entries = entries  # the shapes and dtypes of what is written, by key
+        self._store: TensorDictBase | None = None  # [slots]
+        self._free = np.empty(0, dtype=np.int64)
+        # Which of the arriving transitions has the slot, -1 for none.
+        self._arrival = np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._arrival) - len(self._free)
+
+    def admit(self, rows: TensorDictBase) -> None:
+        """Check that transitions can be held together with those that are held.
+
+        Raises:
+            ValueError: if they have other entries.
+        """
+        entries = check_same_entries(rows, self._entries if len(self) else None)
+        if entries != self._entries:
+            self._clear(entries)
+        elif self._store is not None:
+            self._store = self._store.to(device_of(rows))  # loaded from another device
+
+    def assign(self, count: int) -> np.ndarray:
+        """Return slots ``int64 [count]`` for transitions that arrive."""
+        if len(self._free) < count:
+            more = max(count - len(self._free), len(self._arrival))
+            self._free = np.concatenate([self._free, np.arange(more) + len(self._arrival)])
+            self._arrival = np.concatenate([self._arrival, np.full(more, -1)])
+        slots, self._free = self._free[:count], self._free[count:]
+        return slots
+
+    def exchange(
+        self, rows: TensorDictBase | None, arriving: np.ndarray, leaving: np.ndarray
+    ) -> tuple[TensorDictBase | None, np.ndarray]:
+        """Take in ``rows [n]`` with the slots ``arriving [n]``, and give out those with the slots ``leaving [m]``.
+
+        Returns:
+            A tensordict with all that leave, and their places in it, ``int64 [m]``.
+        """
+        self._arrival[arriving] = np.arange(len(arriving))
+        places = self._arrival[leaving]
+        self._arrival[arriving] = -1
+        stays = np.ones(len(arriving), dtype=bool)
+        stays[places[places >= 0]] = False
+        was_held = places < 0
+        given = rows
+        if was_held.any():
+            held = gather(self._store, torch.from_numpy(leaving[was_held]))
+            places[was_held] = np.arange(len(held)) + len(arriving)
+            given = held if rows is None else torch.cat([rows, held])
+        if stays.any():
+            self._put(arriving[stays], gather(rows, torch.from_numpy(stays.nonzero()[0])))
+        self._free = np.concatenate([leaving, self._free])
+        return given, places
+
+    def _put(self, slots: np.ndarray, rows: TensorDictBase) -> None:
+        store = gather(rows, torch.zeros(0, dtype=torch.int64)) if self._store is None else self._store
+        if missing := len(self._arrival) - len(store):
+            store = torch.cat([store, gather(rows, torch.zeros(missing, dtype=torch.int64))])
+        store[torch.from_numpy(slots)] = rows
+        self._store = store
+
+    def none(self) -> TensorDict:
+        """Return a tensordict ``[0]`` with the entries of what was held last."""
+        if self._store is None:
+            return TensorDict(batch_size=[0])
+        return gather(self._store, torch.zeros(0, dtype=torch.int64))
+
+    def state_dict(self, slots: np.ndarray) -> dict[str, Any]:
+        """Return what is held in slots, entry by entry."""
+        if self._store is None:
+            return {}
+        rows = gather(self._store, torch.from_numpy(slots))
+        return dict(rows.items(include_nested=True, leaves_only=True))
+
+    def load_state_dict(self, state: dict[str, Any], count: int) -> None:
+        """Hold ``count`` transitions, and nothing else, in the slots from 0 on."""
+        self._clear()
+        if count:
+            rows = TensorDict(batch_size=[count])
+            for key, value in state.items():
+                rows.set(key, value)
+            self.admit(rows)
+            self._put(self.assign(count), rows)
+
+
+def gather(rows: TensorDictBase, index: Tensor) -> TensorDict:
+    """Return the transitions at ``index``, ``int64 [n]``; faster than ``rows[index]``, and storages store it faster."""
+    device = device_of(rows)
+    return TensorDict(_gather(rows, index.to(device)), batch_size=index.shape, device=device)
+
+
+def device_of(rows: TensorDictBase) -> torch.device:
+    """Return where the transitions are."""
+    return next(iter(rows.values(include_nested=True, leaves_only=True))).device
+
+
+def _gather(rows: TensorDictBase, index: Tensor) -> dict[str, Any]:
+    return {
+        key: _gather(value, index)
+        if isinstance(value, TensorDictBase) and value.batch_dims == 1
+        else value.index_select(0, index)
+        if isinstance(value, Tensor) and value.device == index.device
+        else value[index]
+        for key, value in rows.items()
+    }
+
+
+def check_extend(batch: torch.Size, is_added: bool) -> None:
+    """Check that several transitions can take the place of those that are written."""
+    if is_added or len(batch) != 1:
+        what = "one transition is added or set" if is_added or not batch else f"they come as {list(batch)}"
+        raise ValueError(
+            f"HindsightAugmentation writes more transitions than it is given, and {what}: use "
+            "rb.extend(data.reshape(-1)), with a storage of one dimension. HERTransform works with add, and with "
+            "storages of several dimensions."
+        )
+
+
+def check_same_entries(tensordict: TensorDictBase, before: dict | None) -> dict:
+    """Check that transitions have the entries of those before, so that they can be held back together."""
+    leaves = list(tensordict.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+    if other := [key for key, value in leaves if is_non_tensor(value)]:
+        raise TypeError(
+            f"HindsightAugmentation holds transitions back and copies them, which takes tensors, and {other} are none: "
+            "exclude() them from what is written, or use HERTransform."
+        )
+    entries = {key: (value.shape[1:], value.dtype) for key, value in leaves}
+    if before is not None and entries != before:
+        differing = [key for key in {**before, **entries} if before.get(key) != entries.get(key)]
+        told = ", ".join(f"{key!r}: {before.get(key)} before, {entries.get(key)} now" for key in differing)
+        raise ValueError(
+            f"These transitions have other entries than those that were written before ({told}), and episodes of both "
+            "are held back: write the same entries each time."
+        )
+    return entries

@@ -6,24 +6,23 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_her import checks
-from torchrl_her.keys import Keys
+from torchrl_her.keys import HERKeys, get_entry
 
 
-def root_flags(keys: Keys) -> list[NestedKey]:
+def root_flags(keys: HERKeys) -> list[NestedKey]:
     """Return the keys of the flags of the step before: False at the root of every transition."""
     return [_at_root(key) for key in (keys.done, keys.terminated, keys.truncated)]
 
 
-def leave_out(tensordict: TensorDictBase, keys: Keys) -> TensorDictBase:
+def leave_out(tensordict: TensorDictBase, keys: HERKeys) -> TensorDictBase:
     """Return transitions ``[*batch]`` without the desired goal under ``"next"`` and without the flags at the root.
 
     Raises:
         ValueError: if they say something that the rest of the transition does not.
     """
     flags = [key for key in root_flags(keys) if tensordict.get(key, None) is not None]
-    desired = checks.get_entry(tensordict, keys.desired, "desired_goal_key")
-    if not torch.equal(desired, checks.get_entry(tensordict, keys.next_desired, "desired_goal_key")):
+    desired = get_entry(tensordict, keys.desired, "desired_goal_key")
+    if not torch.equal(desired, get_entry(tensordict, keys.next_desired, "desired_goal_key")):
         raise ValueError(
             f"compact=True leaves {keys.next_desired!r} out, and it differs from {keys.desired!r} in this write: the "
             "goal changes within an episode. Nothing was stored: pass compact=False."
@@ -37,7 +36,7 @@ def leave_out(tensordict: TensorDictBase, keys: Keys) -> TensorDictBase:
     return tensordict.exclude(keys.next_desired, *flags)
 
 
-def bring_back(tensordict: TensorDictBase, stored: dict[NestedKey, Tensor], keys: Keys) -> None:
+def bring_back(tensordict: TensorDictBase, stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
     """Set what `leave_out` took away of a sampled batch, whose entries ``stored`` are about to be set anew."""
     stored[keys.next_desired] = stored[keys.desired]
     for key in (keys.done, keys.terminated, keys.truncated):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tensordict import NestedKey, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
 
 
-class Keys(NamedTuple):
+class HERKeys(NamedTuple):
     """Where the entries stand, from the root of a transition."""
 
     achieved: NestedKey
@@ -30,7 +31,7 @@ class Keys(NamedTuple):
         done: NestedKey,
         trajectory: NestedKey | None,
         mask: NestedKey | None,
-    ) -> Keys:
+    ) -> HERKeys:
         """Make them from the arguments of HERTransform: flags and rewards are under ``"next"``, goals in both."""
         next_done = unravel_key(("next", done))
         return cls(
@@ -45,3 +46,25 @@ class Keys(NamedTuple):
             trajectory=None if trajectory is None else unravel_key(trajectory),
             mask=None if mask is None else unravel_key(mask),
         )
+
+
+def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
+    """Get an entry that is written, or say what there is instead."""
+    value = tensordict.get(key, None)
+    if isinstance(value, Tensor):
+        return value
+    if value is not None:
+        raise TypeError(
+            f"The entry {key!r} is a {type(value).__name__}, and one tensor is needed. Of a goal in several parts make "
+            "one, with CatTensors in the environment, and name it."
+        )
+    found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
+    advice = f"Name the right one with {argument}=..."
+    if isinstance(key, tuple) and key[:2] == ("next", "next"):
+        advice = f"Give {argument} without 'next', which is added"
+    elif "goal" in argument and key[0] == "next" and tensordict.get(key[1:], None) is not None:
+        advice = (
+            "It stands at the root alone: a collector with compact_obs=True leaves it out (use False), and so does "
+            "NextObservationDelta (give it in_keys without the goals)"
+        )
+    raise KeyError(f"There is no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -11,27 +12,32 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.data import TensorSpec
+from torchrl.data import Composite, TensorSpec
 from torchrl.envs import MultiStepTransform
 
-from torchrl_her import checks
-from torchrl_her.capacity import CapacityWatch
 from torchrl_her.compact import bring_back, leave_out, root_flags
-from torchrl_her.episodes import EpisodeTracker
-from torchrl_her.goal_table import GoalTable
-from torchrl_her.hindsight import RELABELLED, Hindsight
-from torchrl_her.keys import Keys
-from torchrl_her.order import Order
-from torchrl_her.returns import STEPS, NStepReturn
-from torchrl_her.strategies import Choice, GoalStrategy
-from torchrl_her.windows import Windows, check_entries, keep_flags
+from torchrl_her.episodes.tracker import EpisodeTracker
+from torchrl_her.goals.strategies import GoalStrategy, StrategyInput, check_rows
+from torchrl_her.goals.table import CapacityWatch, GoalTable, check_may_move
+from torchrl_her.keys import HERKeys
+from torchrl_her.n_step import (
+    STEPS,
+    NStepReturn,
+    Windows,
+    check_entries,
+    check_has_multi_step,
+    check_n_step_rows,
+    keep_flags,
+)
+from torchrl_her.neighbours import Neighbours
+from torchrl_her.relabel import RELABELLED, RelabelTransform, check_at_least_one
 
 # Where the stamps stand: int64 [*batch, 2], episode and step. Two entries in a tensordict of their own would
 # add a fifth to the price of a write.
 STAMP = "hindsight_stamp"
 
 
-class HERTransform(Hindsight):
+class HERTransform(RelabelTransform):
     """Hindsight Experience Replay (Andrychowicz et al. 2017, arXiv:1707.01495) for any replay buffer.
 
     Writing stamps each transition with its episode and step and keeps its achieved goal. Sampling replaces
@@ -116,14 +122,14 @@ class HERTransform(Hindsight):
         sequence_length: int | None = None,
         compact: bool = False,
     ):
-        capacity = checks.check_at_least_one("capacity", capacity)
+        capacity = check_at_least_one("capacity", capacity)
         if max_episode_steps is not None:
-            max_episode_steps = checks.check_at_least_one("max_episode_steps", max_episode_steps)
+            max_episode_steps = check_at_least_one("max_episode_steps", max_episode_steps)
         if sequence_length is not None:
-            sequence_length = checks.check_at_least_one("sequence_length", sequence_length)
-        keys = Keys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
+            sequence_length = check_at_least_one("sequence_length", sequence_length)
+        keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         super().__init__(reward, strategy, keys, goal_fn, EpisodeTracker(capacity, max_episode_steps))
-        self.her_ratio = checks.check_her_ratio(her_ratio)
+        self.her_ratio = check_her_ratio(her_ratio)
         self.capacity = capacity
         self.sequence_length = sequence_length
         self.compact = compact
@@ -133,7 +139,7 @@ class HERTransform(Hindsight):
         self.longest_window = 1  # the most steps that a stored transition spans
         self.table: GoalTable | None = None
         if goal_spec is not None:
-            checks.check_goal_spec(goal_spec)
+            check_goal_spec(goal_spec)
             self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
         self._capacity_watch = CapacityWatch(capacity)
 
@@ -141,7 +147,7 @@ class HERTransform(Hindsight):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
-        multi_step = self._look_around()
+        multi_step = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
         batch = tensordict.batch_size
@@ -153,9 +159,9 @@ class HERTransform(Hindsight):
         written, kept = self._read(tensordict, goal_of_table, written_after)
         stored = self._as_stored(tensordict, multi_step)
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             if multi_step is not None:
-                checks.check_n_step_rows(self.keys.mask, len(batch))
+                check_n_step_rows(self.keys.mask, len(batch))
                 self._windows.follow(written, batch, multi_step)
                 self.longest_window = max(self.longest_window, self._n_steps)
             table = self._table_for(written.goals)
@@ -177,12 +183,12 @@ class HERTransform(Hindsight):
             keep_flags(stored, self.keys)
         return stored
 
-    def _look_around(self) -> MultiStepTransform | None:
+    def _check_neighbours(self) -> MultiStepTransform | None:
         """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
-        order = Order.around(self)
+        order = Neighbours.around(self)
         if order != self._order:
             replaced = {*self._replaced, *(root_flags(self.keys) if self.compact else [])}
-            order.check(replaced, self.keys.next_achieved, Hindsight)
+            order.check(replaced, self.keys.next_achieved, RelabelTransform)
             self._order = order
         multi_step = order.multi_step()
         if multi_step is not None:
@@ -200,7 +206,7 @@ class HERTransform(Hindsight):
     def flush(self) -> None:
         """End the running episodes: their goals become known, and what is written next begins new ones."""
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             self._windows.may_begin_anew = True
             if self.table is not None:
                 self.table.publish(self.tracker.flush())
@@ -211,11 +217,11 @@ class HERTransform(Hindsight):
         """Relabel transitions ``[*batch]``; what is given is not written into."""
         if isinstance(tensordict, list):  # an ensemble of list storages calls its members' transforms before it stacks
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        stamp = checks.get_stamp(tensordict, STAMP)
+        stamp = get_stamp(tensordict, STAMP)
         n_step = self._n_step_for(tensordict)
         replaced = self._replaced if n_step is None else [*self._goal_keys, *n_step.replaced(tensordict)]
         stored = {key: tensordict.get(key) for key in replaced}
-        checks.check_are_sampled(stored, self.keys)
+        check_are_sampled(stored, self.keys)
         # Rows can have been loaded that were written otherwise: what is not there is brought back, and what stands
         # there from another row before this one is not read.
         repeats = root_flags(self.keys) if self.compact or stored[self.keys.next_desired] is None else None
@@ -246,15 +252,15 @@ class HERTransform(Hindsight):
         if tensordict.get(STEPS, None) is None:
             return None
         if self._n_step_return is None:
-            self._look_around()  # another process wrote them
-        return checks.check_has_multi_step(self._n_step_return)
+            self._check_neighbours()  # another process wrote them
+        return check_has_multi_step(self._n_step_return)
 
     def _draw(self, table: GoalTable, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Draw goals ``[n, *goal]`` for transitions ``[n]``, and say which they relabel, ``bool [n]``."""
         length = self.sequence_length
         if length is None:
             return self._draw_each(table, episode, step)
-        checks.check_sequences(len(step), length)
+        check_sequences(len(step), length)
         last = slice(length - 1, None, length)
         goals, relabelled = self._draw_each(table, episode[last], step[last])
         same_episode = episode == episode[last].repeat_interleave(length)
@@ -262,8 +268,8 @@ class HERTransform(Hindsight):
 
     def _draw_each(self, table: GoalTable, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         start, length = table.find(episode)
-        rows = self.strategy.select(Choice(episode, step, start, length, table.owners, table.size))
-        checks.check_rows(rows, step, self.strategy)
+        rows = self.strategy.select(StrategyInput(episode, step, start, length, table.owners, table.size))
+        check_rows(rows, step, self.strategy)
         wanted = (torch.rand(step.shape, device=step.device) < self.her_ratio) & (step < length)
         goals, owners = table.read(rows)
         if self.strategy.same_episode:
@@ -285,7 +291,7 @@ class HERTransform(Hindsight):
             with self._lock:
                 if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
                     self.table = GoalTable(self.capacity, desired.shape[dimensions:], desired.dtype, desired.device)
-                checks.check_may_move(self.table, desired.device)
+                check_may_move(self.table, desired.device)
                 self.table.to(desired.device)
                 table = self.table
         return table
@@ -308,7 +314,7 @@ class HERTransform(Hindsight):
             self._lock.share_memory_()
         return self
 
-    def _leave_lanes_of_parent(self) -> None:
+    def _reset_after_fork(self) -> None:
         """In a forked process, leave the lanes to the process that opened them."""
         if self._process != os.getpid():
             self._process = os.getpid()
@@ -318,7 +324,7 @@ class HERTransform(Hindsight):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the goal table and the running episodes, for ``state_dict``."""
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             return {
                 "table": None if self.table is None else self.table.state_dict(),
                 "lanes": self.tracker.state_dict(),
@@ -332,9 +338,9 @@ class HERTransform(Hindsight):
         Raises:
             ValueError: if it is that of a transform with other goals, another capacity or another ``compact``.
         """
-        checks.check_same_compact(state["compact"], self.compact)
+        check_same_compact(state["compact"], self.compact)
         with self._lock:
-            self._leave_lanes_of_parent()
+            self._reset_after_fork()
             saved = state["table"]
             if saved is not None:
                 goals = saved["goals"]
@@ -357,4 +363,63 @@ class HERTransform(Hindsight):
         return (
             f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
             f"her_ratio={self.her_ratio}, capacity={self.capacity})"
+        )
+
+
+def check_her_ratio(her_ratio: float) -> float:
+    """Check that the ratio is a probability."""
+    if not isinstance(her_ratio, Real) or not 0.0 <= her_ratio <= 1.0:
+        raise ValueError(
+            f"her_ratio is the probability that a sampled transition is relabelled and must be in [0, 1], "
+            f"got {her_ratio!r}. For k relabelled transitions to each original one it is k / (k + 1)."
+        )
+    return her_ratio
+
+
+def check_goal_spec(spec: TensorSpec) -> None:
+    """Check that the spec is that of one tensor."""
+    if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
+        raise TypeError(
+            f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
+            'env.observation_spec["achieved_goal"], of one environment.'
+        )
+
+
+def check_are_sampled(stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
+    """Check that what relabelling replaces is in the sample."""
+    for key in (keys.desired, keys.reward):
+        if stored[key] is None:
+            raise KeyError(
+                f"There is no entry {key!r} in what is sampled, and it was written: list the transform that takes it "
+                "away after HERTransform."
+            )
+
+
+def get_stamp(tensordict: TensorDictBase, key: str) -> Tensor:
+    """Get the stamps of sampled transitions, which those written through HERTransform have."""
+    stamp = tensordict.get(key, None)
+    if not isinstance(stamp, Tensor):
+        raise KeyError(
+            f"The sampled transitions carry no stamp under {key!r}: they were written before HERTransform was part "
+            "of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
+            "transform=HERTransform(...), then extend it."
+        )
+    return stamp
+
+
+def check_sequences(count: int, length: int) -> None:
+    """Check that a sampled batch is made of whole sequences."""
+    if count % length:
+        raise ValueError(
+            f"sequence_length={length} and the sampled batch has {count} transitions: it must be a multiple. "
+            "Set it to the slice length of the sampler."
+        )
+
+
+def check_same_compact(saved: bool, compact: bool) -> None:
+    """Check that what is loaded and what will be written have the same entries."""
+    if saved != compact:
+        raise ValueError(
+            f"The buffer was saved with compact={saved}, and what this one writes, with compact={compact}, has other "
+            f"entries: make the transform with compact={saved}, then load."
         )

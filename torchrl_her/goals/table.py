@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch import multiprocessing as mp
 
 
 class GoalTable:
@@ -34,7 +38,7 @@ class GoalTable:
 
     Examples:
         >>> import torch
-        >>> from torchrl_her.goal_table import GoalTable
+        >>> from torchrl_her.goals.table import GoalTable
         >>> table = GoalTable(10, (1,), torch.float32, torch.device("cpu"))
         >>> episode = table.open_episodes(1)
         >>> table.publish([(episode, torch.tensor([[0.0], [0.1], [0.2]]), 0)])
@@ -222,3 +226,104 @@ def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         length = min(count - begin, size - at)
         yield slice(at, at + length), slice(begin, begin + length)
         begin += length
+
+
+# Seconds. A write takes milliseconds.
+PATIENCE = 60.0
+
+
+class WriteLock:
+    """Excludes writers in the threads of one process, and once shared in those of several.
+
+    A process that is killed while it holds a shared lock never gives it back, so nobody waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.Lock()
+        self.is_shared = False
+
+    def share_memory_(self) -> None:
+        """Exclude the writers of other processes, too."""
+        self._lock = mp.Lock()
+        self.is_shared = True
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=PATIENCE):
+            raise RuntimeError(
+                f"The goal table was locked for {PATIENCE:.0f} s: a process was killed or stopped while it wrote. "
+                "Start anew from the last checkpoint."
+            )
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_lock": self._lock if self.is_shared else None, "is_shared": self.is_shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.is_shared:
+            self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WriteLock:
+        return WriteLock()
+
+
+# Looking at a draw waits for the GPU, so it is done at every so many writes, until enough was drawn to tell.
+WRITES_BETWEEN = 16
+ENOUGH = 1000
+SHARE_LOST = 0.2
+
+
+class CapacityWatch:
+    """Counts the transitions that were to be relabelled and were not, and warns once.
+
+    Sampling leaves its last draw with the goal table, where it stays on the device; writing looks at it.
+
+    Args:
+        capacity (int): that of the goal table.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.writes = 0
+        self._told = False
+        self._looked_at: tuple[Tensor, Tensor] | None = None
+        self._counts = np.zeros(2)  # transitions that were to be relabelled, and those that were
+
+    def after_write(self, last_draw: tuple[Tensor, Tensor]) -> None:
+        """Now and then, look at the last draw: were goals lost that had been there?
+
+        Args:
+            last_draw: flags ``bool [batch]`` of those that were to be relabelled, and of those that were.
+        """
+        self.writes += 1
+        if self._told or self.writes % WRITES_BETWEEN or last_draw is self._looked_at:
+            return
+        self._looked_at = last_draw
+        self._counts += np.array([int(flags.sum()) for flags in last_draw])
+        wanted, relabelled = self._counts
+        if wanted < ENOUGH:
+            return
+        self._counts[:] = 0
+        lost = 1 - relabelled / wanted
+        if lost < SHARE_LOST:
+            return
+        self._told = True
+        least = math.ceil(self.capacity / (1 - lost)) if relabelled else self.capacity + 1
+        warnings.warn(
+            f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
+            f"the goal table: HERTransform(capacity={self.capacity}) is too small for what the storage holds. Pass the "
+            "max_size of the storage, or up to three times that where episodes have 64 steps and more; it takes at "
+            f"least {least}.",
+            stacklevel=2,
+        )
+
+
+def check_may_move(table: GoalTable, device: torch.device) -> None:
+    """Check that the goal table is where the samples are, or can come there."""
+    if table.is_shared and table.device != device:
+        raise RuntimeError(
+            f"The sampled transitions are on {device}, and the goal table, which processes share, on {table.device}: "
+            "give HERTransform the goal_spec on the device of the storage."
+        )

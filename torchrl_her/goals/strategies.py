@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Choice(NamedTuple):
+class StrategyInput(NamedTuple):
     """What a strategy chooses from: a batch of transitions, their episodes and the goal table.
 
     All tensors are ``int64``. Of transitions that cannot be relabelled (their episode has just begun, or has
@@ -32,7 +32,7 @@ class GoalStrategy(ABC):
 
         >>> import torch
         >>> from torchrl_her import GoalStrategy
-        >>> from torchrl_her.strategies import uniform
+        >>> from torchrl_her import uniform
         >>> class NearFuture(GoalStrategy):
         ...     def select(self, choice):
         ...         end = torch.minimum(choice.step + 10, choice.length)
@@ -46,7 +46,7 @@ class GoalStrategy(ABC):
     same_episode = True
 
     @abstractmethod
-    def select(self, choice: Choice) -> Tensor:
+    def select(self, choice: StrategyInput) -> Tensor:
         """Return rows ``int64 [batch]`` of the goal table; they are taken modulo its capacity.
 
         Draw from torch's default random generator, and do not read tensors on the host: sampling on a
@@ -60,21 +60,21 @@ class GoalStrategy(ABC):
 class Future(GoalStrategy):
     """A step from the transition's own on: j uniform on {t, ..., T-1}."""
 
-    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         return choice.start + uniform(choice.step, choice.length)
 
 
 class Final(GoalStrategy):
     """The last step of the episode: j = T-1."""
 
-    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         return choice.start + choice.length - 1
 
 
 class Episode(GoalStrategy):
     """Any step of the episode: j uniform on {0, ..., T-1}."""
 
-    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         return choice.start + uniform(torch.zeros_like(choice.step), choice.length)
 
 
@@ -83,7 +83,7 @@ class Random(GoalStrategy):
 
     same_episode = False
 
-    def select(self, choice: Choice) -> Tensor:  # noqa: D102
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         # Where an episode stood when it was shorter, rows are empty, at most two thirds of all: of many draws the
         # first that hits is taken.
         rows = uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)  # [32, batch]
@@ -127,3 +127,12 @@ def uniform(low: Tensor, high: Tensor) -> Tensor:
     """
     span = high - low
     return low + torch.rand(low.shape, dtype=torch.float64, device=low.device).mul_(span).to(torch.int64)
+
+
+def check_rows(rows: Tensor, steps: Tensor, strategy: object) -> None:
+    """Check that a strategy chose one row per transition."""
+    if rows.shape != steps.shape or rows.dtype != steps.dtype:
+        raise ValueError(
+            f"{strategy!r} must select one row of the goal table per transition, {steps.dtype} {tuple(steps.shape)}, "
+            f"and returned {rows.dtype} {tuple(rows.shape)}."
+        )

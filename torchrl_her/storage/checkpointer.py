@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
 if TYPE_CHECKING:
-    from torchrl_her.storage import PackedStorage
+    from torchrl_her.storage.packed_storage import PackedStorage
 
 METADATA = "storage_metadata.json"
 

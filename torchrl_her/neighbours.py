@@ -17,14 +17,14 @@ from torchrl.envs import (
 )
 
 
-class Order(NamedTuple):
+class Neighbours(NamedTuple):
     """The transforms of a buffer, as their containers list them."""
 
     before: list[Transform]
     after: list[Transform]
 
     @classmethod
-    def around(cls, transform: Transform) -> Order:
+    def around(cls, transform: Transform) -> Neighbours:
         """Look them up."""
         before: list[Transform] = []
         after: list[Transform] = []

@@ -12,33 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_her.episodes.transitions import WrittenTransitions
+
 # A running episode is published from so many steps on, each time that its length has doubled.
 FIRST_PUBLICATION = 64
 
 
-class Written(NamedTuple):
-    """The transitions of one write, in the order of writing."""
-
-    goals: Tensor  # [n, *goal], the achieved goals under "next"
-    start: np.ndarray  # void [n], the bytes that stand under the goals' keys at the root, achieved and desired
-    outcome: np.ndarray  # void [n], the same under "next"
-    done: np.ndarray  # bool [n], the transition ends its episode
-    begins: np.ndarray  # bool [n], it does not continue the one before it; not used where there are ids
-    trajectory: np.ndarray | None  # int64 [n], trajectory ids
-
-    def at(self, index: np.ndarray) -> Written:
-        """Return the transitions at an index, or where a mask is True."""
-        return Written(
-            goals=self.goals[torch.from_numpy(index).to(self.goals.device)],
-            start=self.start[index],
-            outcome=self.outcome[index],
-            done=self.done[index],
-            begins=self.begins[index],
-            trajectory=None if self.trajectory is None else self.trajectory[index],
-        )
-
-
-class Publication(NamedTuple):
+class EpisodeGoals(NamedTuple):
     """An episode that ended or grew, and hands over its achieved goals."""
 
     episode: int
@@ -50,7 +30,7 @@ class Tracked(NamedTuple):
     """What the tracker says of the transitions of one write, in the order of writing."""
 
     stamps: np.ndarray  # int64 [n, 2], the id of each transition's episode and its step in it
-    publications: list[Publication]  # at most one of each episode
+    publications: list[EpisodeGoals]  # at most one of each episode
     opened: int  # how many episodes began
 
 
@@ -78,14 +58,14 @@ class Lane:
         self.goals.append(goals)
         self.steps += len(goals)
 
-    def publish_into(self, publications: dict[int, Publication]) -> None:
+    def publish_into(self, publications: dict[int, EpisodeGoals]) -> None:
         """Hand over the achieved goals of all steps so far, where there are new ones; once in a write."""
         if self.steps == self.published:
             return
         self.goals = [torch.cat(self.goals)]
         earlier = publications.pop(self.episode, None)
         before = self.published if earlier is None else earlier.before
-        publications[self.episode] = Publication(self.episode, self.goals[0], before)
+        publications[self.episode] = EpisodeGoals(self.episode, self.goals[0], before)
         self.published = self.steps
 
     @property
@@ -120,7 +100,7 @@ class EpisodeTracker:
         self._lanes: dict[int, Lane] = {}
         self._by_key: dict[tuple[int | None, bytes], deque[Lane]] = {}  # all of them
 
-    def track(self, written: Written, first_episode: int) -> Tracked:
+    def track(self, written: WrittenTransitions, first_episode: int) -> Tracked:
         """Assign transitions to episodes, of which new ones get the ids from ``first_episode`` on.
 
         The work in Python is per run of transitions that continue each other, not per transition.
@@ -129,7 +109,7 @@ class EpisodeTracker:
         before = self.written
         self.written += len(written.done)
         stamps = np.empty((len(written.done), 2), dtype=np.int64)
-        publications: dict[int, Publication] = {}
+        publications: dict[int, EpisodeGoals] = {}
         opened = 0
         for begin, end in runs:
             trajectory = None if written.trajectory is None else int(written.trajectory[begin])
@@ -166,9 +146,9 @@ class EpisodeTracker:
         """Return a tracker with the same settings, for another process."""
         return EpisodeTracker(self.capacity, self.max_steps)
 
-    def flush(self) -> list[Publication]:
+    def flush(self) -> list[EpisodeGoals]:
         """End the running episodes and hand over their goals."""
-        publications: dict[int, Publication] = {}
+        publications: dict[int, EpisodeGoals] = {}
         for lane in self._open_lanes():
             lane.publish_into(publications)
         self._clear()
@@ -189,12 +169,12 @@ class EpisodeTracker:
         self._lanes[lane.episode] = lane
         self._by_key.setdefault(lane.key, deque()).append(lane)
 
-    def _left_running(self, lane: Lane, publications: dict[int, Publication]) -> None:
+    def _left_running(self, lane: Lane, publications: dict[int, EpisodeGoals]) -> None:
         """Hand over the goals of an episode that has become long, and goes on."""
         if lane.has_doubled:
             lane.publish_into(publications)
 
-    def _leave_idle(self, publications: dict[int, Publication]) -> None:
+    def _leave_idle(self, publications: dict[int, EpisodeGoals]) -> None:
         """Hand over the goals of lanes that have become idle, and forget those that were for long."""
         patience = min(2 * self.longest_wait, self.capacity - 1)
         for lane in self._waiting(self._lanes, patience):
@@ -259,17 +239,17 @@ class EndedEpisodes(EpisodeTracker):
     def without_lanes(self) -> EndedEpisodes:  # noqa: D102
         return EndedEpisodes(self.capacity, self.max_steps)
 
-    def _left_running(self, lane: Lane, publications: dict[int, Publication]) -> None:
+    def _left_running(self, lane: Lane, publications: dict[int, EpisodeGoals]) -> None:
         """Leave it: it goes on."""
 
-    def _leave_idle(self, publications: dict[int, Publication]) -> None:
+    def _leave_idle(self, publications: dict[int, EpisodeGoals]) -> None:
         for lane in self._waiting(self._lanes, max(2 * self.longest_wait, self.capacity)):
             lane.publish_into(publications)
             self._take(lane.key)  # of the lanes with this key it waited longest, too
 
 
-def _cut_into_runs(written: Written) -> tuple[np.ndarray | None, Written, list[tuple[int, int]]]:
-    """Order transitions by lane and time, and cut that order where one does not continue the one before.
+def _cut_into_runs(written: WrittenTransitions) -> tuple[np.ndarray | None, WrittenTransitions, list[tuple[int, int]]]:
+    """Neighbours transitions by lane and time, and cut that order where one does not continue the one before.
 
     Returns:
         The order, None for that of writing; the transitions in it; and where each run begins and ends.

@@ -14,8 +14,8 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
 
-from torchrl_her import checks
-from torchrl_her.rewards import GoalFunction, GoalReward, as_tensor
+from torchrl_her.keys import get_entry
+from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward, as_tensor
 
 
 class EnvReward(GoalReward):
@@ -64,7 +64,7 @@ class EnvReward(GoalReward):
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:  # noqa: D102
         info = {}
         for key in self.info_keys:
-            value = checks.get_entry(tensordict, key, "info_keys")
+            value = get_entry(tensordict, key, "info_keys")
             name = key if isinstance(key, str) else key[-1]
             info[name] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
         return [

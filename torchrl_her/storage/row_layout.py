@@ -55,7 +55,7 @@ class RowLayout:
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_her.row_layout import RowLayout
+        >>> from torchrl_her.storage.row_layout import RowLayout
         >>> transition = TensorDict({"observation": torch.rand(3), "next": {"done": torch.tensor([True])}})
         >>> layout = RowLayout(transition)
         >>> row = layout.pack(transition)

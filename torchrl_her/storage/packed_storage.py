@@ -12,8 +12,8 @@ from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorStorage
 
-from torchrl_her.checkpointer import PackedStorageCheckpointer
-from torchrl_her.row_layout import WORD, RowLayout, entries_of
+from torchrl_her.storage.checkpointer import PackedStorageCheckpointer
+from torchrl_her.storage.row_layout import WORD, RowLayout, entries_of
 
 # What the writers of TensorDict buffers add, after they asked for the size and before they write.
 ADDED_BY_WRITER: frozenset[NestedKey] = frozenset({"index"})

@@ -1,0 +1,1 @@
+"""What tells a user that hindsight does not work."""

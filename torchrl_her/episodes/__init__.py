@@ -1,0 +1,1 @@
+"""Which transitions belong together: lanes and episodes."""

@@ -1,0 +1,1 @@
+"""Which goal a relabelled transition gets."""

@@ -1,0 +1,1 @@
+"""Which reward a relabelled transition gets."""

@@ -1,0 +1,1 @@
+"""A storage whose transitions are rows of one matrix."""
