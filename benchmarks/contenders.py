@@ -170,7 +170,7 @@ class Undrawn(torchrl.envs.Transform):
         tensordict = tensordict.exclude(*keys)
         for key, value in zip(keys[:2], stored[:2], strict=True):
             tensordict.set(key, torch.where(self.relabelled, value, value))
-        computed = self.reward.compute(tensordict)[keys[2]]
+        computed = self.reward(tensordict).get(keys[2])
         tensordict.set(keys[2], torch.where(self.relabelled, computed, stored[2]))
         return tensordict.set(("hindsight", "relabelled"), self.relabelled)
 

@@ -9,7 +9,7 @@ calls in a tight loop are faster, and plain sampling most of all.
 
 Ratios are medians of the ratios within a round. Every sampled batch is checked outside the clock: how much of
 it is relabelled, and whether its rewards are those of the goals that it came with. At the end stands what a stored
-transition takes, and what `compact=True` saves of it.
+transition takes, and what `CompactGoals` saves of it.
 
 "packed" are the buffers with `PackedStorage`. `--ten-million` measures it in a memory-mapped file, too, with one
 million and with ten million transitions (3 GB of disk). "does nothing" and "draws nothing" are transforms that show
@@ -62,9 +62,10 @@ from contenders import (
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, Storage, TensorDictReplayBuffer
+from torchrl.envs import Compose
 from tqdm import tqdm
 
-from torchrl_her import HERTransform, PackedStorage, SparseReward
+from torchrl_her import CompactGoals, HERTransform, PackedStorage, SparseReward
 
 WARM_UP = 50  # batches that are sampled and checked before the clock starts
 
@@ -271,7 +272,7 @@ def print_memory() -> None:
     print("\nBytes per transition, with the flags at the root that collectors write")
     for storage in (LazyTensorStorage, PackedStorage):
         whole, compact = (stored_bytes(storage, compact) for compact in (False, True))
-        print(f"{storage.__name__:<18} {whole:.0f}, with compact=True {compact:.0f}: {whole - compact:.0f} less")
+        print(f"{storage.__name__:<18} {whole:.0f}, with CompactGoals {compact:.0f}: {whole - compact:.0f} less")
 
 
 def stored_bytes(storage: type[Storage], compact: bool) -> float:
@@ -279,7 +280,7 @@ def stored_bytes(storage: type[Storage], compact: bool) -> float:
     size = 1_000
     transitions = TorchRL(size).prepare(next(make_transitions(size)))
     transitions.update(dict.fromkeys(("done", "terminated", "truncated"), torch.zeros(size, 1, dtype=torch.bool)))
-    transform = HERTransform(SparseReward(THRESHOLD), capacity=size, compact=compact)
+    transform = Compose(*[CompactGoals()] * compact, HERTransform(SparseReward(THRESHOLD), capacity=size))
     buffer = TensorDictReplayBuffer(storage=storage(size), transform=transform)
     buffer.extend(transitions)
     entries = buffer.storage[:].values(include_nested=True, leaves_only=True)

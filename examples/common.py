@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -51,7 +51,9 @@ INPUTS = ("observation", "achieved_goal", "desired_goal")
 def make_env(config: DictConfig, **kwargs: Any) -> EnvBase:
     """Make one goal environment, whose info entry of success stands in the data."""
     try:
-        env = GymEnv(config.name, categorical_action_encoding=True, **OmegaConf.to_object(config.kwargs), **kwargs)
+        env = GymEnv(
+            config.name, categorical_action_encoding=True, **cast(dict, OmegaConf.to_object(config.kwargs)), **kwargs
+        )
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         reason = str(error).rstrip(".")
         raise SystemExit(f"The environment {config.name!r} cannot be made: {reason}. {how_to_install()}") from None
@@ -78,7 +80,7 @@ def how_to_install() -> str:
 
 def check_actions(env: EnvBase, continuous: bool) -> None:
     """Check that a script can act in an environment."""
-    name, space = unwrap(env).spec.id, outermost(env).action_space
+    name, space = name_of(env), outermost(env).action_space
     if env.action_spec.dtype.is_floating_point != continuous:
         found, scripts = ("numbers", "dqn.py") if continuous else ("vectors", "ddpg.py, td3.py or sac.py")
         raise SystemExit(f"Actions of {name} are {found}: train it with {scripts}.")
@@ -103,7 +105,7 @@ def check_success(env: EnvBase, success: str) -> None:
     *_, info = gym_env.step(gym_env.action_space.sample())
     if success not in info:
         raise SystemExit(
-            f"A step of {gym_env.spec.id} has no info entry {success!r}, but {sorted(info)}: name the one that tells "
+            f"A step of {name_of(env)} has no info entry {success!r}, but {sorted(info)}: name the one that tells "
             "whether the goal is reached, env.success=..."
         )
 
@@ -111,6 +113,12 @@ def check_success(env: EnvBase, success: str) -> None:
 def unwrap(env: EnvBase) -> gymnasium.Env:
     """Return the Gymnasium environment in an environment of `make_env`, with no wrapper around it."""
     return outermost(env).unwrapped
+
+
+def name_of(env: EnvBase) -> str:
+    """Return the id of an environment of `make_env`."""
+    spec = unwrap(env).spec
+    return str(spec and spec.id)
 
 
 def outermost(env: EnvBase) -> GymEnv:
@@ -134,11 +142,11 @@ def on_device(envs: EnvBase, device: str) -> dict[str, bool]:
 def rewards_of(env: EnvBase) -> tuple[float, float]:
     """Return what a step earns that ends at its goal, and the least of those that end where episodes begin."""
     env.set_seed(EVALUATION_SEED)
-    starts = torch.stack([env.reset() for _ in range(20)])
+    starts: Any = torch.stack([env.reset() for _ in range(20)])
     goals = torch.cat([starts["desired_goal"], starts["desired_goal"][:1]])
     achieved = torch.cat([starts["achieved_goal"], goals[-1:]])
     steps = TensorDict({"desired_goal": goals, "next": {"achieved_goal": achieved}}, [len(goals)])
-    *at_starts, at_goal = EnvReward(env)(steps)["next", "reward"].flatten().tolist()
+    *at_starts, at_goal = EnvReward(env).forward(steps)["next", "reward"].flatten().tolist()
     return at_goal, min(at_starts)
 
 
@@ -150,6 +158,12 @@ class Moments(nn.Module):
 
     TorchRL's VecNormV2 takes note of what it normalizes: of what is sampled, too, and of each entry for itself.
     """
+
+    count: Tensor
+    mean: Tensor
+    mean_square: Tensor
+    loc: Tensor
+    scale: Tensor
 
     def __init__(self, shape: torch.Size, device: str):
         super().__init__()
@@ -205,8 +219,10 @@ class Normalization(nn.Module):
     def update(self, data: TensorDictBase) -> None:
         """Follow what was collected."""
         if self.enabled:
-            self.moments["observation"].update(data["observation"])
-            self.moments["desired_goal"].update(torch.cat([data["desired_goal"], data["next", "achieved_goal"]]))
+            cast(Moments, self.moments["observation"]).update(data["observation"])
+            cast(Moments, self.moments["desired_goal"]).update(
+                torch.cat([data["desired_goal"], data["next", "achieved_goal"]])
+            )
 
 
 # Replay buffer

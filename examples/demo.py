@@ -205,7 +205,7 @@ def relabelled_episodes(replay_buffer: TensorDictReplayBuffer) -> list[dict[str,
     stored = replay_buffer.storage[:].reshape(-1, EPISODE_STEPS)  # [episodes, steps], past the transform
     missed = stored["next", "reward"][:, -1, 0] < 0
     went = torch.linalg.vector_norm(stored["next", "achieved_goal"][:, -1] - stored["achieved_goal"][:, 0], dim=-1)
-    sampled = torch.cat([replay_buffer.sample() for _ in range(8)])
+    sampled: Any = torch.cat([replay_buffer.sample() for _ in range(8)])
     sampled = sampled[sampled["hindsight", "relabelled"].flatten()]
     episodes = []
     for index in (went * missed).topk(3).indices.sort().values:
@@ -224,6 +224,8 @@ def relabelled_episodes(replay_buffer: TensorDictReplayBuffer) -> list[dict[str,
 
 
 # Runs, in two processes
+
+progress: multiprocessing.Queue
 
 
 def set_up_process(queue: multiprocessing.Queue) -> None:
@@ -263,8 +265,8 @@ def make_bar(description: str, total: int) -> tqdm:
 
 def print_table(results: list[Result], path: Path) -> None:
     """Print the table, and write it as CSV."""
-    header = ["run", "seed", "steps", f"success at {WITH.total_steps:,}", "at the end", "training seconds"]
-    rows = []
+    header: list[Any] = ["run", "seed", "steps", f"success at {WITH.total_steps:,}", "at the end", "training seconds"]
+    rows: list[list[Any]] = []
     for result in sorted(results, key=lambda result: (result.config.total_steps, result.seed)):
         steps, curve = result.config.total_steps, result.curve
         rates = [f"{curve[WITH.total_steps]:.2f}", f"{curve[steps]:.2f}"]

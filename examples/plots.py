@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 PANELS = {  # title: the y axis, and what is drawn
     "Success": ("success rate", ["evaluation/success", "train/success"]),
@@ -113,7 +113,7 @@ def _draw_goals(panel: Axes, episode: dict) -> None:
         panel.imshow([*achieved, desired], aspect="auto", cmap="Blues", interpolation="nearest")
         panel.axhline(len(achieved) - 0.5, color="tab:red")
         panel.set(xlabel="entry of the goal", ylabel="step; below the line: the goal")
-        panel.yaxis.get_major_locator().set_params(integer=True)
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _save(figure: Figure, path: Path, title: str) -> None:

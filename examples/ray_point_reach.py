@@ -11,12 +11,14 @@ What runs where, and what to change for a cluster of several machines: ``docs/ra
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 # Ray reads it when it is imported. Else what is left of a collector that was interrupted starts another cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
@@ -63,8 +65,8 @@ def ray_cluster(address: str, actors: int) -> Iterator[None]:
 
     In the end, whatever happened, all that this script has made there is stopped, and the cluster if it was started.
     """
-    local = {"num_cpus": actors, "include_dashboard": False} if address == "local" else {}
-    ray.init(address=address, log_to_driver=False, logging_level="error", **local)
+    local: dict[str, Any] = {"num_cpus": actors, "include_dashboard": False} if address == "local" else {}
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ def give_anew(resumed: DictConfig, config: DictConfig, overrides: list[str]) -> 
     for key in given:
         if key.partition(".")[0] in GIVEN_ANEW:
             OmegaConf.update(resumed, key, OmegaConf.select(config, key))
-    for key in config if "task" in given else given:
+    for key in map(str, config) if "task" in given else given:
         value, kept = OmegaConf.select(config, key), OmegaConf.select(resumed, key)
         if key.partition(".")[0] not in GIVEN_ANEW and value != kept:
             raise SystemExit(
@@ -49,7 +49,9 @@ def read_config(folder: Path) -> DictConfig:
     """Return the configuration of a run."""
     if not (folder / "config.yaml").exists():
         raise SystemExit(f"There is no run in {folder}/: it has no config.yaml.")
-    return OmegaConf.load(folder / "config.yaml")
+    config = OmegaConf.load(folder / "config.yaml")
+    assert isinstance(config, DictConfig)
+    return config
 
 
 def check_settings(config: DictConfig) -> None:

@@ -25,13 +25,12 @@ from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import Collector
 from torchrl.data import TensorDictReplayBuffer, TensorSpec
-from torchrl.envs import ExplorationType, MultiStepTransform
+from torchrl.envs import ExplorationType
 from torchrl.modules import EGreedyModule
 from torchrl.record.loggers import Logger, get_logger
 from tqdm import tqdm
 
 from torchrl_her import HERTransform, HindsightAugmentation
-from torchrl_her.n_step import forget_held_back
 
 BATCHES_AT_ONCE = 16  # sampled in one call: the buffer does not change between the updates of a chunk
 TRANSITION = ["observation", "achieved_goal", "desired_goal", "action", "done", "terminated", "next"]
@@ -45,7 +44,7 @@ def set_up_process(config: DictConfig) -> None:
     torch.set_float32_matmul_precision(config.matmul_precision)
     torch.distributions.Distribution.set_default_validate_args(False)  # it asks for values of tensors
     if importlib.util.find_spec("pandas") is None:
-        sys.modules["pandas"] = None  # type: ignore[assignment] (or tensordict seeks it on disk, at every module call)
+        sys.modules["pandas"] = None  # type: ignore[assignment]  # or tensordict seeks it on disk, at every module call
     torch.manual_seed(config.seed)
     np.random.seed(config.seed)  # noqa: NPY002 (prioritized sampling draws from it)
 
@@ -141,16 +140,13 @@ class Training:
     def _end_episodes(self) -> None:
         """End the running episodes, after a checkpoint and after it was loaded: the environments start anew."""
         self.hindsight.flush()
-        for transform in self.replay_buffer.transform:
-            if isinstance(transform, MultiStepTransform):
-                forget_held_back(transform)  # they are in no checkpoint
 
     # The loop
 
     @property
     def steps(self) -> int:
         """Environment steps so far."""
-        return self.counters["steps"]
+        return int(self.counters["steps"])
 
     def collect(self, explorer: TensorDictModuleBase) -> Iterator[TensorDictBase]:
         """Yield chunks of transitions, in the shape in which they are written, and do all the rest in between."""

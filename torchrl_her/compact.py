@@ -1,49 +1,141 @@
-"""Leaves out of the storage what stands in a transition twice by construction, and brings it back in samples."""
+"""Leaves redundant entries of goal-conditioned transitions out of the storage."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl.envs import Transform
 
 from torchrl_her.keys import HERKeys, get_entry
 
 
-def root_flags(keys: HERKeys) -> list[NestedKey]:
-    """Return the keys of the flags of the step before: False at the root of every transition."""
-    return [_at_root(key) for key in (keys.done, keys.terminated, keys.truncated)]
+class CompactGoals(Transform):
+    """Leaves redundant entries out of the storage, and restores them in samples.
 
+    The desired goal under ``"next"`` equals the one at the root, and the done flags at the root, those of the step
+    before, are False. List it before `HERTransform`, and before ``MultiStepTransform``:
+    ``Compose(CompactGoals(), MultiStepTransform(...), HERTransform(...))``.
 
-def leave_out(tensordict: TensorDictBase, keys: HERKeys) -> TensorDictBase:
-    """Return transitions ``[*batch]`` without the desired goal under ``"next"`` and without the flags at the root.
+    Keyword Args:
+        desired_goal_key (NestedKey): the desired goal, as in `HERTransform`. Default: ``"desired_goal"``.
+        done_key (NestedKey): the done flag, as in `HERTransform`; ``terminated`` and ``truncated`` are beside it.
+            Default: ``"done"``.
 
     Raises:
-        ValueError: if they say something that the rest of the transition does not.
+        ValueError: when writing (nothing is stored then), if the two goals differ or a flag at the root is True; when
+            loading, if the state is that of a buffer without ``CompactGoals``.
+        KeyError: when writing or sampling, if there is no desired goal.
+
+    Examples:
+        >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+        >>> from torchrl.envs import Compose, GymEnv
+        >>> import torchrl_her.envs
+        >>> from torchrl_her import CompactGoals, EnvReward, HERTransform
+        >>> env = GymEnv("torchrl_her/PointReach-v0")
+        >>> hindsight = HERTransform(EnvReward(env), capacity=1000)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=Compose(CompactGoals(), hindsight))
+        >>> _ = rb.extend(env.rollout(50))
+        >>> ("next", "desired_goal") in rb.storage[:].keys(True), ("next", "desired_goal") in rb.sample(8).keys(True)
+        (False, True)
     """
-    flags = [key for key in root_flags(keys) if tensordict.get(key, None) is not None]
-    desired = get_entry(tensordict, keys.desired, "desired_goal_key")
-    if not torch.equal(desired, get_entry(tensordict, keys.next_desired, "desired_goal_key")):
-        raise ValueError(
-            f"compact=True leaves {keys.next_desired!r} out, and it differs from {keys.desired!r} in this write: the "
-            "goal changes within an episode. Nothing was stored: pass compact=False."
-        )
-    for key in flags:
-        if bool(tensordict.get(key).any()):
+
+    def __init__(self, *, desired_goal_key: NestedKey = "desired_goal", done_key: NestedKey = "done"):
+        super().__init__()
+        self._desired = unravel_key(desired_goal_key)
+        self._next_desired = unravel_key(("next", desired_goal_key))
+        done = unravel_key((done_key,))
+        group = () if isinstance(done, str) else done[:-1]
+        self._flags = [done, *(unravel_key((*group, name)) for name in ("terminated", "truncated"))]
+
+    @property
+    def left_out(self) -> list[NestedKey]:
+        """The entries that are not stored."""
+        return [self._next_desired, *self._flags]
+
+    def check_keys(self, keys: HERKeys) -> None:
+        """Check that HERTransform has the same keys.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        if (self._desired, unravel_key(("next", self._flags[0]))) != (keys.desired, keys.done):
             raise ValueError(
-                f"compact=True leaves {key!r} out, and it is True in a transition of this write, which begins where "
-                "its episode has ended. Nothing was stored: pass compact=False, or reset what is done."
+                f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, and "
+                f"HERTransform has {keys.desired!r} and {keys.done[1:]!r}: pass both the same desired_goal_key and "
+                "done_key."
             )
-    return tensordict.exclude(keys.next_desired, *flags)
+
+    def check_write(self, tensordict: TensorDictBase) -> None:
+        """Check that the entries of transitions ``[*batch]`` that are left out are redundant.
+
+        HERTransform, which a write reaches first, calls it before it changes its own state.
+
+        Raises:
+            ValueError: if they are not.
+        """
+        desired = get_entry(tensordict, self._desired, "desired_goal_key")
+        if not torch.equal(desired, get_entry(tensordict, self._next_desired, "desired_goal_key")):
+            raise ValueError(
+                f"CompactGoals leaves {self._next_desired!r} out, and it differs from {self._desired!r} in this write: "
+                "the goal changes within an episode. Nothing was stored: leave CompactGoals out."
+            )
+        for key in self._flags:
+            flag = tensordict.get(key, None)
+            if flag is not None and bool(flag.any()):
+                raise ValueError(
+                    f"CompactGoals leaves {key!r} out, and it is True in a transition of this write, which begins "
+                    "where its episode has ended. Nothing was stored: leave CompactGoals out, or reset what is done."
+                )
+
+    def _inv_call(self, tensordict: Any) -> TensorDictBase | None:
+        """Return transitions ``[*batch]`` without the entries that are left out."""
+        if tensordict is None:  # a later transform holds all transitions back
+            return None
+        if isinstance(tensordict, list):
+            tensordict = torch.stack(tensordict)
+        if tensordict.numel():
+            self.check_write(tensordict)
+        return tensordict.exclude(*self.left_out)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return sampled transitions ``[*batch]`` with the entries that were left out; the input is not modified."""
+        if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
+            return list(self.forward(torch.stack(tensordict)).unbind(0))
+        desired = get_entry(tensordict, self._desired, "desired_goal_key")
+        tensordict = tensordict.copy().set(self._next_desired, desired)
+        for key in self._flags:
+            flag = tensordict.get(unravel_key(("next", key)), None)
+            if flag is not None:
+                tensordict.set(key, torch.zeros_like(flag))
+        return tensordict
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the keys that are left out, so that a buffer without CompactGoals does not load the state."""
+        return {"compact": True}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Check that the state is that of a ``CompactGoals``.
+
+        Raises:
+            ValueError: if it is not.
+        """
+        if "compact" not in state:
+            raise ValueError(
+                "The buffer was saved without CompactGoals, and this one writes other entries: leave CompactGoals out, "
+                "then load."
+            )
 
 
-def bring_back(tensordict: TensorDictBase, stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
-    """Set what `leave_out` took away of a sampled batch, whose entries ``stored`` are about to be set anew."""
-    stored[keys.next_desired] = stored[keys.desired]
-    for key in (keys.done, keys.terminated, keys.truncated):
-        flag = stored[key] if key in stored else tensordict.get(key, None)
-        if flag is not None:
-            tensordict.set(_at_root(key), torch.zeros_like(flag))
+def check_saved_without_compact_goals(state: dict[str, Any]) -> None:
+    """Check that the state of another transform is not that of a CompactGoals listed in its place.
 
-
-def _at_root(key: NestedKey) -> NestedKey:
-    return key[1] if len(key) == 2 else key[1:]
+    Raises:
+        ValueError: if it is.
+    """
+    if "compact" in state:
+        raise ValueError(
+            "The buffer was saved with CompactGoals, and this one writes other entries: make it with "
+            "Compose(CompactGoals(), HERTransform(...)), then load."
+        )

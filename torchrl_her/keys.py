@@ -1,4 +1,4 @@
-"""Where the entries stand that hindsight reads and writes."""
+"""The keys of the entries that hindsight reads and writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HERKeys(NamedTuple):
-    """Where the entries stand, from the root of a transition."""
+    """The keys of the entries, from the root of a transition."""
 
     achieved: NestedKey
     desired: NestedKey
@@ -32,7 +32,10 @@ class HERKeys(NamedTuple):
         trajectory: NestedKey | None,
         mask: NestedKey | None,
     ) -> HERKeys:
-        """Make them from the arguments of HERTransform: flags and rewards are under ``"next"``, goals in both."""
+        """Make the keys from the arguments of HERTransform.
+
+        Goals are at the root and under ``"next"``, the reward and the done flags under ``"next"``.
+        """
         next_done = unravel_key(("next", done))
         return cls(
             achieved=unravel_key(achieved_goal),
@@ -47,9 +50,24 @@ class HERKeys(NamedTuple):
             mask=None if mask is None else unravel_key(mask),
         )
 
+    @property
+    def flags(self) -> tuple[NestedKey, NestedKey, NestedKey]:
+        """The keys of the done flags."""
+        return self.done, self.terminated, self.truncated
+
 
 def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
-    """Get an entry that is written, or say what there is instead."""
+    """Return an entry, or raise an error that lists the entries that are present.
+
+    Args:
+        tensordict: written transitions.
+        key: the key of the entry.
+        argument: the argument of HERTransform with which the user sets the key.
+
+    Raises:
+        TypeError: if the entry is not one tensor.
+        KeyError: if it is missing.
+    """
     value = tensordict.get(key, None)
     if isinstance(value, Tensor):
         return value

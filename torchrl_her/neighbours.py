@@ -1,4 +1,4 @@
-"""Which transforms stand before one that relabels and after it, and whether they may."""
+"""The other transforms of a buffer: which may be listed before and after one that relabels."""
 
 from __future__ import annotations
 
@@ -16,28 +16,25 @@ from torchrl.envs import (
     Transform,
 )
 
+from torchrl_her._torchrl import transforms_around
+from torchrl_her.compact import CompactGoals
+from torchrl_her.keys import HERKeys
+from torchrl_her.relabel import RelabelTransform
+
 
 class Neighbours(NamedTuple):
-    """The transforms of a buffer, as their containers list them."""
+    """The transforms of a buffer that are listed before and after one that relabels."""
 
     before: list[Transform]
     after: list[Transform]
 
     @classmethod
-    def around(cls, transform: Transform) -> Neighbours:
-        """Look them up."""
-        before: list[Transform] = []
-        after: list[Transform] = []
-        # Transform.container would do, but raises where no environment contains it.
-        while (reference := transform.__dict__["_container"]) is not None and (container := reference()) is not None:
-            listed = list(container)
-            before[:0] = listed[: listed.index(transform)]
-            after += listed[listed.index(transform) + 1 :]
-            transform = container
-        return cls(before, after)
+    def of(cls, transform: Transform) -> Neighbours:
+        """Return the neighbours of a transform."""
+        return cls(*transforms_around(transform))
 
     def multi_step(self) -> MultiStepTransform | None:
-        """Return the transform that makes windows of several steps, if there is one.
+        """Return the transform that makes n-step transitions, if there is one.
 
         Raises:
             ValueError: if there are two.
@@ -49,11 +46,15 @@ class Neighbours(NamedTuple):
             )
         return found[0] if found else None
 
-    def written_after(self) -> set[NestedKey]:
-        """Return the entries that later transforms write anew, rename or take away."""
+    def compact_goals(self) -> CompactGoals | None:
+        """Return the transform that leaves redundant entries out of the storage, if there is one."""
+        return next((each for each in flatten(self.before) if isinstance(each, CompactGoals)), None)
+
+    def rewritten(self) -> set[NestedKey]:
+        """Return the entries that transforms write, rename or drop after relabelling."""
         keys: set[NestedKey] = set()
         for transform in flatten(self.after):
-            # One that reads an entry, too, passes on the goal in it.
+            # A transform that also reads an entry passes on the goal in it.
             keys.update(set(transform.out_keys or ()) - set(transform.in_keys or ()))
             if isinstance(transform, RenameTransform):
                 keys.update(transform.in_keys)
@@ -61,65 +62,63 @@ class Neighbours(NamedTuple):
                 keys.update(map(unravel_key, transform.excluded_keys))
         return keys
 
-    def check(self, replaced: set[NestedKey], outcome: NestedKey, hindsight: type[Transform]) -> None:
-        """Check that no transform undoes the work of another.
+    def check(self, replaced: set[NestedKey], keys: HERKeys) -> None:
+        """Check that no transform undoes the work of HERTransform, or the other way round.
 
         Args:
-            replaced: the entries that relabelling takes from what was written.
-            outcome: the achieved goal under ``"next"``, which it compares goals with.
-            hindsight: the class of the transforms that relabel, of which there may be one.
+            replaced: the entries that relabelling replaces.
+            keys: the keys of HERTransform.
 
         Raises:
             ValueError: if the order would give wrong rewards or goals.
         """
-        self.check_alone(hindsight)
+        self.check_alone()
         for transform in flatten(self.after):
             if isinstance(transform, MultiStepTransform):
                 raise ValueError(
                     "MultiStepTransform is listed after HERTransform and would sum rewards of different goals: list "
                     "it before, Compose(MultiStepTransform(...), HERTransform(...))."
                 )
+            if isinstance(transform, CompactGoals):
+                raise ValueError(
+                    "CompactGoals is listed after HERTransform and would take the goal under 'next' away before "
+                    "HERTransform reads it: list it before, Compose(CompactGoals(), HERTransform(...))."
+                )
+        compact = self.compact_goals()
+        left_out: set[NestedKey] = set()  # entries that samples do not have before CompactGoals restores them
+        if compact is not None:
+            compact.check_keys(keys)
+            left_out = set(compact.left_out)
         for transform in flatten(self.before):
+            if isinstance(transform, CompactGoals):
+                left_out = set()
             reads, writes = set(transform.in_keys or ()), set(transform.out_keys or ())
             if isinstance(transform, DTypeCastTransform) and reads == writes:
                 continue
             if isinstance(transform, ExcludeTransform):
                 reads.update(map(unravel_key, transform.excluded_keys))
-            # What changes transitions on their way in does so after their goals were kept.
+            # Written transitions reach these transforms after HERTransform has read their goals.
             reads.update(transform.out_keys_inv or ())
             writes.update(transform.in_keys_inv or ())
-            if stale := reads & replaced:
+            if stale := reads & (replaced | left_out):
                 raise ValueError(
                     f"{type(transform).__name__} is listed before HERTransform and works on "
                     f"{sorted(map(str, stale))} of the original goal: list it after HERTransform."
                 )
-            if overwritten := writes & {*replaced, outcome}:
+            if overwritten := writes & {*replaced, *left_out, keys.next_achieved}:
                 raise ValueError(
                     f"{type(transform).__name__} is listed before HERTransform and writes "
                     f"{sorted(map(str, overwritten))}, which relabelling then replaces by raw values: list it after "
                     "HERTransform."
                 )
 
-    def check_alone(self, hindsight: type[Transform]) -> None:
-        """Check that no other transform relabels, and that none sums rewards over steps before relabelling does."""
-        if any(isinstance(transform, hindsight) for transform in flatten([*self.before, *self.after])):
-            raise ValueError(
-                "Two transforms would relabel the same transitions: keep one HERTransform, or one "
-                "HindsightAugmentation."
-            )
-        if any(isinstance(transform, Reward2GoTransform) for transform in flatten([*self.before, *self.after])):
-            raise ValueError(
-                "Reward2GoTransform sums the rewards of episodes when they are written, and relabelling gives their "
-                "transitions other goals and rewards, each its own: leave it out."
-            )
-
-    def check_augmentation(self, hindsight: type[Transform]) -> None:
-        """Check that the others can do with what relabelling at writing makes: more transitions, or none.
+    def check_augmentation(self) -> None:
+        """Check that the other transforms work with HindsightAugmentation, which writes more transitions, or none.
 
         Raises:
-            ValueError: if one cannot.
+            ValueError: if one does not.
         """
-        self.check_alone(hindsight)
+        self.check_alone()
         for transform in flatten([*self.before, *self.after]):
             if isinstance(transform, MultiStepTransform):
                 raise ValueError(
@@ -134,9 +133,22 @@ class Neighbours(NamedTuple):
                     f"({sorted(map(str, transform.in_keys_inv))}) after it: list it after HindsightAugmentation."
                 )
 
+    def check_alone(self) -> None:
+        """Check that no other transform relabels, and that none sums rewards before they are relabelled."""
+        if any(isinstance(transform, RelabelTransform) for transform in flatten([*self.before, *self.after])):
+            raise ValueError(
+                "Two transforms would relabel the same transitions: keep one HERTransform, or one "
+                "HindsightAugmentation."
+            )
+        if any(isinstance(transform, Reward2GoTransform) for transform in flatten([*self.before, *self.after])):
+            raise ValueError(
+                "Reward2GoTransform sums the rewards of episodes when they are written, and relabelling gives their "
+                "transitions other goals and rewards, each its own: leave it out."
+            )
+
 
 def flatten(transforms: Iterable[Transform]) -> Iterator[Transform]:
-    """Yield the transforms, with those inside of a ``Compose`` in its place."""
+    """Yield the transforms, replacing each ``Compose`` by the transforms in it."""
     for transform in transforms:
         if isinstance(transform, Compose):
             yield from flatten(transform)

@@ -1,4 +1,4 @@
-"""What the transforms that relabel have in common, whether they do it when sampling or when writing."""
+"""The base of both transforms: goals are replaced, and rewards recomputed."""
 
 from __future__ import annotations
 
@@ -6,29 +6,116 @@ import copy
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import gymnasium
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her.diagnosis.goal_copies import GoalCopies
-from torchrl_her.episodes.tracker import EpisodeTracker
-from torchrl_her.episodes.transitions import WrittenTransitions, read_written
+from torchrl_her._torchrl import without_compiled_call
+from torchrl_her.diagnosis.goal_copies import GoalCopies, warn_if_goal_is_copied
+from torchrl_her.episodes.transitions import WrittenTransitions, read_transitions
 from torchrl_her.goals.strategies import GoalStrategy, make_strategy
-from torchrl_her.goals.table import WriteLock
+from torchrl_her.goals.table import GoalTable, WriteLock
 from torchrl_her.keys import HERKeys, get_entry
-from torchrl_her.neighbours import Neighbours
 from torchrl_her.rewards.goal_reward import GoalReward
 
 RELABELLED = ("hindsight", "relabelled")
+# The entry of the stamps, int64 [*batch, 2]: episode and step. Two entries would make writing slower.
+STAMP = "hindsight_stamp"
+FIRST_ROWS = 64  # of the first write, whose rewards are compared with the reward module's
 
 Self = TypeVar("Self", bound="RelabelTransform")
+
+
+@dataclass
+class Batch:
+    """Transitions that are being relabelled."""
+
+    data: TensorDictBase  # [*batch], without the entries of `stored`, which are set again
+    stored: dict[NestedKey, Tensor]  # the entries that relabelling replaces, as stored
+
+
+@dataclass
+class SampledBatch(Batch):
+    """Transitions that are relabelled when they are sampled; n is the number of transitions in ``[*batch]``."""
+
+    table: GoalTable
+    episode: Tensor  # int64 [n]
+    step: Tensor  # int64 [n]
+    longest_window: int  # the most steps that a stored transition spans
+    outcomes: Tensor | None = None  # [n, longest_window, *goal], the goals achieved in each window of n-step returns
+
+
+class Rewards(Protocol):
+    """The rewards of relabelled transitions: of one step, or of several."""
+
+    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the entries that `recompute` replaces."""
+
+    def available(self, batch: SampledBatch) -> Tensor | bool:
+        """Return which rewards can be recomputed from the goal table: ``bool [n]``, or True for all."""
+
+    def recompute(self, batch: SampledBatch, relabelled: Tensor) -> None:
+        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; others keep theirs."""
+
+
+class OneStepReward:
+    """The reward of one step, and the done flags if the reward module writes ``terminated``."""
+
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys):
+        self.reward = reward
+        self.keys = keys
+        self._recomputed = [key for key in (keys.reward, keys.terminated) if key in reward.out_keys]
+        self.replaced_keys = list(self._recomputed)
+        if keys.terminated in self._recomputed:
+            self.replaced_keys.append(keys.done)
+        self._read = [key for key in self.replaced_keys if key in reward.in_keys]
+        self._writes_more = len(reward.out_keys) > len(self._recomputed)
+
+    def check(self, tensordict: TensorDictBase) -> None:
+        """Check the reward module on written transitions ``[*batch]``, and warn if its rewards differ from theirs.
+
+        Raises:
+            KeyError: if an entry that relabelling replaces is missing.
+            ValueError: if the reward has another shape.
+        """
+        for key in self.replaced_keys:
+            get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
+        rows = tensordict.reshape(-1)
+        if self.keys.mask is not None:
+            rows = rows[rows.get(self.keys.mask).reshape(-1)]
+        # With a single row, a wrong shape can look like the right one.
+        rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
+        with torch.no_grad():
+            computed = self.reward(rows.clone())  # the user's function may modify its arguments
+        check_reward(computed, rows, self.keys.reward)
+        warn_if_rewards_differ(computed.get(self.keys.reward), rows.get(self.keys.reward))
+
+    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:  # noqa: D102
+        return self.replaced_keys
+
+    def available(self, batch: SampledBatch) -> bool:  # noqa: D102
+        return True
+
+    def recompute(self, batch: Batch, relabelled: Tensor) -> None:  # noqa: D102
+        data, stored = batch.data, batch.stored
+        for key in self._read:
+            data.set(key, stored[key])
+        computed = self.reward(data.copy() if self._writes_more else data)
+        for key in self._recomputed:
+            data.set(key, where(relabelled, computed.get(key).detach(), stored[key]))
+        if self.keys.done in stored:
+            ended = data.get(self.keys.terminated)
+            truncated = data.get(self.keys.truncated, None)
+            if truncated is not None:
+                ended = ended | truncated
+            data.set(self.keys.done, where(relabelled, ended, stored[self.keys.done]))
 
 
 class RelabelTransform(Transform):
@@ -40,7 +127,6 @@ class RelabelTransform(Transform):
         strategy: str | GoalStrategy,
         keys: HERKeys,
         goal_fn: Callable[[Tensor], Tensor] | None,
-        tracker: EpisodeTracker,
     ):
         super().__init__()
         check_goal_fn(goal_fn)
@@ -48,44 +134,40 @@ class RelabelTransform(Transform):
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
-        self.tracker = tracker
-        self._step_reward = OneStepReward(self.reward, keys)
+        self._one_step = OneStepReward(self.reward, keys)
         self._goal_keys = (keys.desired, keys.next_desired)
-        self._replaced = [*self._goal_keys, *self._step_reward.replaced]  # of single steps
         self._lock = WriteLock()
-        self._process = os.getpid()
-        self._order = Neighbours([], [])
-        self._is_checked = False  # what all writes have in common is, in the first one
-        self._copies = GoalCopies()
+        self._process = os.getpid()  # whose lanes are open
+        self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
+        self._is_checked = False  # whether the reward module was checked on the first write
+        self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
 
     def _read(
-        self, tensordict: TensorDictBase, goal: Tensor | None, written_after: set[NestedKey] | None
-    ) -> tuple[WrittenTransitions, np.ndarray | None]:
-        """Check transitions ``[*batch]`` and read what of them counts, see `read_written`.
+        self, tensordict: TensorDictBase, earlier_goal: Tensor | None, rewritten: set[NestedKey] | None
+    ) -> WrittenTransitions:
+        """Check and read transitions ``[*batch]``.
 
         Args:
             tensordict: the transitions.
-            goal: one of those that were written before, if any were.
-            written_after: the entries that other transforms write anew in every sample; None where entries that
-                contain the desired goal do no harm.
+            earlier_goal: a goal ``[*goal]`` of an earlier write, if there was one.
+            rewritten: entries that other transforms write or drop in every sample; None if copies of the desired goal
+                do no harm.
         """
-        read = read_written(tensordict, self.keys, self.goal_fn, goal)
+        written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goal)
         if not self._is_checked:
-            self._step_reward.check(tensordict)
+            self._one_step.check(tensordict)
             self._is_checked = True
-        if self._copies.undecided and written_after is not None:
-            self._copies.check(tensordict, self.keys.achieved, self.keys.desired, written_after)
-        return read
+        if self._copies is not None and rewritten is not None:
+            self._copies = warn_if_goal_is_copied(tensordict, self.keys, rewritten, self._copies)
+        return written
 
-    def _set_goals(
-        self, tensordict: TensorDictBase, relabelled: Tensor, goals: Tensor, stored: dict[NestedKey, Tensor]
-    ) -> None:
-        """Give goals ``[n, *goal]`` to the transitions that are relabelled, ``bool [*batch, 1]``."""
+    def _set_goals(self, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
+        """Give goals ``[n, *goal]`` to the relabelled transitions, ``bool [*batch, 1]``."""
         for key in self._goal_keys:
-            tensordict.set(key, where(relabelled, goals, stored[key]))
+            batch.data.set(key, where(relabelled, goals, batch.stored[key]))
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Take note of the container, which must not be an environment."""
+        """Set the container, which must not be an environment."""
         super().set_container(container)
         if self.parent is not None:
             self.reset_parent()
@@ -96,18 +178,17 @@ class RelabelTransform(Transform):
             )
 
     def clone(self: Self) -> Self:
-        """Return a transform with a state of its own."""
+        """Return a deep copy."""
         return copy.deepcopy(self)
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self._state_of_a_copy(), memo))  # it is nobody else's, and has the lanes
+        copied.__setstate__(copy.deepcopy(self._state_of_copy(), memo))  # with the open lanes
         return copied
 
-    def _state_of_a_copy(self) -> dict[str, Any]:
-        # What compile() made works on the table of this one.
-        return super().__getstate__() | {"_order": Neighbours([], []), "_compiled_call_impl": None}
+    def _state_of_copy(self) -> dict[str, Any]:
+        return without_compiled_call(super().__getstate__()) | {"_neighbours": None}
 
 
 def make_reward(
@@ -115,10 +196,10 @@ def make_reward(
     keys: HERKeys,
     goal_fn: Callable[[Tensor], Tensor] | None,
 ) -> TensorDictModuleBase:
-    """Return a reward module that reads and writes the entries under ``keys``, of a module or a function of goals.
+    """Return a reward module that reads and writes the entries under ``keys``.
 
     Raises:
-        TypeError: if it is neither.
+        TypeError: if the reward is neither a module nor a function.
         ValueError: if the module does not write the reward.
     """
     if isinstance(reward, (EnvBase, gymnasium.Env)):
@@ -126,119 +207,52 @@ def make_reward(
     if not isinstance(reward, TensorDictModuleBase):
         reward = GoalReward(reward)
     if isinstance(reward, GoalReward):
-        reward = _with_goal_fn(reward, goal_fn)  # another transform may use it with other keys
+        reward = reward.with_goal_fn(goal_fn)  # a copy: another transform may use the reward with other keys
         reward.set_keys(
             achieved_goal=keys.achieved,
             desired_goal=keys.desired,
             reward=keys.reward[1:],
             terminated=keys.terminated[1:],
         )
-    check_out_keys(reward, keys.reward)
+    if keys.reward not in reward.out_keys:
+        raise ValueError(
+            f"The reward module writes {list(reward.out_keys)} and not {keys.reward!r}: give it that out_key, or name "
+            "the one it has with reward_key=... (without 'next')."
+        )
     return reward
-
-
-def _with_goal_fn(reward: GoalReward, goal_fn: Callable[[Tensor], Tensor] | None) -> GoalReward:
-    """Return a copy with that function, which may be a module: its transform's, and not registered here, too.
-
-    Copies have one registry of modules in common.
-    """
-    reward = copy.copy(reward)
-    object.__setattr__(reward, "goal_fn", goal_fn)
-    return reward
-
-
-FIRST_ROWS = 64  # of a write, whose rewards are compared with the reward module's
-
-
-class OneStepReward:
-    """The reward of single steps, and the flags where the reward module tells them.
-
-    Attributes:
-        replaced (list of NestedKey): the entries that are set.
-    """
-
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys):
-        self.reward = reward
-        self.keys = keys
-        self.recomputed = [key for key in (keys.reward, keys.terminated) if key in reward.out_keys]
-        self.replaced = list(self.recomputed)
-        if keys.terminated in self.recomputed:
-            self.replaced.append(keys.done)
-        self._read = [key for key in self.replaced if key in reward.in_keys]
-        self._is_computed = type(reward).forward is GoalReward.forward
-        self._writes_more = len(reward.out_keys) > len(self.recomputed)
-
-    def check(self, tensordict: TensorDictBase) -> None:
-        """Check that the reward module can work on written transitions ``[*batch]``, and earns what they earned.
-
-        Raises:
-            KeyError: if an entry that is set is missing.
-            ValueError: if the reward has another shape.
-        """
-        for key in self.replaced:
-            get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
-        rows = tensordict.reshape(-1)
-        if self.keys.mask is not None:
-            rows = rows[rows.get(self.keys.mask).reshape(-1)]
-        # Of one row, a wrong shape can look like the right one.
-        rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
-        with torch.no_grad():
-            computed = self.reward(rows.clone())  # the user's function may work in place
-        check_reward(computed, rows, self.keys.reward)
-        warn_if_rewards_differ(computed.get(self.keys.reward), rows.get(self.keys.reward))
-
-    def recompute(self, tensordict: TensorDictBase, relabelled: Tensor, stored: dict[NestedKey, Tensor]) -> None:
-        """Set what relabelled transitions, ``bool [*batch, 1]``, earn for their goals; others keep what is stored."""
-        for key in self._read:
-            tensordict.set(key, stored[key])
-        if self._is_computed:  # saves writing what is read again at once
-            computed = self.reward.compute(tensordict)
-        else:
-            computed = self.reward(tensordict.copy() if self._writes_more else tensordict)
-        for key in self.recomputed:
-            tensordict.set(key, where(relabelled, computed[key].detach(), stored[key]))
-        if self.keys.done in stored:
-            ended = tensordict.get(self.keys.terminated)
-            truncated = tensordict.get(self.keys.truncated, None)
-            if truncated is not None:
-                ended = ended | truncated
-            tensordict.set(self.keys.done, where(relabelled, ended, stored[self.keys.done]))
 
 
 def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
-    """Choose by transition, ``bool [*batch, 1]``, between entries ``[*batch, ...]``."""
+    """Return new entries for relabelled transitions, ``bool [*batch, 1]``, and stored entries for the others.
+
+    Args:
+        relabelled: which transitions are relabelled.
+        new: ``[*batch, ...]``, or with the batch dimensions flattened ``[n, ...]``.
+        stored: ``[*batch, ...]``.
+    """
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
         relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
-    if new.shape != stored.shape:  # new goals come with the batch dimensions flattened to one
+    if new.shape != stored.shape:
         new = new.reshape(stored.shape)
-    return torch.where(relabelled, new.to(stored.dtype), stored)  # one listed before may have cast what is stored
+    return torch.where(relabelled, new.to(stored.dtype), stored)  # an earlier transform may have cast the stored entry
 
 
 def check_at_least_one(name: str, value: int) -> int:
-    """Check that a number of things is a whole number and at least one, and return it as Python's own."""
+    """Check that an argument is an integer of at least one, and return it as an ``int``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
     return int(value)
 
 
 def check_goal_fn(goal_fn: object) -> None:
-    """Check that goals can be mapped with it."""
+    """Check that ``goal_fn`` is a function."""
     if goal_fn is not None and not callable(goal_fn):
         raise TypeError(f"goal_fn must be a function of achieved goals [batch, *state], got {goal_fn!r}.")
 
 
-def check_out_keys(reward: TensorDictModuleBase, reward_key: NestedKey) -> None:
-    """Check that the reward module writes the reward."""
-    if reward_key not in reward.out_keys:
-        raise ValueError(
-            f"The reward module writes {list(reward.out_keys)} and not {reward_key!r}: give it that out_key, or name "
-            "the one it has with reward_key=... (without 'next')."
-        )
-
-
 def check_reward(computed: TensorDictBase, stored: TensorDictBase, reward_key: NestedKey) -> None:
-    """Check that the reward module gives rewards of the shape that is stored."""
+    """Check that the reward module writes rewards of the stored shape."""
     reward, expected = computed.get(reward_key, None), get_entry(stored, reward_key, "reward_key")
     if reward is None or reward.shape != expected.shape:
         got = "nothing" if reward is None else f"the shape {tuple(reward.shape)}"
@@ -249,7 +263,7 @@ def check_reward(computed: TensorDictBase, stored: TensorDictBase, reward_key: N
 
 
 def warn_if_rewards_differ(computed: Tensor, stored: Tensor) -> None:
-    """Warn if the reward module gives other rewards for the stored goals than are stored, ``[rows, ...]``."""
+    """Warn if the reward module's rewards for the stored goals differ from the stored rewards, ``[rows, ...]``."""
     new, old = computed.double().flatten(), stored.double().flatten().to(computed.device)
     differs = ~torch.isclose(new, old, rtol=1e-3, atol=1e-3, equal_nan=True)
     if bool(differs.any()):
@@ -260,3 +274,30 @@ def warn_if_rewards_differ(computed: Tensor, stored: Tensor) -> None:
             "EnvReward(env), and scale rewards after HERTransform.",
             stacklevel=2,
         )
+
+
+def get_stamp(tensordict: TensorDictBase) -> Tensor:
+    """Return the stamps of sampled transitions."""
+    stamp = tensordict.get(STAMP, None)
+    if not isinstance(stamp, Tensor):
+        raise KeyError(
+            f"The sampled transitions carry no stamp under {STAMP!r}: they were written before HERTransform was part "
+            "of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
+            "transform=HERTransform(...), then extend it."
+        )
+    return stamp
+
+
+def check_are_sampled(stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
+    """Check that the goals and the reward are in a sample."""
+    if stored[keys.next_desired] is None and stored[keys.desired] is not None:
+        raise KeyError(
+            f"There is no entry {keys.next_desired!r} in what is sampled. Transitions that were stored with "
+            "CompactGoals are read with it: Compose(CompactGoals(), HERTransform(...))."
+        )
+    for key in (keys.desired, keys.reward):
+        if stored[key] is None:
+            raise KeyError(
+                f"There is no entry {key!r} in what is sampled, and it was written: list the transform that takes it "
+                "away after HERTransform."
+            )

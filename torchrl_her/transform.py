@@ -1,10 +1,9 @@
-"""Hindsight as a transform of a replay buffer."""
+"""Hindsight when transitions are sampled."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -12,80 +11,71 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.data import Composite, TensorSpec
-from torchrl.envs import MultiStepTransform
+from torchrl.data import TensorSpec
 
-from torchrl_her.compact import bring_back, leave_out, root_flags
+from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.tracker import EpisodeTracker
-from torchrl_her.goals.strategies import GoalStrategy, StrategyInput, check_rows
-from torchrl_her.goals.table import CapacityWatch, GoalTable, check_may_move
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.goals.draw import check_her_ratio, draw_from_table
+from torchrl_her.goals.strategies import GoalStrategy
+from torchrl_her.goals.table import EvictionWarning, GoalTable, check_may_move
 from torchrl_her.keys import HERKeys
-from torchrl_her.n_step import (
-    STEPS,
-    NStepReturn,
-    Windows,
-    check_entries,
-    check_has_multi_step,
-    check_n_step_rows,
-    keep_flags,
-)
+from torchrl_her.n_step import STEPS, NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
-from torchrl_her.relabel import RELABELLED, RelabelTransform, check_at_least_one
-
-# Where the stamps stand: int64 [*batch, 2], episode and step. Two entries in a tensordict of their own would
-# add a fifth to the price of a write.
-STAMP = "hindsight_stamp"
+from torchrl_her.relabel import (
+    RELABELLED,
+    STAMP,
+    RelabelTransform,
+    Rewards,
+    SampledBatch,
+    check_are_sampled,
+    check_at_least_one,
+    get_stamp,
+)
 
 
 class HERTransform(RelabelTransform):
     """Hindsight Experience Replay (Andrychowicz et al. 2017, arXiv:1707.01495) for any replay buffer.
 
-    Writing stamps each transition with its episode and step and keeps its achieved goal. Sampling replaces
-    the desired goal of a share of the transitions, at the root and under ``"next"``, by an achieved goal of
-    their episode, and recomputes their rewards.
+    Writing stamps each transition with its episode and step, and keeps its achieved goal. Sampling replaces the desired
+    goal of a share of the transitions, at the root and under ``"next"``, by an achieved goal of their episode, and
+    recomputes their rewards.
 
     Args:
-        reward (TensorDictModule or Callable): the reward of a relabelled transition: a module that reads it
-            and writes ``("next", "reward")`` (and ``("next", "terminated")``, where it can), such as
-            `EnvReward`, `SparseReward` and `GoalReward`, or a function of achieved and desired goals
-            ``[batch, *goal]``.
+        reward (TensorDictModule or Callable): the reward of a relabelled transition: a module that reads the transition
+            and writes ``("next", "reward")`` (and ``("next", "terminated")``, if it can), such as `EnvReward`,
+            `SparseReward` and `GoalReward`, or a function of achieved and desired goals ``[batch, *goal]``.
 
     Keyword Args:
-        strategy (str or GoalStrategy): which step's achieved goal is taken: ``"future"`` (default),
-            ``"final"``, ``"episode"``, ``"random"``, or an object with a method ``select``.
-        her_ratio (float): the probability that a sampled transition is relabelled; k / (k + 1) for the
-            paper's k. Default: 0.8.
+        strategy (str or GoalStrategy): which step's achieved goal becomes the desired goal: ``"future"`` (default),
+            ``"final"``, ``"episode"``, ``"random"``, or a `GoalStrategy`.
+        her_ratio (float): the probability that a sampled transition is relabelled; k / (k + 1) for the paper's k.
+            Default: 0.8.
         achieved_goal_key (NestedKey): read at the root and under ``"next"``. Default: ``"achieved_goal"``.
         desired_goal_key (NestedKey): written at the root and under ``"next"``. Default: ``"desired_goal"``.
         reward_key (NestedKey): under ``"next"``. Default: ``"reward"``.
-        done_key (NestedKey): under ``"next"``; its neighbours ``terminated`` and ``truncated`` belong to it.
-            Default: ``"done"``.
-        trajectory_key (NestedKey, optional): ids ``[*batch]`` that tell the environments apart, used where they
-            are present; None for none. Default: ``("collector", "traj_ids")``.
-        goal_fn (Callable[[Tensor], Tensor], optional): maps what stands under ``achieved_goal_key``,
-            ``[batch, *state]``, to goals ``[batch, *goal]``.
-        capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or two to three
-            times that where episodes have 64 steps and more (they are published as they grow).
-            Default: 1,000,000.
-        goal_spec (TensorSpec, optional): the spec of one goal, to allocate and check at once. By default the
-            first write tells. Needed for buffers that processes share.
-        max_episode_steps (int, optional): ends an episode after so many steps.
-        mask_key (NestedKey, optional): transitions that are False here are padding.
-        sequence_length (int, optional): sampled batches are sequences of this length, and each gets one
-            goal, drawn for its last transition.
-        compact (bool): leaves out of the storage what a transition says twice, the desired goal under
-            ``"next"`` and the flags at the root (of the step before, False), and brings it back in samples.
-            Default: False.
+        done_key (NestedKey): under ``"next"``, beside ``terminated`` and ``truncated``. Default: ``"done"``.
+        trajectory_key (NestedKey, optional): ids ``[*batch]`` that tell environments apart, used if present; None to
+            ignore them. Default: ``("collector", "traj_ids")``.
+        goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
+            to goals ``[batch, *goal]``.
+        capacity (int): the number of achieved goals that are kept: the ``max_size`` of the storage, or two to three
+            times as many for episodes of 64 steps and more, which are published as they grow. Default: 1,000,000.
+        goal_spec (TensorSpec, optional): the spec of one goal, to allocate the goal table and check goals at once. By
+            default the first write determines it. Required for buffers that are shared between processes.
+        max_episode_steps (int, optional): ends an episode after this many steps.
+        mask_key (NestedKey, optional): transitions for which this entry is False are padding.
+        sequence_length (int, optional): sampled batches are sequences of this length. Each gets one goal, drawn for
+            its last transition.
 
-    A sampled batch has ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Draws come from torch's default
+    Sampled batches have an entry ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Draws come from torch's default
     random generator.
 
     Raises:
-        ValueError, TypeError: if an argument is wrong; when writing (nothing is stored then), if goals,
-            rewards or flags have the wrong shape, an achieved goal is NaN, or with ``compact`` something
-            that is to be left out differs.
-        KeyError: when writing, if an entry is missing; when sampling, if the transitions were not written
-            through this transform.
+        ValueError, TypeError: if an argument is wrong; when writing (nothing is stored then), if goals, rewards or
+            flags have the wrong shape or an achieved goal is NaN.
+        KeyError: when writing, if an entry is missing; when sampling, if the transitions were not written through this
+            transform.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -120,7 +110,6 @@ class HERTransform(RelabelTransform):
         max_episode_steps: int | None = None,
         mask_key: NestedKey | None = None,
         sequence_length: int | None = None,
-        compact: bool = False,
     ):
         capacity = check_at_least_one("capacity", capacity)
         if max_episode_steps is not None:
@@ -128,178 +117,168 @@ class HERTransform(RelabelTransform):
         if sequence_length is not None:
             sequence_length = check_at_least_one("sequence_length", sequence_length)
         keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        super().__init__(reward, strategy, keys, goal_fn, EpisodeTracker(capacity, max_episode_steps))
+        super().__init__(reward, strategy, keys, goal_fn)
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity = capacity
         self.sequence_length = sequence_length
-        self.compact = compact
-        self._n_step_return: NStepReturn | None = None
-        self._windows = Windows()
-        self._n_steps, self._gamma = 1, 1.0  # of n-step returns; they can change while training
-        self.longest_window = 1  # the most steps that a stored transition spans
+        self.tracker = EpisodeTracker(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
         self.table: GoalTable | None = None
         if goal_spec is not None:
-            check_goal_spec(goal_spec)
-            self.table = GoalTable(capacity, goal_spec.shape, goal_spec.dtype, goal_spec.device or torch.device("cpu"))
-        self._capacity_watch = CapacityWatch(capacity)
+            self.table = GoalTable.of_spec(capacity, goal_spec)
+        self.longest_window = 1  # the most steps that a stored transition spans
+        self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
+        self._eviction_warning = EvictionWarning(capacity)
 
     # Writing
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
-        multi_step = self._check_neighbours()
+        neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
-        batch = tensordict.batch_size
-        if not batch.numel():
-            stamp = torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device)
-            return self._as_stored(tensordict, multi_step).set(STAMP, stamp)
-        goal_of_table = None if self.table is None else self.table.goals[0]
-        written_after = self._order.written_after() if self.her_ratio else None
-        written, kept = self._read(tensordict, goal_of_table, written_after)
-        stored = self._as_stored(tensordict, multi_step)
+        batch, written = tensordict.batch_size, None
+        if batch.numel():
+            earlier_goal = None if self.table is None else self.table.goals[0]
+            written = self._read(tensordict, earlier_goal, neighbours.rewritten() if self.her_ratio else None)
+            if (compact := neighbours.compact_goals()) is not None:
+                compact.check_write(tensordict)
+        if self._n_step is not None:
+            self._n_step.keep_flags(tensordict)
+        if written is None:
+            return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
+        stamps = torch.from_numpy(self._track(written, batch)).to(written.goals.device)
+        return tensordict.set(STAMP, stamps.view(*batch, 2))
+
+    def _track(self, written: WrittenTransitions, batch: torch.Size) -> np.ndarray:
+        """Assign transitions ``[*batch]`` to episodes and publish goals; return their stamps, ``int64 [n, 2]``."""
         with self._lock:
             self._reset_after_fork()
-            if multi_step is not None:
-                check_n_step_rows(self.keys.mask, len(batch))
-                self._windows.follow(written, batch, multi_step)
-                self.longest_window = max(self.longest_window, self._n_steps)
-            table = self._table_for(written.goals)
-            tracked = self.tracker.track(written, first_episode=table.next_episode)
+            if self._n_step is not None:
+                self._n_step.check_write(written, batch)
+            goals, table = written.goals, self.table
+            if table is None:
+                table = self.table = GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
+            tracked = self.tracker.track(written, goals, first_episode=table.next_episode)
             table.open_episodes(tracked.opened)
-            table.publish(tracked.publications)
-        self._capacity_watch.after_write(table.last_draw)
+            table.publish(tracked.episodes)
+        self._eviction_warning.after_write(table.last_draw)
+        if written.mask is None:
+            return tracked.stamps
+        stamps = np.tile([0, self.capacity], (batch.numel(), 1))  # of padding: no episode has such a step
+        stamps[written.mask] = tracked.stamps
+        return stamps
 
-        stamps = tracked.stamps
-        if kept is not None:  # padding has the episode 0, and a step that no episode has
-            stamps = np.tile([0, self.capacity], (batch.numel(), 1))
-            stamps[kept] = tracked.stamps
-        stamp = torch.from_numpy(stamps).to(written.goals.device)
-        return stored.set(STAMP, stamp.view(*batch, 2))
-
-    def _as_stored(self, tensordict: TensorDictBase, multi_step: MultiStepTransform | None) -> TensorDictBase:
-        stored = leave_out(tensordict, self.keys) if self.compact else tensordict
-        if multi_step is not None:
-            keep_flags(stored, self.keys)
-        return stored
-
-    def _check_neighbours(self) -> MultiStepTransform | None:
-        """Look at the transforms before and after this one, and return the one that makes n-step transitions."""
-        order = Neighbours.around(self)
-        if order != self._order:
-            replaced = {*self._replaced, *(root_flags(self.keys) if self.compact else [])}
-            order.check(replaced, self.keys.next_achieved, RelabelTransform)
-            self._order = order
-        multi_step = order.multi_step()
-        if multi_step is not None:
-            check_entries(multi_step, self.keys)
-            if self._n_step_return is None:
-                self._n_step_return = NStepReturn(self.reward, self.keys, self.goal_fn is not None)
-            self._n_steps, self._gamma = multi_step.n_steps, multi_step.gamma
-        return multi_step
-
-    def _table_for(self, goals: Tensor) -> GoalTable:
-        if self.table is None:
-            self.table = GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
-        return self.table
+    def _check_neighbours(self) -> Neighbours:
+        """Check the other transforms of the buffer if they changed, and return them."""
+        neighbours = Neighbours.of(self)
+        if neighbours != self._neighbours:
+            neighbours.check({*self._goal_keys, *self._one_step.replaced_keys}, self.keys)
+            multi_step = neighbours.multi_step()
+            if multi_step is None:
+                self._n_step = None
+            elif self._n_step is None or self._n_step.multi_step is not multi_step:
+                check_n_step_keys(multi_step, self.keys)
+                self._n_step = NStepReward(self.reward, self.keys, self.goal_fn is not None, multi_step)
+            self._neighbours = neighbours
+        if self._n_step is not None:  # the number of steps can change during training
+            self.longest_window = max(self.longest_window, self._n_step.multi_step.n_steps)
+        return neighbours
 
     def flush(self) -> None:
-        """End the running episodes: their goals become known, and what is written next begins new ones."""
+        """End the running episodes: their goals are published, and the next write begins new episodes.
+
+        The last steps that a ``MultiStepTransform`` holds, whose windows are not complete, are dropped.
+        """
         with self._lock:
             self._reset_after_fork()
-            self._windows.may_begin_anew = True
+            if self._n_step is not None:
+                self._n_step.flush()
             if self.table is not None:
                 self.table.publish(self.tracker.flush())
 
     # Sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Relabel transitions ``[*batch]``; what is given is not written into."""
-        if isinstance(tensordict, list):  # an ensemble of list storages calls its members' transforms before it stacks
+        """Relabel transitions ``[*batch]``; the input is not modified."""
+        if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        stamp = get_stamp(tensordict, STAMP)
-        n_step = self._n_step_for(tensordict)
-        replaced = self._replaced if n_step is None else [*self._goal_keys, *n_step.replaced(tensordict)]
-        stored = {key: tensordict.get(key) for key in replaced}
+        rewards = self._rewards_for(tensordict)
+        batch = self._unpack(tensordict, rewards)
+        goals, drawn = self._draw(batch)
+        relabelled = self._whole_sequences(drawn, rewards.available(batch)).view(*batch.data.batch_size, 1)
+        self._set_goals(batch, goals, relabelled)
+        rewards.recompute(batch, relabelled)
+        return batch.data.set(RELABELLED, relabelled)
+
+    def _rewards_for(self, tensordict: TensorDictBase) -> Rewards:
+        """Return what recomputes the rewards of sampled transitions: of one step, or of several."""
+        if tensordict.get(STEPS, None) is None:
+            return self._one_step
+        if self._n_step is None:
+            self._check_neighbours()  # another process wrote them
+        if self._n_step is None:
+            raise ValueError(
+                "The sampled transitions span several steps ('steps_to_next_obs'), and no MultiStepTransform is listed "
+                "before HERTransform: make the buffer as it was when they were written."
+            )
+        return self._n_step
+
+    def _unpack(self, tensordict: TensorDictBase, rewards: Rewards) -> SampledBatch:
+        """Read the stamps and the entries to replace, and make a shallow copy without these entries.
+
+        A storage can return its own tensordict, which must not be written into.
+        """
+        stamp = get_stamp(tensordict)
+        replaced = (*self._goal_keys, *rewards.replaced(tensordict))
+        stored = {key: tensordict.get(key, None) for key in replaced}
         check_are_sampled(stored, self.keys)
-        # Rows can have been loaded that were written otherwise: what is not there is brought back, and what stands
-        # there from another row before this one is not read.
-        repeats = root_flags(self.keys) if self.compact or stored[self.keys.next_desired] is None else None
-        # What a storage returns can be the storage itself: what is set goes into a new tensordict.
-        tensordict = tensordict.exclude(*stored, RELABELLED, *(repeats or ()))
-        if repeats is not None:
-            bring_back(tensordict, stored, self.keys)
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
-        goals, relabelled = self._draw(table, episode, step)
-        if n_step is not None:
-            steps = stored[STEPS].reshape(-1)
-            longest = max(self.longest_window, self._n_steps)
-            outcomes, whole = n_step.outcomes(table, episode, step, steps, longest)
-            if (length := self.sequence_length) is not None:  # all of a sequence that is to be relabelled, or nothing
-                whole = (whole | ~relabelled).view(-1, length).all(1).repeat_interleave(length)
-            relabelled = relabelled & whole
-        relabelled = relabelled.view(*tensordict.batch_size, 1)
-        self._set_goals(tensordict, relabelled, goals, stored)
-        if n_step is None:
-            self._step_reward.recompute(tensordict, relabelled, stored)
-        else:
-            n_step.recompute(tensordict, relabelled, stored, outcomes, self._gamma)
-        return tensordict.set(RELABELLED, relabelled)
+        data = tensordict.exclude(*replaced, RELABELLED)
+        return SampledBatch(data, stored, table, episode, step, self.longest_window)
 
-    def _n_step_for(self, tensordict: TensorDictBase) -> NStepReturn | None:
-        """What recomputes the returns of n-step transitions; None for single steps."""
-        if tensordict.get(STEPS, None) is None:
-            return None
-        if self._n_step_return is None:
-            self._check_neighbours()  # another process wrote them
-        return check_has_multi_step(self._n_step_return)
-
-    def _draw(self, table: GoalTable, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw goals ``[n, *goal]`` for transitions ``[n]``, and say which they relabel, ``bool [n]``."""
-        length = self.sequence_length
+    def _draw(self, batch: SampledBatch) -> tuple[Tensor, Tensor]:
+        """Draw goals ``[n, *goal]``, one per transition or sequence, and which transitions get one, ``bool [n]``."""
+        episode, step, length = batch.episode, batch.step, self.sequence_length
         if length is None:
-            return self._draw_each(table, episode, step)
-        check_sequences(len(step), length)
+            return draw_from_table(self.strategy, batch.table, self.her_ratio, episode, step)
+        if len(step) % length:
+            raise ValueError(
+                f"sequence_length={length} and the sampled batch has {len(step)} transitions: it must be a multiple. "
+                "Set it to the slice length of the sampler."
+            )
         last = slice(length - 1, None, length)
-        goals, relabelled = self._draw_each(table, episode[last], step[last])
+        goals, drawn = draw_from_table(self.strategy, batch.table, self.her_ratio, episode[last], step[last])
         same_episode = episode == episode[last].repeat_interleave(length)
-        return goals.repeat_interleave(length, 0), relabelled.repeat_interleave(length) & same_episode
+        return goals.repeat_interleave(length, 0), drawn.repeat_interleave(length) & same_episode
 
-    def _draw_each(self, table: GoalTable, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        start, length = table.find(episode)
-        rows = self.strategy.select(StrategyInput(episode, step, start, length, table.owners, table.size))
-        check_rows(rows, step, self.strategy)
-        wanted = (torch.rand(step.shape, device=step.device) < self.her_ratio) & (step < length)
-        goals, owners = table.read(rows)
-        if self.strategy.same_episode:
-            relabelled = wanted & (owners == episode) & table.start_at(episode, start)
-        else:
-            wanted = wanted & (table.owners_of(start + step) == episode)
-            relabelled = wanted & (owners > 0)
-        table.last_draw = wanted, relabelled
-        return goals, relabelled
+    def _whole_sequences(self, drawn: Tensor, available: Tensor | bool) -> Tensor:
+        """Return which transitions to relabel, ``bool [n]``: of a sequence all that were drawn, or none."""
+        if self.sequence_length is None:
+            return drawn & available
+        whole = (~drawn | available).view(-1, self.sequence_length).all(1)
+        return drawn & whole.repeat_interleave(self.sequence_length)
 
     def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
-        """The table, moved to where the samples are: data can be written elsewhere than it is stored.
+        """Return the table, moved to the device of the sampled goals, which can differ from that of the written data.
 
         Raises:
-            RuntimeError: if processes share it, and it cannot move.
+            RuntimeError: if processes share the table, so that it cannot move.
         """
         table = self.table
         if table is None or table.device != desired.device:
             with self._lock:
-                if self.table is None:  # nothing was written since the buffer was loaded without the transform's state
+                if self.table is None:  # the storage was loaded without the state of this transform
                     self.table = GoalTable(self.capacity, desired.shape[dimensions:], desired.dtype, desired.device)
                 check_may_move(self.table, desired.device)
                 self.table.to(desired.device)
                 table = self.table
         return table
 
-    # In an environment, between processes, on disk
+    # Processes, saving
 
     def share_memory_(self) -> HERTransform:
-        """Move the goal table into memory that processes share; TorchRL calls it for shared buffers.
+        """Move the goal table into shared memory. TorchRL calls it for buffers that processes share.
 
         Raises:
             RuntimeError: if the goals are not known yet.
@@ -315,11 +294,13 @@ class HERTransform(RelabelTransform):
         return self
 
     def _reset_after_fork(self) -> None:
-        """In a forked process, leave the lanes to the process that opened them."""
+        """Leave the open lanes of a shared buffer to the process that opened them, if this one was forked from it."""
         if self._process != os.getpid():
             self._process = os.getpid()
             if self._lock.is_shared:
-                self.tracker, self._windows = self.tracker.without_lanes(), Windows()
+                self.tracker = self.tracker.without_lanes()
+                if self._n_step is not None:
+                    self._n_step.forget_rows()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the goal table and the running episodes, for ``state_dict``."""
@@ -329,16 +310,15 @@ class HERTransform(RelabelTransform):
                 "table": None if self.table is None else self.table.state_dict(),
                 "lanes": self.tracker.state_dict(),
                 "longest_window": self.longest_window,
-                "compact": self.compact,
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load what `get_extra_state` returned.
+        """Load the result of `get_extra_state`.
 
         Raises:
-            ValueError: if it is that of a transform with other goals, another capacity or another ``compact``.
+            ValueError: if it has other goals or another capacity, or is that of a buffer with ``CompactGoals``.
         """
-        check_same_compact(state["compact"], self.compact)
+        check_saved_without_compact_goals(state)
         with self._lock:
             self._reset_after_fork()
             saved = state["table"]
@@ -351,75 +331,17 @@ class HERTransform(RelabelTransform):
                 self.table.clear()
             self.tracker.load_state_dict(state["lanes"])
             self.longest_window = state["longest_window"]
-            self._windows.may_begin_anew = True
+            if self._n_step is not None:
+                self._n_step.may_restart = True
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self._state_of_a_copy()
+        state = self._state_of_copy()
         if self._lock.is_shared:  # lanes belong to the process that writes them
-            state |= {"tracker": self.tracker.without_lanes(), "_windows": Windows()}
+            state |= {"tracker": self.tracker.without_lanes(), "_n_step": None}
         return state
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
             f"her_ratio={self.her_ratio}, capacity={self.capacity})"
-        )
-
-
-def check_her_ratio(her_ratio: float) -> float:
-    """Check that the ratio is a probability."""
-    if not isinstance(her_ratio, Real) or not 0.0 <= her_ratio <= 1.0:
-        raise ValueError(
-            f"her_ratio is the probability that a sampled transition is relabelled and must be in [0, 1], "
-            f"got {her_ratio!r}. For k relabelled transitions to each original one it is k / (k + 1)."
-        )
-    return her_ratio
-
-
-def check_goal_spec(spec: TensorSpec) -> None:
-    """Check that the spec is that of one tensor."""
-    if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
-        raise TypeError(
-            f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
-            'env.observation_spec["achieved_goal"], of one environment.'
-        )
-
-
-def check_are_sampled(stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
-    """Check that what relabelling replaces is in the sample."""
-    for key in (keys.desired, keys.reward):
-        if stored[key] is None:
-            raise KeyError(
-                f"There is no entry {key!r} in what is sampled, and it was written: list the transform that takes it "
-                "away after HERTransform."
-            )
-
-
-def get_stamp(tensordict: TensorDictBase, key: str) -> Tensor:
-    """Get the stamps of sampled transitions, which those written through HERTransform have."""
-    stamp = tensordict.get(key, None)
-    if not isinstance(stamp, Tensor):
-        raise KeyError(
-            f"The sampled transitions carry no stamp under {key!r}: they were written before HERTransform was part "
-            "of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
-            "transform=HERTransform(...), then extend it."
-        )
-    return stamp
-
-
-def check_sequences(count: int, length: int) -> None:
-    """Check that a sampled batch is made of whole sequences."""
-    if count % length:
-        raise ValueError(
-            f"sequence_length={length} and the sampled batch has {count} transitions: it must be a multiple. "
-            "Set it to the slice length of the sampler."
-        )
-
-
-def check_same_compact(saved: bool, compact: bool) -> None:
-    """Check that what is loaded and what will be written have the same entries."""
-    if saved != compact:
-        raise ValueError(
-            f"The buffer was saved with compact={saved}, and what this one writes, with compact={compact}, has other "
-            f"entries: make the transform with compact={saved}, then load."
         )

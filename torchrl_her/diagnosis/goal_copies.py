@@ -1,74 +1,72 @@
-"""Looks for entries that contain the desired goal, and would keep the original one."""
+"""Finds entries that contain the desired goal and keep the original one when a transition is relabelled."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
-ROWS = 64  # of a write are looked at
-GOALS = 8  # an entry that followed the desired goal through so many of them did not do so by chance
-WRITES = 10_000  # after so many, with a goal that hardly ever changes, nothing is looked for any more
+from torchrl_her.keys import HERKeys
+
+ROWS = 64  # of each write
+GOALS = 8  # an entry that follows so many different goals contains them on purpose
+WRITES = 1000  # the search ends here if the goal hardly ever changes
 
 
-class GoalCopies:
-    """The entries that contained the desired goal, bit for bit, in all that was written so far.
+class GoalCopies(NamedTuple):
+    """The entries that contained the desired goal in all writes so far."""
 
-    An environment that concatenates goal and observation writes the goal a second time. Relabelling does not
-    replace it there, and a network that reads it would learn the original goal with the new one's reward.
+    places: dict[NestedKey, Tensor] | None = None  # where in each entry, bool [places]; None before the first write
+    goals: frozenset[bytes] = frozenset()  # the different desired goals so far
+    writes: int = 0
 
-    Only an entry that contains the goal in the first write is looked at again. One that does so by chance
-    (both are zero, say) is told apart when the goal changes; one that still does after ``GOALS`` goals is a copy.
+
+def warn_if_goal_is_copied(
+    tensordict: TensorDictBase, keys: HERKeys, rewritten: set[NestedKey], copies: GoalCopies
+) -> GoalCopies | None:
+    """Search one of the first writes for entries that contain the desired goal, and warn when they are certain.
+
+    An environment that concatenates observation and goal stores the goal twice. Relabelling does not replace the copy,
+    and a network that reads it learns the original goal with the new goal's reward.
+
+    Args:
+        tensordict: written transitions ``[*batch]``.
+        keys: the keys of their entries.
+        rewritten: entries that transforms write or drop after relabelling, which cannot keep the original goal.
+        copies: the result for the previous write.
+
+    Returns:
+        What is known after this write, or None if the search is over.
     """
-
-    def __init__(self) -> None:
-        self.undecided = True
-        # Where in an entry the goal stands, bool [places]; None before the first write.
-        self._suspects: dict[NestedKey, Tensor] | None = None
-        self._goals: set[bytes] = set()
-        self._writes = 0
-
-    def check(
-        self, tensordict: TensorDictBase, achieved: NestedKey, desired: NestedKey, written_after: set[NestedKey]
-    ) -> None:
-        """Look at written transitions ``[*batch]``.
-
-        Args:
-            tensordict: the transitions.
-            achieved: where the achieved goal stands at the root.
-            desired: where the desired goal stands at the root.
-            written_after: the entries that sampling writes anew after relabelling, or takes away.
-
-        Raises:
-            ValueError: if an entry is a copy of the desired goal, or contains one.
-        """
-        goals = [_rows(tensordict, tensordict.get(key)) for key in (desired, _under_next(desired))]  # [rows, goal]
-        stride = math.prod(tensordict.get(desired).shape[tensordict.ndim + 1 :])
-        suspects, earlier = {}, self._suspects  # which another thread may replace
-        for key in _leaves(tensordict) if earlier is None else earlier:
-            if key in (achieved, desired) or {key, _under_next(key)} <= written_after:
-                continue
-            places = _places(tensordict, key, goals, stride)
-            if earlier is not None:
-                before = earlier[key].to(places.device)
-                places = places & before if places.shape == before.shape else torch.zeros_like(places)
-            if bool(places.any()):
-                suspects[key] = places
-        self._writes += 1
-        self._suspects, self.undecided = suspects, bool(suspects) and self._writes < WRITES
-        for key in suspects:
-            self._goals.update(goal.tobytes() for goal in goals[0].contiguous().view(torch.uint8).numpy(force=True))
-            if len(self._goals) >= GOALS:
-                raise ValueError(
-                    f"The entry {key!r} contains the desired goal (it followed {len(self._goals)} different ones, bit "
-                    "for bit) and would keep the original one where HERTransform replaces it. Let the networks read "
-                    f"{desired!r} besides the observation and do not concatenate in the environment; or list "
-                    f"transforms after HERTransform that write {key!r} and {_under_next(key)!r} anew (CatTensors) or "
-                    "take them away (ExcludeTransform)."
-                )
+    desired = [_rows(tensordict, tensordict.get(key)) for key in (keys.desired, keys.next_desired)]  # [rows, goal]
+    stride = math.prod(tensordict.get(keys.desired).shape[tensordict.ndim + 1 :])
+    places: dict[NestedKey, Tensor] = {}
+    for key in _leaves(tensordict) if copies.places is None else copies.places:
+        if key in (keys.achieved, keys.desired) or {key, _under_next(key)} <= rewritten:
+            continue
+        found = _places(tensordict, key, desired, stride)
+        if copies.places is not None:
+            earlier = copies.places[key].to(found.device)
+            found = found & earlier if found.shape == earlier.shape else torch.zeros_like(found)
+        if bool(found.any()):
+            places[key] = found
+    goals = copies.goals.union(goal.tobytes() for goal in desired[0].contiguous().view(torch.uint8).numpy(force=True))
+    if places and len(goals) >= GOALS:
+        names = " and ".join(map(repr, places))
+        warnings.warn(
+            f"The entry {names} contains the desired goal (it followed {len(goals)} different ones, bit for bit) and "
+            f"would keep the original one where HERTransform replaces it. Let the networks read {keys.desired!r} "
+            "besides the observation and do not concatenate in the environment; or list transforms after HERTransform "
+            f"that write the entry anew at the root and under 'next' (CatTensors) or take it away (ExcludeTransform).",
+            stacklevel=2,
+        )
+    is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES
+    return None if is_over else GoalCopies(places, goals, copies.writes + 1)
 
 
 def _under_next(key: NestedKey) -> NestedKey:
@@ -76,26 +74,26 @@ def _under_next(key: NestedKey) -> NestedKey:
 
 
 def _leaves(tensordict: TensorDictBase) -> Iterable[NestedKey]:
-    """The entries that stand at the root and under ``"next"``."""
+    """Return the entries that are present at the root and under ``"next"``."""
     keys = dict.fromkeys(tensordict.keys(include_nested=True, leaves_only=True))
     return [key for key in keys if _under_next(key) in keys]
 
 
 def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:
-    """Return some of the rows of an entry, ``[rows, features]``."""
+    """Return at most `ROWS` rows of an entry ``[rows, features]``, evenly spaced, with the first and the last."""
     count = tensordict.batch_size.numel()
     rows = min(count, ROWS)
-    index = (torch.arange(rows, device=value.device) * (count - 1)) // max(1, rows - 1)  # with the first and the last
+    index = (torch.arange(rows, device=value.device) * (count - 1)) // max(1, rows - 1)
     return value.reshape(count, -1)[index]
 
 
 def _places(tensordict: TensorDictBase, key: NestedKey, goals: Iterable[Tensor], stride: int) -> Tensor:
-    """Tell at which places of an entry, bool [places], the goal stands in all rows, at the root and under "next"."""
+    """Return where an entry contains the goal in all rows, at the root and under ``"next"``: ``bool [places]``."""
     places, nowhere = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
-    for where, goal in zip((key, _under_next(key)), goals, strict=True):
+    for entry, goal in zip((key, _under_next(key)), goals, strict=True):
         try:
-            value = tensordict.get(where)
-        except RuntimeError:  # one of another shape in each row
+            value = tensordict.get(entry)
+        except RuntimeError:  # its shape differs from row to row
             return nowhere
         if not isinstance(value, Tensor) or not _can_hold(value.dtype, goal.dtype):
             return nowhere
@@ -103,8 +101,8 @@ def _places(tensordict: TensorDictBase, key: NestedKey, goals: Iterable[Tensor],
         if values.shape[1] < goal.shape[1]:
             return nowhere
         goal, places = goal.to(values.dtype), places.to(values.device)
-        last = values.shape[1] - goal.shape[1]  # where the goal can begin at most
-        for feature in range(goal.shape[1]):  # one after the other: [rows, places, goal] can be gigabytes
+        last = values.shape[1] - goal.shape[1]  # the last place at which the goal can begin
+        for feature in range(goal.shape[1]):  # one at a time: [rows, places, goal] can take gigabytes
             column = values[:, feature : feature + last + 1 : stride]  # [rows, places]
             places = places & (column == goal[:, feature, None]).all(dim=0)
             if not places.any():
@@ -113,5 +111,5 @@ def _places(tensordict: TensorDictBase, key: NestedKey, goals: Iterable[Tensor],
 
 
 def _can_hold(dtype: torch.dtype, goal: torch.dtype) -> bool:
-    """Whether a concatenation with goals has this dtype, or had it before a cast."""
+    """Return whether a concatenation with goals can have this dtype, perhaps after a cast."""
     return torch.promote_types(dtype, goal) == dtype or (dtype.is_floating_point and goal.is_floating_point)

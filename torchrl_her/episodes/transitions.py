@@ -1,4 +1,4 @@
-"""Reads what is written to a buffer: its entries, checked, as the episode tracker takes them."""
+"""Reads and checks the transitions of a write."""
 
 from __future__ import annotations
 
@@ -14,37 +14,33 @@ from torchrl_her.keys import HERKeys, get_entry
 
 
 class WrittenTransitions(NamedTuple):
-    """The transitions of one write, in the order of writing."""
+    """The transitions of one write without padding, in the order of writing."""
 
     goals: Tensor  # [n, *goal], the achieved goals under "next"
-    start: np.ndarray  # void [n], the bytes that stand under the goals' keys at the root, achieved and desired
-    outcome: np.ndarray  # void [n], the same under "next"
+    start: np.ndarray  # void [n], the bytes of the achieved and the desired goal at the root
+    outcome: np.ndarray  # void [n], the bytes of both goals under "next"
     done: np.ndarray  # bool [n], the transition ends its episode
-    begins: np.ndarray  # bool [n], it does not continue the one before it; not used where there are ids
+    begins: np.ndarray  # bool [n], it is the first of its row of the write; used only without trajectory ids
     trajectory: np.ndarray | None  # int64 [n], trajectory ids
-
-    def at(self, index: np.ndarray) -> WrittenTransitions:
-        """Return the transitions at an index, or where a mask is True."""
-        return WrittenTransitions(
-            goals=self.goals[torch.from_numpy(index).to(self.goals.device)],
-            start=self.start[index],
-            outcome=self.outcome[index],
-            done=self.done[index],
-            begins=self.begins[index],
-            trajectory=None if self.trajectory is None else self.trajectory[index],
-        )
+    mask: np.ndarray | None  # bool [rows of the write], False for padding; None without padding
 
 
-def read_written(
+def read_transitions(
     tensordict: TensorDictBase,
     keys: HERKeys,
     goal_fn: Callable[[Tensor], Tensor] | None,
-    goal_of_table: Tensor | None,
-) -> tuple[WrittenTransitions, np.ndarray | None]:
-    """Check transitions ``[*batch]`` and flatten them, in the order of writing.
+    earlier_goal: Tensor | None,
+) -> WrittenTransitions:
+    """Check transitions ``[*batch]`` and flatten them to one dimension, in the order of writing.
 
-    Returns:
-        What of them counts, and which these are, ``bool [n]``; None for all.
+    Args:
+        tensordict: the transitions.
+        keys: the keys of their entries.
+        goal_fn: maps achieved goals to goals.
+        earlier_goal: a goal ``[*goal]`` of an earlier write, whose shape and dtype goals must have.
+
+    Raises:
+        KeyError, TypeError, ValueError: if an entry is missing or wrong.
     """
     check_is_tensordict(tensordict)
     check_single_steps(tensordict)
@@ -55,32 +51,34 @@ def read_written(
     next_desired = get_entry(tensordict, keys.next_desired, "desired_goal_key")
     check_same_kind("achieved goal", achieved, next_achieved)
     check_same_kind("desired goal", desired, next_desired)
-    goals = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
-    goals = map_goals(goals, goal_fn)  # [n, *goal]
-    check_goals(goals[0], desired.reshape(count, *desired.shape[len(batch) :])[0], goal_of_table)
-    exact = goals.detach()
+    states = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
+    exact = map_goals(states, goal_fn).detach()  # [n, *goal]
+    check_goals(exact[0], desired.reshape(count, *desired.shape[len(batch) :])[0], earlier_goal)
     goals = exact.to(desired.dtype)
 
     done = _flatten(tensordict, keys.done, np.bool_, "done_key")
-    trajectory = None
+    trajectory = mask = None
     if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
         trajectory = _flatten(tensordict, keys.trajectory, np.int64, "trajectory_key")
     start, outcome = _as_bytes(count, achieved, desired, next_achieved, next_desired)
     row_length = batch[-1] if len(batch) > 1 else count
     begins = np.arange(count) % row_length == 0
-    written = WrittenTransitions(goals, start, outcome, done, begins, trajectory)
-    kept = None
+    ends = done
     if keys.mask is not None:
-        kept = _flatten(tensordict, keys.mask, np.bool_, "mask_key")
-        written = written.at(kept)
-        exact = exact[torch.from_numpy(kept).to(exact.device)]
-    check_exact(exact, written.goals)
-    ends = (done if kept is None else done & kept).nonzero()[0]
-    ends = ends[~_any(outcome[ends])]  # hardly ever any
-    if len(ends):
-        check_last_steps(tensordict.reshape(-1), keys, ends)
-    check_finite(written.goals)
-    return written, kept
+        mask = _flatten(tensordict, keys.mask, np.bool_, "mask_key")
+        ends = done & mask
+    empty_ends = ends.nonzero()[0]
+    empty_ends = empty_ends[~_is_nonzero(outcome[empty_ends])]  # both goals are zeros: hardly ever the case
+    if mask is not None:
+        on_device = torch.from_numpy(mask).to(goals.device)
+        goals, exact = goals[on_device], exact[on_device]
+        start, outcome, done, begins = start[mask], outcome[mask], done[mask], begins[mask]
+        trajectory = None if trajectory is None else trajectory[mask]
+    check_exact(exact, goals)
+    if len(empty_ends):
+        check_last_steps(tensordict.reshape(-1), keys, empty_ends)
+    check_finite(goals)
+    return WrittenTransitions(goals, start, outcome, done, begins, trajectory, mask)
 
 
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -88,20 +86,20 @@ def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Ten
     return states if goal_fn is None else check_mapped(goal_fn(states), len(states))
 
 
-def _any(values: np.ndarray) -> np.ndarray:
-    """Say which values, ``void [n]``, have a byte that is not 0."""
+def _is_nonzero(values: np.ndarray) -> np.ndarray:
+    """Return which values, ``void [n]``, have a nonzero byte: ``bool [n]``."""
     return np.any(values.view(np.uint8).reshape(len(values), values.itemsize), axis=1)
 
 
 def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:
-    """Get a flag or an id of each transition, ``[n]``."""
+    """Return a flag or an id of each transition, ``[n]``."""
     value = get_entry(tensordict, key, argument)
     check_one_per_transition(key, value, tensordict.batch_size.numel())
     return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
 
 
 def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Put entries of ``count`` transitions next to each other: the first half of them, and the other, ``void [n]``."""
+    """Join the bytes of the first half of entries ``[*batch, ...]``, and of the second half: ``void [n]`` each."""
     rows = [entry.reshape(count, -1) for entry in entries]
     if len({row.dtype for row in rows}) > 1:
         rows = [row.contiguous().view(torch.uint8) for row in rows]
@@ -110,8 +108,11 @@ def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return halves[:, 0], halves[:, 1]
 
 
+# Input validation. A write that is refused here has changed nothing.
+
+
 def check_is_tensordict(written: object) -> None:
-    """Check that transitions come as a TensorDict, to which entries can be added."""
+    """Check that transitions are a TensorDict, to which entries can be added."""
     if not isinstance(written, TensorDictBase):
         raise TypeError(
             f"Hindsight adds entries to transitions, and a {type(written).__name__} takes none: write a TensorDict "
@@ -120,7 +121,7 @@ def check_is_tensordict(written: object) -> None:
 
 
 def check_mapped(goals: object, count: int) -> Tensor:
-    """Check what the user's function returned for so many achieved goals."""
+    """Check that ``goal_fn`` returned one goal for each of ``count`` achieved goals."""
     if not isinstance(goals, Tensor):
         raise TypeError(f"goal_fn must return a tensor with one goal per row, and returned {type(goals).__name__}.")
     if goals.shape[:1] != (count,):
@@ -129,7 +130,7 @@ def check_mapped(goals: object, count: int) -> Tensor:
 
 
 def check_single_steps(tensordict: TensorDictBase) -> None:
-    """Check that transitions are single steps, whose reward depends on one outcome."""
+    """Check that transitions are single steps, not n-step transitions of the collector."""
     if tensordict.get("steps_to_next_obs", None) is not None:
         raise ValueError(
             "These are n-step transitions ('steps_to_next_obs' is among their entries), whose rewards were summed "
@@ -153,7 +154,7 @@ def check_same_kind(name: str, at_root: Tensor, under_next: Tensor) -> None:
 
 
 def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None:
-    """Check that an achieved goal can stand in for a desired one, and that goals are as they were before."""
+    """Check that achieved goals can replace desired ones, and that goals have the shape and dtype of earlier writes."""
     if achieved.shape != desired.shape:
         raise ValueError(
             f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
@@ -169,7 +170,7 @@ def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None
 
 
 def check_finite(goals: Tensor) -> None:
-    """Check that no achieved goal is NaN: relabelled with it, a transition would spoil the training."""
+    """Check that no achieved goal is NaN: as a desired goal it would make losses NaN."""
     if goals.is_floating_point() and bool(goals.isnan().any()):
         row = int(goals.reshape(len(goals), -1).isnan().any(dim=1).nonzero()[0])
         raise ValueError(
@@ -179,7 +180,7 @@ def check_finite(goals: Tensor) -> None:
 
 
 def check_exact(goals: Tensor, stored: Tensor) -> None:
-    """Check that achieved goals ``[n, *goal]`` are the same in the dtype of desired ones, in which they are kept."""
+    """Check that achieved goals ``[n, *goal]`` keep their values in the dtype of desired goals."""
     if goals.is_floating_point() and not stored.is_floating_point() and not torch.equal(stored.to(goals.dtype), goals):
         raise ValueError(
             f"Achieved goals are {goals.dtype} and desired ones {stored.dtype}, in which those of this write would be "
@@ -188,12 +189,12 @@ def check_exact(goals: Tensor, stored: Tensor) -> None:
 
 
 def check_last_steps(tensordict: TensorDictBase, keys: HERKeys, ends: np.ndarray) -> None:
-    """Check that the last steps of episodes led somewhere.
+    """Check that the last observations of episodes were not replaced by zeros.
 
     Args:
         tensordict: written transitions ``[n]``.
-        keys: where their entries stand.
-        ends: which are last steps and have zeros for both goals under ``"next"``, ``int64``.
+        keys: the keys of their entries.
+        ends: indices ``int64`` of last steps whose goals under ``"next"`` are all zeros.
     """
     rows = tensordict[torch.from_numpy(ends)]
     lost = rows.get(keys.desired).reshape(len(ends), -1).any(1)
@@ -211,7 +212,7 @@ def check_last_steps(tensordict: TensorDictBase, keys: HERKeys, ends: np.ndarray
 
 
 def check_one_per_transition(key: NestedKey, value: Tensor, count: int) -> None:
-    """Check that a flag or an id has one value for each transition."""
+    """Check that a flag or an id has one value per transition."""
     if value.numel() != count:
         raise ValueError(
             f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: one value each is needed."

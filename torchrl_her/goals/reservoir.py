@@ -1,4 +1,4 @@
-"""A uniform sample of all goals that were ever achieved."""
+"""A uniform sample of all goals achieved so far."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class GoalReservoir:
-    """Goals that stand for all that came in: each of them is equally likely to be among those that are kept.
+    """A sample of all goals that were added, each of which is equally likely to be in it.
 
-    Algorithm R (Vitter 1985, doi:10.1145/3147.3165): of n goals that came in, the next takes the place of a random
-    one with the probability size / (n + 1).
+    Algorithm R (Vitter 1985, doi:10.1145/3147.3165): after n goals, the next one replaces a random goal of the sample
+    with the probability size / (n + 1).
 
     Args:
-        size (int): how many are kept.
+        size (int): the number of goals that are kept.
     """
 
     def __init__(self, size: int):
@@ -26,21 +26,21 @@ class GoalReservoir:
     def _clear(self) -> None:
         self.seen = 0
         self.goals: Tensor | None = None  # [size, *goal]
-        self.episodes = torch.full((self.size,), -1)  # that they were achieved in; -1 where there is none yet
+        self.episodes = torch.full((self.size,), -1)  # in which the goals were achieved; -1 for empty places
         self.steps = torch.full((self.size,), -1)
 
     @property
     def filled(self) -> int:
-        """How many are kept so far, from the first place on."""
+        """How many goals are kept so far, from the first place on."""
         return min(self.seen, self.size)
 
     def add(self, goals: Tensor, episodes: Tensor, steps: Tensor) -> None:
-        """Let goals ``[n, *goal]`` in, one after the other, with their episodes and steps ``int64 [n]``."""
+        """Add goals ``[n, *goal]`` one after the other, with their episodes and steps ``int64 [n]``."""
         all_goals = self.goals_like(goals)
         number = np.arange(self.seen, self.seen + len(goals))
         drawn = (torch.rand(len(goals), dtype=torch.float64, device="cpu").numpy() * (number + 1)).astype(np.int64)
         place = np.where(number < self.size, number, drawn)
-        # Of several that come to one place the last one stays there.
+        # If several goals get the same place, the last one keeps it.
         place, last = np.unique(place[::-1], return_index=True)
         comes_in = place < self.size
         index = torch.from_numpy(np.stack([place, len(goals) - 1 - last])[:, comes_in]).to(goals.device)
@@ -49,7 +49,7 @@ class GoalReservoir:
         self.seen += len(goals)
 
     def goals_like(self, goals: Tensor) -> Tensor:
-        """Return the goals ``[size, *goal]`` that are kept, of that kind and where these are."""
+        """Return all places ``[size, *goal]``, with the shape, dtype and device of ``goals``."""
         if self.goals is None:
             self.goals = goals.new_zeros(self.size, *goals.shape[1:])
         if self.episodes.device != goals.device:
@@ -59,7 +59,7 @@ class GoalReservoir:
         return self.goals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, in tensors that later goals do not change."""
+        """Return a copy of the sample."""
         state: dict[str, Any] = {"size": self.size, "seen": self.seen}
         if self.goals is not None:
             for name in ("goals", "episodes", "steps"):
@@ -67,10 +67,10 @@ class GoalReservoir:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
-            ValueError: if the state is that of another size, of which a part would be no uniform sample.
+            ValueError: if it has another size: a part of it would not be a uniform sample.
         """
         if state["size"] != self.size:
             raise ValueError(

@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class StrategyInput(NamedTuple):
-    """What a strategy chooses from: a batch of transitions, their episodes and the goal table.
+    """The input of a strategy: a batch of transitions, their episodes and the goal table.
 
-    All tensors are ``int64``. Of transitions that cannot be relabelled (their episode has just begun, or has
-    left the table) start and length mean nothing; whatever is chosen for them is not used.
+    All tensors are ``int64``. ``start`` and ``length`` are arbitrary for transitions that cannot be relabelled because
+    their episode is not in the table (yet or any more); the rows selected for them are not used.
     """
 
-    episode: Tensor  # [batch] ids of the transitions' episodes
-    step: Tensor  # [batch] the transitions' steps in them
-    start: Tensor  # [batch] the rows of the table where the episodes start; step j is at start + j
-    length: Tensor  # [batch] how many steps of the episodes are in the table
-    owners: Tensor  # [capacity] the episode that the goal in each row was achieved in, -1 where there is none
-    size: Tensor  # [] how many rows of the table are filled, from row 0 on
+    episode: Tensor  # [batch], the id of each transition's episode
+    step: Tensor  # [batch], the transition's step t in its episode
+    start: Tensor  # [batch], the row of the table at which the episode starts; step j is at start + j
+    length: Tensor  # [batch], how many steps of the episode are in the table
+    owners: Tensor  # [capacity], the episode in which the goal of each row was achieved, -1 for an empty row
+    size: Tensor  # [], how many rows of the table are filled, from row 0 on
 
 
 class GoalStrategy(ABC):
-    """Chooses for each transition the row of the goal table that holds its new desired goal.
+    """Selects for each transition the row of the goal table that holds its new desired goal.
 
     Examples:
         A strategy that looks at most ten steps ahead:
@@ -39,18 +39,18 @@ class GoalStrategy(ABC):
         ...         return choice.start + uniform(choice.step, end)
 
     Attributes:
-        same_episode (bool): whether goals come from the transition's own episode. Then one that is found to
-            be another's leaves the transition as it is. Default: True.
+        same_episode (bool): whether all goals come from the transition's own episode. If True, a transition whose row
+            belongs to another episode is not relabelled. Default: True.
     """
 
     same_episode = True
 
     @abstractmethod
     def select(self, choice: StrategyInput) -> Tensor:
-        """Return rows ``int64 [batch]`` of the goal table; they are taken modulo its capacity.
+        """Return rows ``int64 [batch]`` of the goal table, which are taken modulo its capacity.
 
-        Draw from torch's default random generator, and do not read tensors on the host: sampling on a
-        GPU would wait for it.
+        Draw from torch's default random generator. Do not read tensor values in Python (``.item()``, ``if tensor``):
+        that synchronises sampling on a GPU.
         """
 
     def __repr__(self) -> str:
@@ -84,8 +84,8 @@ class Random(GoalStrategy):
     same_episode = False
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        # Where an episode stood when it was shorter, rows are empty, at most two thirds of all: of many draws the
-        # first that hits is taken.
+        # At most two thirds of the rows are empty, where a running episode was published before. So the first of 32
+        # draws that is not empty is used.
         rows = uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)  # [32, batch]
         hits = (choice.owners.take(rows) > 0).to(torch.uint8)
         return rows.gather(0, hits.argmax(dim=0, keepdim=True)).squeeze(0)
@@ -100,11 +100,11 @@ STRATEGIES: dict[str, type[GoalStrategy]] = {
 
 
 def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
-    """Return the strategy of that name, or the strategy itself.
+    """Return the strategy with a name, or the strategy itself.
 
     Raises:
-        ValueError: if there is no strategy of that name.
-        TypeError: if it is neither a name nor a `GoalStrategy`.
+        ValueError: if the name is unknown.
+        TypeError: if the argument is neither a name nor a `GoalStrategy`.
     """
     if isinstance(strategy, GoalStrategy):
         return strategy
@@ -121,18 +121,9 @@ def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
 
 
 def uniform(low: Tensor, high: Tensor) -> Tensor:
-    """Draw integers uniformly from ``{low, ..., high - 1}``, each of the shape of ``low``.
+    """Draw integers uniformly from ``{low, ..., high - 1}``, elementwise, with the shape of ``low``.
 
-    In double precision, a span of a million steps is drawn without bias and without ever reaching ``high``.
+    Double precision keeps the draws unbiased, and below ``high``, for spans of a million steps.
     """
     span = high - low
     return low + torch.rand(low.shape, dtype=torch.float64, device=low.device).mul_(span).to(torch.int64)
-
-
-def check_rows(rows: Tensor, steps: Tensor, strategy: object) -> None:
-    """Check that a strategy chose one row per transition."""
-    if rows.shape != steps.shape or rows.dtype != steps.dtype:
-        raise ValueError(
-            f"{strategy!r} must select one row of the goal table per transition, {steps.dtype} {tuple(steps.shape)}, "
-            f"and returned {rows.dtype} {tuple(rows.shape)}."
-        )

@@ -1,4 +1,4 @@
-"""The achieved goals of episodes, found by episode and step."""
+"""The achieved goals of episodes, indexed by episode and step."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import multiprocessing as mp
+from torchrl.data import Composite, TensorSpec
 
 
 class GoalTable:
-    """A ring of achieved goals, the steps of an episode next to each other.
+    """A ring of achieved goals, in which the steps of an episode are contiguous.
 
-    - ``goals[row]`` and ``owners[row]``: a goal, and the episode that it was achieved in (-1: none);
-    - ``starts[episode]`` and ``lengths[episode]``: where an episode starts, and how many steps it has here.
+    - ``goals[row]`` and ``owners[row]``: a goal, and the episode in which it was achieved (-1: none);
+    - ``starts[episode]`` and ``lengths[episode]``: the row at which an episode starts, and how many steps it has here.
 
-    So the outcome of step j is ``goals[starts[episode] + j]``; rows and episode ids are taken modulo the
-    capacity.
+    The outcome of step j is ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity.
 
-    Readers take no lock. Before a row is overwritten its owner becomes -1, and after that its new episode. So a
-    goal is whole, and of episode e, if its owner was e before the goal was read and is e after; whatever a reader
-    met on the way there, in a record that was just being replaced, cannot lead it to another episode's goal. And it
-    is that of step j if the episode still starts j rows before: an episode that is published anew, longer, gets its
-    new start before its rows. Writers exclude each other (the caller holds a lock).
+    Readers take no lock. A writer sets the owner of a row to -1 before it overwrites the goal, and to the new episode
+    afterwards. So a goal is whole and of episode e if its owner is e before and after the goal is read, even if the
+    episode's record is replaced meanwhile. It is the goal of step j if the episode still starts j rows before it: an
+    episode that is published again, longer, gets its new start before its rows. Writers exclude each other with a
+    `WriteLock`, which the caller holds.
 
     Args:
-        capacity (int): how many goals are kept.
+        capacity (int): the number of goals that are kept.
         goal_shape (sequence of int): the shape of one goal.
         dtype (torch.dtype): the dtype of the goals.
-        device (torch.device): where the table lives.
+        device (torch.device): the device of the table.
 
     Examples:
         >>> import torch
@@ -54,14 +54,28 @@ class GoalTable:
         self.owners = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.size = torch.zeros((), dtype=torch.int64, device=device)  # how many rows are filled, from row 0 on
-        # Ids begin anywhere, so that transitions of another table, loaded without it, are not taken for own ones; at a
-        # multiple of the capacity, so that they fill the rings from the front.
+        self.size = torch.zeros((), dtype=torch.int64, device=device)  # filled rows, from row 0 on
+        # Ids begin at a random number, so that a transition that another table stamped is not mistaken for one of this
+        # table, and at a multiple of the capacity, so that they fill the rings from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
-        # How many rows and how many episode ids were ever given away, and the id before the first.
+        # The rows and the episode ids given away so far, and the id before the first.
         self.counters = torch.tensor([0, 0, before_first], device="cpu")
-        # Which transitions of the last sample were to be relabelled, and which of them were.
+        # bool [batch] each: the transitions of the last sample that were to be relabelled, and those that were.
         self.last_draw = (torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
+
+    @classmethod
+    def of_spec(cls, capacity: int, spec: TensorSpec) -> GoalTable:
+        """Make a table for goals of a spec.
+
+        Raises:
+            TypeError: if it is not the spec of one tensor.
+        """
+        if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
+            raise TypeError(
+                f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
+                'env.observation_spec["achieved_goal"], of one environment.'
+            )
+        return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"))
 
     @property
     def goal_shape(self) -> torch.Size:
@@ -70,32 +84,31 @@ class GoalTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the table lives."""
+        """The device of the table."""
         return self.goals.device
 
     # Writing
 
     @property
     def next_episode(self) -> int:
-        """The first episode id that was not given away."""
+        """The next episode id to be given away."""
         _, given_away, before_first = self.counters.tolist()
         return before_first + given_away + 1
 
     def open_episodes(self, count: int) -> int:
-        """Give away episode ids, of which no two are the same, and return the first; 0 is none."""
+        """Give away ``count`` consecutive new episode ids and return the first. No id is 0."""
         first = self.next_episode
         self._reserve(1, count)
         for ring, _ in _slices(self.capacity, first, count):
-            self.lengths[ring] = 0  # in the place of an episode that is long over
+            self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
         return first
 
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
-        """Write the goals of episodes behind the newest ones, and make the episodes known.
+        """Append the goals of episodes to the ring.
 
         Args:
-            publications (sequence): triples of an episode id, the goals ``[steps, *goal]`` of its steps from
-                the first on (at most ``capacity``), and how many of these steps the table has from when it was
-                shorter.
+            publications (sequence): triples of an episode id, the goals ``[steps, *goal]`` of its steps from the first
+                on (at most ``capacity``), and how many of these steps were published before.
         """
         if not publications:
             return
@@ -103,7 +116,7 @@ class GoalTable:
         lengths = np.array([len(goals) for _, goals, _ in publications])
         goals = torch.cat([goals.to(self.device) for _, goals, _ in publications])
         for episode, _, before in publications:
-            if before:  # each step of an episode stands in the table once
+            if before:  # each step of an episode is in the table once
                 start = self.starts[episode % self.capacity]
                 rows = (start + torch.arange(before, device=self.device)) % self.capacity
                 self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
@@ -133,14 +146,14 @@ class GoalTable:
     # Reading
 
     def find(self, episodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where episodes ``int64 [batch]`` start and how long they are, or what is there in their place."""
+        """Return the starts and lengths of episodes ``int64 [batch]``; arbitrary values for evicted episodes."""
         index = episodes % self.capacity
-        # The length first, which is written last: with the start of a longer version a shorter length is right.
+        # The length is written last and read first: a shorter length is valid with the start of a longer episode.
         lengths = self.lengths.index_select(0, index)
         return self.starts.index_select(0, index), lengths
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, -1 where that just changed."""
+        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, -1 where a writer changed them."""
         index = rows % self.capacity
         before = self.owners.index_select(0, index)
         goals = self.goals.index_select(0, index)
@@ -148,30 +161,30 @@ class GoalTable:
         return goals, after.masked_fill_(before != after, -1)
 
     def start_at(self, episodes: Tensor, starts: Tensor) -> Tensor:
-        """Say which episodes start where they did when `find` was asked: ``bool [batch]``."""
+        """Return whether episodes still start at the rows that `find` returned: ``bool [batch]``."""
         return self.starts.index_select(0, episodes % self.capacity) == starts
 
     def owners_of(self, rows: Tensor) -> Tensor:
-        """Return the episodes ``[batch]`` that the goals in rows were achieved in, -1 where there are none."""
+        """Return the episodes ``[batch]`` in which the goals of rows were achieved, -1 for empty rows."""
         return self.owners.index_select(0, rows % self.capacity)
 
-    # Keeping
+    # Moving, saving
 
     _rings = ("goals", "owners", "starts", "lengths")
     _tensors = (*_rings, "size")
 
     def to(self, device: torch.device) -> None:
-        """Move the table, the goals last: where they are, `device` says, the others are, too."""
+        """Move the table. The goals, which `device` refers to, move last: readers take no lock."""
         for name in reversed(self._tensors):
             setattr(self, name, getattr(self, name).to(device))
 
     def clear(self) -> None:
-        """Forget the goals; ids and rows that were given away stay given away."""
+        """Remove all goals. Ids and rows are not given away a second time."""
         self.owners.fill_(-1)
         self.lengths.fill_(0)
 
     def share_memory_(self) -> None:
-        """Move the table into memory that processes share."""
+        """Move the table into shared memory."""
         for name in (*self._tensors, "counters"):
             getattr(self, name).share_memory_()
 
@@ -181,7 +194,7 @@ class GoalTable:
         return self.counters.is_shared()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is filled of the table, in tensors that later writes do not change."""
+        """Return a copy of the filled part of the table."""
         rows, episodes, _ = self.counters.tolist()
         filled = {"goals": rows, "owners": rows, "starts": episodes + 1, "lengths": episodes + 1}
         state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
@@ -192,10 +205,10 @@ class GoalTable:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
-            ValueError: if the state is that of another capacity or of another kind of goals.
+            ValueError: if it has another capacity, or goals of another shape or dtype.
         """
         if state["capacity"] != self.capacity:
             raise ValueError(
@@ -216,9 +229,9 @@ class GoalTable:
 
 
 def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Lay ``count`` entries from position ``first`` on into a ring: where they go, and which they are.
+    """Yield slices of a ring, and of ``count`` entries that are written to it from position ``first`` on.
 
-    Of more entries than the ring holds, the last ones are laid.
+    If there are more entries than the ring holds, the last ones are written.
     """
     begin = max(0, count - size)
     while begin < count:
@@ -228,14 +241,13 @@ def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         begin += length
 
 
-# Seconds. A write takes milliseconds.
-PATIENCE = 60.0
+LOCK_TIMEOUT = 60.0  # seconds; a write takes milliseconds
 
 
 class WriteLock:
-    """Excludes writers in the threads of one process, and once shared in those of several.
+    """Excludes writers in other threads and, once shared, in other processes.
 
-    A process that is killed while it holds a shared lock never gives it back, so nobody waits for ever.
+    A process that is killed while it holds a shared lock never releases it, so acquiring the lock times out.
     """
 
     def __init__(self) -> None:
@@ -248,68 +260,66 @@ class WriteLock:
         self.is_shared = True
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=PATIENCE):
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT):
             raise RuntimeError(
-                f"The goal table was locked for {PATIENCE:.0f} s: a process was killed or stopped while it wrote. "
-                "Start anew from the last checkpoint."
+                f"The goal table was locked for {LOCK_TIMEOUT:.0f} s: a process was killed or stopped while it wrote. "
+                "Restart from the last checkpoint."
             )
 
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_lock": self._lock if self.is_shared else None, "is_shared": self.is_shared}
+        return {"shared_lock": self._lock if self.is_shared else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not self.is_shared:
-            self._lock = threading.Lock()
+        self.is_shared = state["shared_lock"] is not None
+        self._lock = state["shared_lock"] or threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WriteLock:
         return WriteLock()
 
 
-# Looking at a draw waits for the GPU, so it is done at every so many writes, until enough was drawn to tell.
-WRITES_BETWEEN = 16
-ENOUGH = 1000
+WRITES_BETWEEN = 16  # reading a draw waits for the GPU
+ENOUGH_DRAWS = 1000
 SHARE_LOST = 0.2
 
 
-class CapacityWatch:
-    """Counts the transitions that were to be relabelled and were not, and warns once.
+class EvictionWarning:
+    """Warns once if many transitions are not relabelled because their goals have left the table.
 
-    Sampling leaves its last draw with the goal table, where it stays on the device; writing looks at it.
+    Sampling leaves its last draw in the table, on its device. Writing reads it now and then.
 
     Args:
-        capacity (int): that of the goal table.
+        capacity (int): the capacity of the goal table.
     """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self.writes = 0
-        self._told = False
-        self._looked_at: tuple[Tensor, Tensor] | None = None
+        self._writes = 0
+        self._is_done = False
+        self._last_draw: tuple[Tensor, Tensor] | None = None
         self._counts = np.zeros(2)  # transitions that were to be relabelled, and those that were
 
     def after_write(self, last_draw: tuple[Tensor, Tensor]) -> None:
-        """Now and then, look at the last draw: were goals lost that had been there?
+        """Read the last draw at every 16th write.
 
         Args:
-            last_draw: flags ``bool [batch]`` of those that were to be relabelled, and of those that were.
+            last_draw: `GoalTable.last_draw`.
         """
-        self.writes += 1
-        if self._told or self.writes % WRITES_BETWEEN or last_draw is self._looked_at:
+        self._writes += 1
+        if self._is_done or self._writes % WRITES_BETWEEN or last_draw is self._last_draw:
             return
-        self._looked_at = last_draw
+        self._last_draw = last_draw
         self._counts += np.array([int(flags.sum()) for flags in last_draw])
-        wanted, relabelled = self._counts
-        if wanted < ENOUGH:
+        drawn, relabelled = self._counts
+        if drawn < ENOUGH_DRAWS:
             return
         self._counts[:] = 0
-        lost = 1 - relabelled / wanted
+        lost = 1 - relabelled / drawn
         if lost < SHARE_LOST:
             return
-        self._told = True
+        self._is_done = True
         least = math.ceil(self.capacity / (1 - lost)) if relabelled else self.capacity + 1
         warnings.warn(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
@@ -321,7 +331,7 @@ class CapacityWatch:
 
 
 def check_may_move(table: GoalTable, device: torch.device) -> None:
-    """Check that the goal table is where the samples are, or can come there."""
+    """Check that the goal table is on the device of the samples, or can be moved to it."""
     if table.is_shared and table.device != device:
         raise RuntimeError(
             f"The sampled transitions are on {device}, and the goal table, which processes share, on {table.device}: "

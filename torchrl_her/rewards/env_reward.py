@@ -1,4 +1,4 @@
-"""The reward of a goal environment, from its own functions."""
+"""The reward of a goal environment, computed by the environment's own functions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward, as_tensor
 class EnvReward(GoalReward):
     """The environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
 
-    Where the environment has ``compute_terminated``, ``("next", "terminated")`` is recomputed with it. Both
-    are called once per batch, with NumPy arrays. A function that is not batched (on the first call a reached
-    and a missed goal find that out) is called row by row, with a warning.
+    If the environment has ``compute_terminated``, it recomputes ``("next", "terminated")``. Both functions are called
+    once per batch, with NumPy arrays. The first call tests them with a reached goal and other goals; a function that is
+    not batched is called row by row, with a warning.
 
     Args:
-        env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either. Of Gymnasium's
-            wrappers the outermost counts that has the function.
+        env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either. The outermost Gymnasium
+            wrapper that defines ``compute_reward`` is used, and likewise for ``compute_terminated``.
 
     Keyword Args:
-        info_keys (sequence of NestedKey): stored entries that are handed over as ``info``, a dictionary from
-            the last part of each key to an array ``[batch, ...]`` (to its row, where called row by row).
-        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): takes the place of the environment's
+        info_keys (sequence of NestedKey): stored entries that are passed as ``info``, a dictionary from the last part
+            of each key to an array ``[batch, ...]`` (or to one row of it, in calls row by row).
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): used instead of the environment's
             ``compute_terminated``; see `GoalReward`.
 
     Raises:
@@ -76,7 +76,7 @@ class EnvReward(GoalReward):
 
 
 class _Info(dict):
-    """What is handed over as info. It tells how an entry comes there that is missing."""
+    """The ``info`` argument. Its KeyError says how to add the missing entry."""
 
     def __init__(self, values: dict[str, np.ndarray], asking: str):
         super().__init__(values)
@@ -90,21 +90,21 @@ class _Info(dict):
 
 
 class _EnvFunction:
-    """A function of a goal environment, from tensors to tensors, batched or row by row."""
+    """A function of a goal environment that takes and returns tensors, called with batches or row by row."""
 
     def __init__(self, env: Any, name: str):
         self.name = name
         self.function = _find(env, name)
         self.env_name = _name_of(env)
         self.observation_space = getattr(env, "observation_space", None)
-        self.batched: bool | None = None  # not known before the first call
+        self.batched: bool | None = None  # unknown before the first call
 
     def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
         arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
         if self.batched is None:
             self.batched = self._is_batched(*arrays)
         values = self._batch(*arrays) if self.batched else self._rows(*arrays)
-        if values.ndim == 0:  # the same whatever the goals are
+        if values.ndim == 0:  # one value for all goals
             values = np.full(len(achieved), values)
         return torch.as_tensor(values).to(achieved.device)
 
@@ -117,7 +117,7 @@ class _EnvFunction:
         return np.array([self._batch(achieved[row], desired[row], infos[row]).item() for row in rows])
 
     def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
-        """Compare a batch of a reached goal and others, most of them missed, with the same row by row."""
+        """Call the function with a batch of one reached goal and eight others, and compare it with calls row by row."""
         reached = achieved[0].astype(desired.dtype)
         others = self._other_goals(reached)
         probe = (np.stack([reached] * 9), np.stack([reached, *others]))
@@ -125,7 +125,7 @@ class _EnvFunction:
         expected = self._rows(*probe, infos)
         try:
             values = self._batch(*probe, infos)
-        except Exception:  # whatever it raises, it does not take a batch
+        except Exception:  # any error means that it does not take a batch
             values = np.empty(0)
         if values.shape in ((), (9,), (9, 1)) and np.allclose(values.reshape(-1), expected):
             return True
@@ -138,12 +138,12 @@ class _EnvFunction:
         return False
 
     def _other_goals(self, reached: np.ndarray) -> list[np.ndarray]:
-        """Draw goals ``[goal]``, of the environment where it tells of them, and around the one that is reached."""
+        """Return eight other goals ``[goal]``: samples of the observation space, or goals near the reached one."""
         space = self.observation_space
         if not isinstance(space, gymnasium.spaces.Dict) or "desired_goal" not in space.spaces:
             wide = reached.astype(np.result_type(reached, np.int64))
             return [(wide + offset).astype(reached.dtype) for offset in (1, -1, 2, -2, 5, -5, 10, -10)]
-        space = copy.deepcopy(space["desired_goal"])  # leaves the environment's draws alone
+        space = copy.deepcopy(space["desired_goal"])  # keeps the environment's random state
         space.seed(0)
         goals = [np.asarray(space.sample(), dtype=reached.dtype) for _ in range(8)]
         if goals[0].size != reached.size:
@@ -156,7 +156,7 @@ class _EnvFunction:
 
 
 def _goal_environment(env: Any) -> Any:
-    """Return an environment that has ``compute_reward``, or a wrapper of it that has."""
+    """Return the environment, or a wrapper of it, that defines ``compute_reward``."""
     if not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env):
         env = env()
     while isinstance(env, TransformedEnv):
@@ -178,8 +178,8 @@ def _goal_environment(env: Any) -> Any:
 
 
 def _find(env: Any, name: str) -> Any:
-    """Return a function of the outermost of Gymnasium's wrappers that has it, or of the environment, or None."""
-    if hasattr(env, "has_wrapper_attr"):  # TorchRL's wrappers pass it on
+    """Return a function of the outermost Gymnasium wrapper that defines it, or of the environment, or None."""
+    if hasattr(env, "has_wrapper_attr"):  # also through TorchRL's wrappers
         return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
     return getattr(getattr(env, "unwrapped", env), name, None)
 

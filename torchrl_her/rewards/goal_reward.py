@@ -1,7 +1,8 @@
-"""Reward modules: what a relabelled transition earns, and whether it ends the episode."""
+"""The reward of a relabelled transition as a function of its goals, and whether it ends the episode."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -19,19 +20,19 @@ GoalFunction = Callable[[Tensor, Tensor], Tensor]
 class GoalReward(TensorDictModuleBase):
     """The reward as a function of the achieved and the desired goal.
 
-    It reads ``("next", achieved_goal)`` and ``desired_goal`` and writes ``("next", "reward")``, and with
-    ``terminated_fn`` also ``("next", "terminated")``. `HERTransform` makes one of any callable that it is
-    given, and sets the keys to its own.
+    It reads ``("next", achieved_goal)`` and ``desired_goal``, and writes ``("next", "reward")``. With
+    ``terminated_fn`` it also writes ``("next", "terminated")``. `HERTransform` wraps a callable in a ``GoalReward`` and
+    sets the keys.
 
     Args:
         reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals ``[batch, *goal]`` to
-            rewards ``[batch]`` or ``[batch, 1]``. Several batch dimensions come flattened to one. It must not
-            change what it is given.
+            rewards ``[batch]`` or ``[batch, 1]``. Several batch dimensions are flattened to one. It must not modify
+            its arguments.
 
     Keyword Args:
-        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same to bools: whether the
-            achieved goal ends the episode, for environments that terminate on success. By default
-            ``terminated`` stays as stored.
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same goals to bools: whether the
+            achieved goal ends the episode. For environments that terminate on success. By default, ``terminated``
+            keeps its stored value.
 
     Raises:
         TypeError: if a function cannot be called with two arguments.
@@ -47,7 +48,7 @@ class GoalReward(TensorDictModuleBase):
         torch.Size([5, 1])
     """
 
-    info_keys: tuple[NestedKey, ...] = ()  # what is read besides the goals
+    info_keys: tuple[NestedKey, ...] = ()  # entries that are read besides the goals
 
     def __init__(self, reward_fn: GoalFunction, *, terminated_fn: GoalFunction | None = None):
         super().__init__()
@@ -55,7 +56,7 @@ class GoalReward(TensorDictModuleBase):
         if terminated_fn is not None:
             self.functions.append(_with_two_arguments(terminated_fn, "terminated_fn"))
         for place, function in enumerate(self.functions):
-            if isinstance(function, nn.Module):  # a learned reward moves and is saved with this module
+            if isinstance(function, nn.Module):  # a learned reward is moved and saved with this module
                 self.add_module(f"function_{place}", function)
         self.goal_fn: Callable[[Tensor], Tensor] | None = None
         self.set_keys()
@@ -68,28 +69,30 @@ class GoalReward(TensorDictModuleBase):
         reward: NestedKey = "reward",
         terminated: NestedKey = "terminated",
     ) -> None:
-        """Set the keys that are read and written; all but the desired goal's stand under ``"next"``."""
+        """Set the keys that are read and written. All except ``desired_goal`` are under ``"next"``."""
         self.in_keys = [unravel_key(("next", achieved_goal)), unravel_key(desired_goal), *self.info_keys]
         out_keys = [unravel_key(("next", reward)), unravel_key(("next", terminated))]
         self.out_keys = out_keys[: len(self.functions)]
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the reward (and the flag) of the transitions into ``tensordict`` and return it."""
-        for key, values in self.compute(tensordict).items():
-            tensordict.set(key, values)
-        return tensordict
+    def with_goal_fn(self, goal_fn: Callable[[Tensor], Tensor] | None) -> GoalReward:
+        """Return a shallow copy that maps achieved goals with ``goal_fn`` before it compares them.
 
-    def compute(self, tensordict: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Return the reward (and the flag) of the transitions, ``[*batch, 1]``, by the key it belongs under."""
+        The copy does not register a ``goal_fn`` that is a module: it belongs to the transform.
+        """
+        reward = copy.copy(self)
+        reward.goal_fn = None if goal_fn is None else partial(goal_fn)
+        return reward
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the reward (and ``terminated``) of transitions ``[*batch]`` into ``tensordict`` and return it."""
         batch = tensordict.batch_size
         achieved, desired = tensordict.get(self.in_keys[0]), tensordict.get(self.in_keys[1])
         if len(batch) != 1:
             achieved = achieved.reshape(-1, *achieved.shape[len(batch) :])  # [batch, *state]
             desired = desired.reshape(-1, *desired.shape[len(batch) :])  # [batch, *goal]
         if self.goal_fn is not None:
-            achieved = self.goal_fn(achieved)
+            achieved = self.goal_fn(achieved)  # [batch, *goal]
         count = desired.shape[0]
-        computed = {}
         for key, values in zip(self.out_keys, self.evaluate(achieved, desired, tensordict), strict=True):
             if values.shape != (count,) and values.shape != (count, 1):
                 raise ValueError(
@@ -97,22 +100,22 @@ class GoalReward(TensorDictModuleBase):
                     f"{tuple(desired.shape)}: it must return one value per row, {(count,)} or {(count, 1)}. "
                     "A norm, for example, needs dim=-1."
                 )
-            computed[key] = values.reshape(*batch, 1)
-        return computed
+            tensordict.set(key, values.reshape(*batch, 1))
+        return tensordict
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:
-        """Return the values of the functions, the reward's first."""
+        """Return the rewards, and with ``terminated_fn`` the flags, of goals ``[batch, *goal]``."""
         return [as_tensor(function(achieved, desired)) for function in self.functions]
 
 
 class SparseReward(GoalReward):
-    """0 within a distance of the goal, -1 outside, computed where the tensors are.
+    """0 within a distance of the goal and -1 outside, computed on the device of the goals.
 
     The distance is Euclidean, over all dimensions of a goal.
 
     Args:
-        threshold (float): the distance, in units of the goal, up to which a goal counts as reached. With 0
-            the goals have to be equal.
+        threshold (float): the distance, in units of the goal, up to which a goal is reached. With 0 the goals must be
+            equal.
 
     Keyword Args:
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): see `GoalReward`.
@@ -135,7 +138,7 @@ class SparseReward(GoalReward):
 
 def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:
     if desired.is_floating_point():
-        achieved = achieved.to(desired.dtype)  # in which goals are kept
+        achieved = achieved.to(desired.dtype)  # the dtype in which the table keeps goals
     elif not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
         achieved, desired = achieved.long(), desired.long()
     difference = achieved - desired
@@ -147,7 +150,7 @@ def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Te
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return what a function of goals returned as a tensor."""
+    """Convert the result of a user's function to a tensor."""
     if values is None:
         raise TypeError("A function of achieved and desired goals returned None: it must return one value per row.")
     return torch.as_tensor(values)
@@ -159,7 +162,7 @@ def _with_two_arguments(function: GoalFunction, name: str) -> GoalFunction:
         raise TypeError(f"{name} must be a function of (achieved_goal, desired_goal), got {function!r}.")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have none
+    except ValueError:  # some built-in functions have no signature
         return function
     try:
         signature.bind(None, None)

@@ -1,29 +1,38 @@
-"""Checkpoints of a `PackedStorage` that take the room of what was written, and not of what could be."""
+"""Checkpoints of a `PackedStorage`, which take no disk space for rows that were not written."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
-if TYPE_CHECKING:
-    from torchrl_her.storage.packed_storage import PackedStorage
+from torchrl_her._torchrl import load_hooks, save_hooks
 
 METADATA = "storage_metadata.json"
 
 
-class PackedStorageCheckpointer(TensorStorageCheckpointer):
-    """Saves the files of TorchRL's checkpointer, with a hole where nothing was written, and reads what was written.
+class SparseStorage(Protocol):
+    """What the checkpointer uses of a `PackedStorage`."""
 
-    Either reads what the other saved. Hooks, which may ask for all rows and return others, are left to TorchRL's.
+    initialized: bool
+
+    def __len__(self) -> int: ...
+    def write_to(self, directory: Path) -> None: ...  # noqa: D102
+    def read_from(self, saved: TensorDictBase, count: int) -> None: ...  # noqa: D102
+
+
+class PackedStorageCheckpointer(TensorStorageCheckpointer):
+    """Saves the same files as TorchRL's checkpointer, sparse where nothing was written.
+
+    Each of the two loads what the other saved. With hooks, which may change rows, TorchRL's checkpointer does the work.
     """
 
-    def dumps(self, storage: PackedStorage, path: str | Path) -> None:
-        """Save a storage into a directory, which is made where it is missing."""
-        if self._save_hooks or not storage.initialized:  # TorchRL keeps hooks in no public place
+    def dumps(self, storage: SparseStorage, path: str | Path) -> None:
+        """Save a storage into a directory, which is created if it does not exist."""
+        if save_hooks(self) or not storage.initialized:
             return super().dumps(storage, path)
         path = Path(path)
         path.mkdir(exist_ok=True)
@@ -31,20 +40,20 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
         (path / METADATA).write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": len(storage)}))
         return None
 
-    def loads(self, storage: PackedStorage, path: str | Path) -> None:
-        """Fill a storage from a directory.
+    def loads(self, storage: SparseStorage, path: str | Path) -> None:
+        """Load a storage from a directory.
 
         Raises:
-            ValueError: if what was saved is of another size, or has other entries.
-            TypeError: if it is not that of TensorDicts.
+            ValueError: if the saved storage has another size or other entries.
+            TypeError: if it does not hold TensorDicts.
         """
-        if self._load_hooks:
+        if load_hooks(self):
             return super().loads(storage, path)
         metadata = json.loads((Path(path) / METADATA).read_text())
         if metadata["is_pytree"]:
             raise TypeError(
-                f"What was saved in {path} are tensors in no TensorDict, and PackedStorage stores TensorDicts: load it "
-                "into a LazyTensorStorage."
+                f"{path} holds tensors outside of a TensorDict, and PackedStorage stores TensorDicts: load it into a "
+                "LazyTensorStorage."
             )
         storage.read_from(TensorDict.load_memmap(path), metadata["len"])
         return None

@@ -10,37 +10,37 @@ from typing import Any
 import torch
 from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.data import TensorStorage
 
+from torchrl_her._torchrl import CustomTensorStorage
 from torchrl_her.storage.checkpointer import PackedStorageCheckpointer
 from torchrl_her.storage.row_layout import WORD, RowLayout, entries_of
 
-# What the writers of TensorDict buffers add, after they asked for the size and before they write.
+# The writers of TensorDict buffers add these entries between `check_write` and `set`.
 ADDED_BY_WRITER: frozenset[NestedKey] = frozenset({"index"})
 
 
-class PackedStorage(TensorStorage):
+class PackedStorage(CustomTensorStorage):
     """A storage that reads a sampled transition from one place: a drop-in for ``LazyTensorStorage``.
 
-    A transition is one row of a matrix, so a batch is gathered in one step, where a storage with a column for each
-    entry gathers as often as there are entries. Samples have the keys, shapes, dtypes and nesting that were written,
-    and memory of their own. The first write lays the rows out.
+    Each transition is one row of a matrix, so a batch is read with a single gather, where ``LazyTensorStorage`` needs
+    one per entry. Samples have the keys, shapes, dtypes and nesting of the transitions that were written, and own their
+    memory. The first write determines the layout of a row.
 
     Args:
-        max_size (int): how many transitions are stored.
+        max_size (int): the number of transitions that can be stored.
 
     Keyword Args:
-        device (torch.device or str, optional): where they are stored, ``"auto"`` for where the first ones are.
+        device (torch.device or str, optional): the device of the rows, or ``"auto"`` for that of the first write.
             Default: the CPU.
-        ndim (int): how many batch dimensions of what is written count transitions. Default: 1.
-        scratch_dir (str or Path, optional): a directory for a memory-mapped file with the rows, which stays when the
-            program ends. By default they are in memory.
+        ndim (int): the number of batch dimensions that index transitions, as in ``LazyTensorStorage``. Default: 1.
+        scratch_dir (str or Path, optional): a directory for a memory-mapped file with the rows, which is kept when the
+            program ends. By default the rows are in memory.
         compilable (bool): as in ``LazyTensorStorage``. Default: False.
 
     Raises:
-        TypeError: when writing, if an entry is not a tensor, or what is written not a tensordict.
-        ValueError: when writing, if keys, shapes or dtypes are not those of the first write. Nothing is stored then.
-        FileExistsError: on the first write, if ``scratch_dir`` has the rows of a storage.
+        TypeError: when writing, if the data is not a tensordict or an entry is not a tensor.
+        ValueError: when writing, if keys, shapes or dtypes differ from the first write. Nothing is stored then.
+        FileExistsError: on the first write, if ``scratch_dir`` already holds the rows of a storage.
 
     Examples:
         >>> import torch
@@ -54,11 +54,6 @@ class PackedStorage(TensorStorage):
         torch.Size([32, 1])
     """
 
-    _default_checkpointer = PackedStorageCheckpointer  # TorchRL asks for it where a buffer is given none
-    shared_init = False  # TorchRL asks for it where a storage without rows is sent to another process
-    max_size: int
-    device: torch.device | str
-
     def __init__(
         self,
         max_size: int,
@@ -69,8 +64,9 @@ class PackedStorage(TensorStorage):
         compilable: bool = False,
     ):
         super().__init__(None, max_size, device=device or "cpu", ndim=ndim, compilable=compilable)
+        self.checkpointer = PackedStorageCheckpointer()
         if scratch_dir is not None and self.device != torch.device("cpu"):
-            raise ValueError(f"Rows in a file are on the CPU: leave out device={device!r}, or scratch_dir.")
+            raise ValueError(f"A memory-mapped file is on the CPU: leave out device={device!r} or scratch_dir.")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._layout: RowLayout
         self._rows: Tensor  # int64 [size, *lanes, words]
@@ -78,8 +74,8 @@ class PackedStorage(TensorStorage):
 
     # Writing
 
-    def _init(self, data: TensorDictBase) -> None:
-        """Lay out the rows for one transition, or for one of each lane."""
+    def allocate(self, data: TensorDictBase) -> None:
+        """Allocate the rows for transitions like ``data``: one, or with ``ndim`` > 1 one per lane ``[*lanes]``."""
         lanes = data.batch_size[: self.ndim - 1]
         layout = RowLayout(data, len(lanes))
         shape = self._shape_for(lanes)
@@ -92,61 +88,57 @@ class PackedStorage(TensorStorage):
         self._layout = layout
         self._lanes = lanes.numel()
         self.max_size = shape.numel()
-        # Views of the rows: TorchRL's samplers, checkpointers and in-place updates work on them.
-        self._storage = layout.view(self._rows)
-        self.initialized = True
+        # TorchRL's samplers, checkpointers and in-place updates work on these views of the rows.
+        self.entries = layout.view(self._rows)
 
     def _shape_for(self, lanes: torch.Size) -> torch.Size:
         return torch.Size([-(self.max_size // -lanes.numel()), *lanes])
 
-    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        # A writer asks for it before it moves its cursor: what does not fit is refused here, and nothing has changed.
-        if not (single_data is None and batched_data is None):
-            data = _as_tensordict(batched_data if single_data is None else single_data)
-            if self.initialized:
-                self._layout.check(data, but=ADDED_BY_WRITER)
-            else:
-                entries_of(data, data.batch_dims)
-        return super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
+    def check_write(self, data: Any) -> None:
+        """Raise an error if ``data`` cannot be stored. The writer then has changed nothing yet."""
+        data = _as_tensordict(data)
+        if self.initialized:
+            self._layout.check(data, but=ADDED_BY_WRITER)
+        else:
+            entries_of(data, data.batch_dims)
 
     @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write transitions.
 
         Args:
-            cursor: where to write them: an index of the first dimension, or any index where ``set_cursor`` is False.
+            cursor: an index of the first dimension, or with ``set_cursor=False`` any index.
             data (TensorDictBase or list of it): the transitions.
 
         Keyword Args:
-            set_cursor (bool): whether the storage grows by them. Default: True.
+            set_cursor (bool): whether the storage grows by the transitions. Default: True.
 
         Raises:
-            TypeError, ValueError: as the class says.
+            TypeError, ValueError: see the class.
         """
         data = _as_tensordict(data)
         if not self.initialized:
-            self._init(data if isinstance(cursor, int) else data[0])
+            self.allocate(data if isinstance(cursor, int) else data[0])
         if isinstance(cursor, int) and set_cursor:
             self._rows[cursor] = self._layout.pack(data).to(self.device)
         elif isinstance(cursor, Tensor) and cursor.ndim == 1 and set_cursor:
             rows = self._layout.pack(data).to(self.device)
-            last = slice(-len(self._rows), None)  # of more transitions than there is room for, the last ones stay
+            last = slice(-len(self._rows), None)  # a write larger than the storage keeps its last transitions
             self._rows.index_copy_(0, cursor[last].to(self.device), rows[last])
         else:
             self._layout.check(data)
-            self._storage[cursor] = data
+            self.entries[cursor] = data
         if set_cursor:
-            self._set_last_cursor(cursor)
-            self._get_new_len(data, cursor)
-        self._bump_mutation_revision()
+            self.note_write(cursor, data)
+        self.note_change()
 
     # Reading
 
     def get(self, index: Any) -> Any:
-        """Return transitions, or an entry of all by its key.
+        """Return the transitions at an index, or by its key one entry of all transitions.
 
-        What is returned has memory of its own, but for ``[:]`` and a key: TorchRL's buffers update stored entries
-        through the one (``rb.set_``, ``rb.update_``), and its samplers read episodes through both.
+        The result owns its memory, except for ``[:]`` and a key: TorchRL's buffers update stored entries through
+        ``[:]`` (``rb.set_``, ``rb.update_``), and its samplers read episodes through both.
         """
         if self.initialized and _are_rows(index, self.ndim):
             return self._layout.unpack(self._gather(index))
@@ -156,12 +148,12 @@ class PackedStorage(TensorStorage):
         return found.copy() if isinstance(index, slice) and index == slice(None) else found.clone()
 
     def _gather(self, index: Tensor | tuple[Tensor, ...]) -> Tensor:
-        written = -(self._len // -self._lanes)
+        written = -(self.count // -self._lanes)
         rows = self._rows if written == len(self._rows) else self._rows[:written]
         if self.ndim == 1 and rows.is_cpu:
             each = index[0] if isinstance(index, tuple) else index
             if each.ndim == 1:
-                # A third of the price of indexing, and knows no negative numbers.
+                # Three times as fast as indexing, but without negative indices.
                 with contextlib.suppress(IndexError):
                     return rows.index_select(0, each)
         return rows[index]
@@ -169,67 +161,63 @@ class PackedStorage(TensorStorage):
     # In other processes, on disk
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what is stored, entry by entry, as TorchRL's storages do."""
+        """Return a copy of the stored transitions, entry by entry, as TorchRL's storages do."""
         state = super().state_dict()
-        return state | {"_storage": self._storage.clone().state_dict()} if self.initialized else state
+        return state | {"_storage": self.entries.clone().state_dict()} if self.initialized else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
-            ValueError: if it is that of a storage of another size, or with other entries.
+            ValueError: if the saved storage has another size or other entries.
         """
         if state_dict["initialized"]:
             saved = TensorDict()
             saved.load_state_dict(state_dict["_storage"], strict=False)
             self.read_from(saved, state_dict["_len"])
         else:
-            self._len = 0
-            self._bump_mutation_revision()
+            self.count = 0
 
     def write_to(self, directory: Path) -> None:
-        """Write what is stored into files with room for all that could be: what was not written takes none."""
+        """Write the transitions into sparse files of the full size, in which unwritten rows take no disk space."""
         stored = self[:]
-        files = self._storage.memmap_like(directory, copy_existing=True)
+        files = self.entries.memmap_like(directory, copy_existing=True)
         files[: len(stored)].update_(stored)
 
     def read_from(self, saved: TensorDictBase, count: int) -> None:
-        """Take over the first transitions of a storage of the same size.
+        """Load the transitions of a storage of the same size.
 
         Args:
-            saved (TensorDictBase): all its entries, ``[size, ...]``.
-            count (int): how many of them are transitions.
+            saved (TensorDictBase): the entries of that storage, ``[size, ...]``.
+            count (int): how many transitions of it are written.
 
         Raises:
-            ValueError: as `load_state_dict` says.
+            ValueError: if it has another size or other entries.
         """
         shape = saved.batch_size[: self.ndim]
         room = self._shape_for(shape[1:])
         if shape != room:
             raise ValueError(
-                f"The saved storage has room for {list(shape)} transitions and this one for {list(room)}: make it as "
-                "large as it was."
+                f"The saved storage has room for {list(shape)} transitions and this one for {list(room)}: make this "
+                "one as large as the saved one."
             )
         if not self.initialized:
-            self._init(saved[0])
+            self.allocate(saved[0])
         self._layout.check(saved)
         written = -(count // -self._lanes)
-        self._storage[:written].update_(saved[:written])
-        self._len = count
-        self._bump_mutation_revision()
+        self.entries[:written].update_(saved[:written])
+        self.count = count
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self.initialized:
-            del state["_storage"]  # views of the rows, each of which would bring all rows
-            if self.scratch_dir is not None and get_spawning_popen() is None:
-                state |= {"_rows": self._rows.clone(), "scratch_dir": None}  # a copy is in memory
+        if self.initialized and self.scratch_dir is not None and get_spawning_popen() is None:
+            state |= {"_rows": self._rows.clone(), "scratch_dir": None}  # a copy lives in memory
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.initialized:
-            self._storage = self._layout.view(self._rows)
+            self.entries = self._layout.view(self._rows)
 
 
 def _as_tensordict(data: Any) -> TensorDictBase:
@@ -244,7 +232,7 @@ def _as_tensordict(data: Any) -> TensorDictBase:
 
 
 def _are_rows(index: Any, dimensions: int) -> bool:
-    """Whether an index is what samplers draw: a tensor of integers for each dimension that counts transitions."""
+    """Whether an index has the form that samplers draw: one integer tensor per dimension of the storage."""
     tensors = index if isinstance(index, tuple) else (index,)
     return len(tensors) == dimensions and all(
         isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in tensors
@@ -257,6 +245,6 @@ def _make_file(directory: Path, shape: torch.Size) -> Tensor:
     if path.exists():
         raise FileExistsError(
             f"{path} holds the rows of another storage. Name another scratch_dir, or delete it if it is not needed; "
-            "rb.dumps and rb.loads keep a buffer for later."
+            "rb.dumps and rb.loads save and restore a buffer."
         )
     return MemoryMappedTensor.empty(shape, dtype=WORD, filename=str(path))

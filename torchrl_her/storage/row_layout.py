@@ -1,4 +1,4 @@
-"""How the entries of a transition lie next to each other in one row of memory."""
+"""Packs the entries of a transition into one row of memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
-WORD = torch.int64  # a row is a whole number of these, so that each of its entries is aligned
+from torchrl_her._torchrl import make_tensordict
+
+WORD = torch.int64  # a row is a whole number of words, so that its entries are aligned
 
 
 @dataclass(frozen=True)
 class Column:
-    """Where an entry lies in a row that is seen as items of the entry's dtype."""
+    """The place of an entry in a row, in items of the entry's dtype."""
 
-    number: int  # in the order of the row
+    number: int  # its position among the columns
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]  # within a row
@@ -27,25 +29,26 @@ class Column:
 
     @property
     def bytes(self) -> int:
-        """How long it is."""
+        """The length of the entry."""
         return (self.end - self.start) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Group:
-    """A tensordict in a row: its entries, and the batch dimensions that it has beyond those that count rows."""
+    """A nested tensordict: its entries, and its batch dimensions beyond those that count rows."""
 
     batch: torch.Size
     entries: dict[str, Column | Group]
+    tensorclass: Any  # the class, if it is a tensorclass
 
 
 class RowLayout:
-    """Packs transitions into rows, and makes transitions of rows.
+    """Packs transitions into rows, and unpacks rows into transitions.
 
-    Entries with large items come first: each is then aligned to its items, and those of one dtype lie together.
+    Entries are ordered by item size, largest first: each is aligned, and entries of one dtype are contiguous.
 
     Args:
-        transitions (TensorDictBase): the first that are stored.
+        transitions (TensorDictBase): transitions with the entries of a row.
         dimensions (int): how many of their batch dimensions count rows. Default: 0, one row.
 
     Raises:
@@ -86,13 +89,14 @@ class RowLayout:
     def _group(self, transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]) -> Group:
         entries: dict[str, Column | Group] = {}
         for name, value in transitions.items():
-            nested = isinstance(value, TensorDictBase)
+            nested = is_tensor_collection(value)
             key = (*parent, name)
             entries[name] = self._group(value, dimensions, key) if nested else self.columns[key if parent else name]
-        return Group(transitions.batch_size[dimensions:], entries)
+        kind = type(transitions) if is_tensorclass(transitions) else None
+        return Group(transitions.batch_size[dimensions:], entries, kind)
 
     def check(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> None:
-        """Check that transitions have the entries that this was made for.
+        """Check that transitions have the entries of the layout.
 
         Args:
             transitions: with any number of batch dimensions that count rows.
@@ -119,13 +123,13 @@ class RowLayout:
         return rows
 
     def view(self, rows: Tensor) -> TensorDict:
-        """Return rows ``[*rows, words]``, with which their memory begins, as transitions that are views of them."""
+        """Return transitions that are views of rows ``[*rows, words]``, which begin at the start of their memory."""
         return _view(self._root, {dtype: (rows.view(dtype), 0) for dtype in self._blocks}, rows.shape[:-1], rows.device)
 
     def unpack(self, rows: Tensor) -> TensorDict:
-        """Return rows ``[*rows, words]``, with which their memory begins and which are nobody else's, as transitions.
+        """Return transitions that take over the memory of rows ``[*rows, words]``, which begin at its start.
 
-        Entries of one dtype share memory, those of different dtypes do not: ``torch.save`` would refuse them.
+        Entries of one dtype share memory. Entries of different dtypes do not, since ``torch.save`` would refuse them.
         """
         items = {}
         for dtype, columns in self._blocks.items():
@@ -135,11 +139,11 @@ class RowLayout:
         return _view(self._root, items, rows.shape[:-1], rows.device)
 
     def _dimensions(self, transitions: TensorDictBase) -> int:
-        """How many batch dimensions count rows."""
+        """Return how many batch dimensions count rows."""
         return transitions.batch_dims - len(self._root.batch)
 
     def _collect(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> list[Any]:
-        """Return the values of the columns, in their order."""
+        """Return the value of each column."""
         values: list[Any] = [None] * len(self.columns)
         dimensions = self._dimensions(transitions)
         fit = _collect(self._root, transitions, dimensions, values)
@@ -165,7 +169,7 @@ class RowLayout:
 
 
 def entries_of(transitions: TensorDictBase, dimensions: int) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
-    """Return the dtypes of all entries, and their shapes in one row.
+    """Return the dtype of each entry, and its shape in one row.
 
     Raises:
         TypeError: if an entry is not a tensor.
@@ -184,11 +188,11 @@ def _entries(
         key: NestedKey = (*parent, name) if parent else name
         try:
             value = transitions.get(name)
-        except RuntimeError as error:  # a stack of shapes that differ
+        except RuntimeError as error:  # a stack of different shapes
             raise TypeError(
                 f"PackedStorage stores tensors of one shape each, and {key!r} has several: {error}"
             ) from None
-        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
+        if is_tensor_collection(value) and not is_non_tensor(value):
             yield from _entries(value, dimensions, (*parent, name))
         elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
             yield key, (value.dtype, value.shape[dimensions:])
@@ -200,14 +204,14 @@ def _entries(
 
 
 def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values: list[Any]) -> bool:
-    """Put the values of the columns where they belong; say whether each is one that the group was made for."""
+    """Set the value of each column; return whether all entries are those of the group."""
     for name, value in transitions.items():
         entry = group.entries.get(name)
         if isinstance(entry, Column):
             if not isinstance(value, Tensor) or value.dtype != entry.dtype or value.shape[dimensions:] != entry.shape:
                 return False
             values[entry.number] = value
-        elif entry is None or not isinstance(value, TensorDictBase) or not _collect(entry, value, dimensions, values):
+        elif entry is None or not is_tensor_collection(value) or not _collect(entry, value, dimensions, values):
             return False
     return True
 
@@ -215,7 +219,7 @@ def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values:
 def _view(
     group: Group, items: Mapping[torch.dtype, tuple[Tensor, int]], batch: torch.Size, device: torch.device
 ) -> TensorDict:
-    """Make a tensordict of rows that are seen as items of each dtype, from the given item on."""
+    """Make a tensordict of views of rows, given as items of each dtype and the first item of these in a row."""
     entries: dict[str, Any] = {}
     for name, entry in group.entries.items():
         if isinstance(entry, Group):
@@ -223,15 +227,8 @@ def _view(
         else:
             row, first = items[entry.dtype]
             entries[name] = row.as_strided(batch + entry.shape, row.stride()[:-1] + entry.strides, entry.start - first)
-    return make_tensordict(entries, batch + group.batch, device)
-
-
-def make_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
-    """Make a tensordict of entries that are known to fit, without the checks of its constructor.
-
-    They are a third of the price of reading a batch, and there is no public way around them.
-    """
-    return TensorDict._new_unsafe(entries, batch_size=batch_size, device=device)
+    tensordict = make_tensordict(entries, batch + group.batch, device)
+    return tensordict if group.tensorclass is None else group.tensorclass.from_tensordict(tensordict)
 
 
 def _describe(dtype: torch.dtype, shape: torch.Size) -> str:

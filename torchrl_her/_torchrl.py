@@ -1,0 +1,131 @@
+"""Every use of a private attribute of TorchRL, tensordict or torch, with the reason why there is no public way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import TensorStorage
+from torchrl.data.replay_buffers import TensorStorageCheckpointer
+from torchrl.envs import MultiStepTransform, Transform
+
+
+def transforms_around(transform: Transform) -> tuple[list[Transform], list[Transform]]:
+    """Return the transforms that a buffer lists before a transform, and those that it lists after it.
+
+    The public ``Transform.container`` raises an error where no environment contains the transform.
+    """
+    before: list[Transform] = []
+    after: list[Transform] = []
+    while (reference := transform._container) is not None and (container := reference()) is not None:
+        listed = list(container)
+        before[:0] = listed[: listed.index(transform)]
+        after += listed[listed.index(transform) + 1 :]
+        transform = container
+    return before, after
+
+
+def drop_waiting_steps(multi_step: MultiStepTransform) -> None:
+    """Drop the last steps of each lane, which ``MultiStepTransform`` holds until their windows are complete.
+
+    It has no public method to reset it.
+    """
+    multi_step._buffer = None
+
+
+def without_compiled_call(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a module without the function that ``Module.compile`` made, which is bound to that module.
+
+    ``torch.nn.Module`` drops it when it is pickled, but not from the state that a subclass copies.
+    """
+    return state | {"_compiled_call_impl": None}
+
+
+def make_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
+    """Make a tensordict of entries that are known to have the batch size and the device.
+
+    The public constructor checks every entry, which takes a third of the time of reading a batch.
+    """
+    return TensorDict._new_unsafe(entries, batch_size=batch_size, device=device)
+
+
+def save_hooks(checkpointer: TensorStorageCheckpointer) -> list[Any]:
+    """Return the hooks that a checkpointer calls when it saves; it has no public list of them."""
+    return checkpointer._save_hooks
+
+
+def load_hooks(checkpointer: TensorStorageCheckpointer) -> list[Any]:
+    """Return the hooks that a checkpointer calls when it loads; it has no public list of them."""
+    return checkpointer._load_hooks
+
+
+class CustomTensorStorage(TensorStorage):
+    """A ``TensorStorage`` that allocates, checks and counts its transitions under public names.
+
+    TorchRL's buffers, writers and samplers call the private methods that are overridden here and read the private
+    attributes; a storage with memory of its own has no other place to join in.
+    """
+
+    shared_init = False  # read when a storage that is not allocated is sent to another process
+    max_size: int
+    device: torch.device | str
+
+    # Methods for subclasses
+
+    def allocate(self, data: TensorDictBase) -> None:
+        """Allocate memory for transitions like ``data``, and set `entries`."""
+        raise NotImplementedError
+
+    def check_write(self, data: Any) -> None:
+        """Raise an error if ``data`` cannot be stored. Called before the writer moves its cursor."""
+        raise NotImplementedError
+
+    # Private state under public names
+
+    @property
+    def entries(self) -> TensorDictBase:
+        """The memory of all transitions, written or not, ``[size, ...]``: what samplers and checkpointers read."""
+        return self._storage
+
+    @entries.setter
+    def entries(self, entries: TensorDictBase) -> None:
+        self._storage = entries
+        self.initialized = True
+
+    @property
+    def count(self) -> int:
+        """How many transitions are stored."""
+        return self._len
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._len = count
+        self.note_change()
+
+    def note_write(self, cursor: Any, data: Any) -> None:
+        """Record that ``data`` was written at ``cursor``, which may extend the storage."""
+        self._set_last_cursor(cursor)
+        self._get_new_len(data, cursor)
+
+    def note_change(self) -> None:
+        """Record that stored transitions changed, for samplers that cache what they read."""
+        self._bump_mutation_revision()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without `entries`: each view would bring the memory of all rows."""
+        state = super().__getstate__()
+        if self.initialized:
+            del state["_storage"]
+        return state
+
+    # TorchRL's private methods
+
+    def _init(self, data: TensorDictBase) -> None:
+        self.allocate(data)
+
+    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
+        data = batched_data if single_data is None else single_data
+        if data is not None:
+            self.check_write(data)
+        return super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
