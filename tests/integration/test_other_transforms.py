@@ -1,5 +1,8 @@
-"""Transforms that stand around HERTransform: after it they see the relabelled transition, before it they may not touch
-what it replaces; goals are normalized alike wherever they come from, and copies of a goal are noticed."""
+"""Transforms before and after HERTransform.
+
+Those after it see the relabelled transition, those before it may not change what it replaces. All goals are normalized
+with the same statistics, and entries that contain a copy of the goal are refused.
+"""
 
 import functools
 import re
@@ -7,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tape
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from torchrl.envs import (
     CatTensors,
@@ -29,22 +31,24 @@ from torchrl.envs import (
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import TD3Loss
 
-from torchrl_her import GoalReward, HERTransform
+from support import tape
+from support.factories import make_transform
+from torchrl_her import HERTransform
 from torchrl_her.diagnosis import goal_copies as copies
 
 NEXT_GOAL, NEXT_OBSERVATION, NEXT_REWARD = ("next", "desired_goal"), ("next", "observation"), ("next", "reward")
+OUTCOME = ("next", "achieved_goal")
 GOALS = ["desired_goal", NEXT_GOAL]
 READ_BY_NETWORKS = ["observation", "desired_goal", NEXT_OBSERVATION, NEXT_GOAL]
 FRAMES = 60
 
 
-def hindsight(**kwargs):
-    return HERTransform(GoalReward(tape.reward_of, terminated_fn=tape.reached), capacity=1000, **kwargs)
+hindsight = functools.partial(make_transform, capacity=1000)
 
 
-def collect(env, policy=None, frames=FRAMES):
+def collect(env):
     torch.manual_seed(0)
-    return next(iter(Collector(env, policy, frames_per_batch=frames, total_frames=frames)))
+    return next(iter(Collector(env, None, frames_per_batch=FRAMES, total_frames=FRAMES)))
 
 
 @functools.cache
@@ -65,9 +69,8 @@ def with_images():
     return data
 
 
-def buffer(transform, *data, storage=None):
-    storage = LazyTensorStorage(1000) if storage is None else storage
-    rb = TensorDictReplayBuffer(storage=storage, transform=transform, batch_size=200)
+def buffer(transform, *data, storage=LazyTensorStorage):
+    rb = TensorDictReplayBuffer(storage=storage(1000), transform=transform, batch_size=200)
     for written in data:
         rb.extend(written)
     return rb
@@ -79,12 +82,26 @@ def sample(transform, *data):
     return rb.sample()
 
 
+def relabelled_sample(transform, *data):
+    """A sample that the tape's oracle accepts, most of it relabelled."""
+    batch = sample(transform, *data)
+    assert tape.check(batch).share > 0.6
+    return batch
+
+
+def refuses(transform, data, match, error=ValueError):
+    rb = buffer(transform)
+    with pytest.raises(error, match=match):
+        rb.extend(data)
+    assert len(rb) == 0
+
+
 # After it
 
 
 @functools.cache
 def statistics():
-    """What a VecNormV2 of an environment knows of its observations."""
+    """The mean and the deviation of observations, from a VecNormV2 of an environment."""
     norm = VecNormV2(in_keys=["observation"], out_keys=["normalized"], decay=1.0)
     TransformedEnv(tape.make_tape(), norm).rollout(FRAMES, break_when_any_done=False)
     return norm.loc["observation"], norm.scale["observation"]
@@ -95,23 +112,26 @@ def as_floats(image):
 
 
 def goal_distance(td):
-    return td.set("distance", (td["next", "achieved_goal"] - td["desired_goal"]).norm(dim=-1))
+    return td.set("distance", (td[OUTCOME] - td["desired_goal"]).norm(dim=-1))
 
 
-# By name: what is written, what makes the transforms, and what they make of a relabelled batch, by hand: entries by
-# key, None for those that are taken away.
+def standardized(batch, keys, loc, scale):
+    return {key: (batch[key] - loc) / scale for key in keys}
+
+
+OBSERVATIONS = ["observation", NEXT_OBSERVATION]
+# By name: what is written, what makes the transforms, and the entries by key that they make of a relabelled batch,
+# computed by hand; None for entries that are removed.
 AFTER = {
     "ObservationNorm": (
         collected,
         lambda: [ObservationNorm(3.0, 2.0, in_keys=READ_BY_NETWORKS, standard_normal=True)],
-        lambda batch: {key: (batch[key] - 3.0) / 2.0 for key in READ_BY_NETWORKS},
+        lambda batch: standardized(batch, READ_BY_NETWORKS, 3.0, 2.0),
     ),
     "VecNormV2": (
         collected,
-        lambda: [ObservationNorm(*statistics(), in_keys=["observation", NEXT_OBSERVATION], standard_normal=True)],
-        lambda batch: {
-            key: (batch[key] - statistics()[0]) / statistics()[1] for key in ("observation", NEXT_OBSERVATION)
-        },
+        lambda: [ObservationNorm(*statistics(), in_keys=OBSERVATIONS, standard_normal=True)],
+        lambda batch: standardized(batch, OBSERVATIONS, *statistics()),
     ),
     "CatTensors": (
         collected,
@@ -144,17 +164,12 @@ AFTER = {
     "RenameTransform": (
         collected,
         lambda: [RenameTransform(in_keys=GOALS, out_keys=["goal", ("next", "goal")])],
-        lambda batch: {
-            "goal": batch["desired_goal"],
-            ("next", "goal"): batch[NEXT_GOAL],
-            "desired_goal": None,
-            NEXT_GOAL: None,
-        },
+        lambda batch: {"goal": batch["desired_goal"], ("next", "goal"): batch[NEXT_GOAL], **dict.fromkeys(GOALS)},
     ),
     "ExcludeTransform": (
         collected,
-        lambda: [ExcludeTransform("achieved_goal", ("next", "achieved_goal"))],
-        lambda batch: {"achieved_goal": None, ("next", "achieved_goal"): None},
+        lambda: [ExcludeTransform("achieved_goal", OUTCOME)],
+        lambda batch: {"achieved_goal": None, OUTCOME: None},
     ),
     "a function": (
         collected,
@@ -172,21 +187,15 @@ def image_reward(achieved, desired):
 @pytest.mark.parametrize("name", AFTER)
 def test_a_transform_after_it_sees_the_relabelled_transition(name, appended):
     written, transforms, by_hand = AFTER[name]
-
-    def make():
-        return HERTransform(image_reward) if written is with_images else hindsight()
-
-    raw = sample(make(), written())
-    if written is not with_images:
-        assert tape.check(raw).share > 0.6
-    if appended:
-        rb = buffer(make(), written())
-        for transform in transforms():
-            rb.append_transform(transform)
-        torch.manual_seed(1)
-        got = rb.sample()
-    else:
-        got = sample(Compose(make(), *transforms()), written())
+    make, draw = (hindsight, relabelled_sample)
+    if written is with_images:
+        make, draw = functools.partial(HERTransform, image_reward), sample
+    raw = draw(make(), written())
+    rb = buffer(make() if appended else Compose(make(), *transforms()), written())
+    for transform in transforms() if appended else []:
+        rb.append_transform(transform)
+    torch.manual_seed(1)
+    got = rb.sample()
     expected = {key: raw[key] for key in raw.keys(True, True)} | by_hand(raw)
     expected = {key: value for key, value in expected.items() if value is not None}
     assert set(got.keys(True, True)) == set(expected)
@@ -195,8 +204,8 @@ def test_a_transform_after_it_sees_the_relabelled_transition(name, appended):
         torch.testing.assert_close(got[key], value, rtol=0, atol=0)
 
 
-def test_vec_norm_cannot_stand_in_any_buffer():
-    """TorchRL's own: with no other transform there it is the same."""
+def test_vec_norm_works_in_no_buffer():
+    """A limit of TorchRL's: it is the same without another transform."""
     for transform in (VecNormV2(in_keys=["observation"]), Compose(hindsight(), VecNormV2(in_keys=["observation"]))):
         rb = buffer(transform, collected())
         with pytest.raises(NotImplementedError, match="VecNormV2"):
@@ -219,36 +228,30 @@ REFUSED_BEFORE = {
 
 
 @pytest.mark.parametrize("name", REFUSED_BEFORE)
-def test_a_transform_before_it_that_works_on_what_relabelling_replaces_is_refused(name):
-    rb = buffer(Compose(REFUSED_BEFORE[name](), hindsight()))
-    with pytest.raises(ValueError, match=r"is listed before HERTransform.*list it after"):
-        rb.extend(collected())
-    assert len(rb) == 0
+def test_a_transform_before_it_that_reads_replaced_entries_is_refused(name):
+    transform = Compose(REFUSED_BEFORE[name](), hindsight())
+    refuses(transform, collected(), r"is listed before HERTransform.*list it after")
 
 
 @pytest.mark.parametrize("keys", [None, [*READ_BY_NETWORKS, NEXT_REWARD]], ids=["all entries", "by key"])
 def test_a_cast_may_stand_before_it(keys):
-    got = sample(Compose(DoubleToFloat(in_keys=keys), hindsight()), in_double_precision())
-    assert tape.check(got).share > 0.6
+    got = relabelled_sample(Compose(DoubleToFloat(in_keys=keys), hindsight()), in_double_precision())
     for key in [*READ_BY_NETWORKS, NEXT_REWARD]:
         assert got[key].dtype == torch.float32, key
 
 
 def test_a_transform_before_it_may_work_on_other_entries():
-    before = ObservationNorm(
-        3.0, 2.0, in_keys=["observation", ("next", "achieved_goal")], out_keys=["scaled", "scaled_outcome"]
-    )
-    got = sample(Compose(before, hindsight()), collected())
-    assert tape.check(got).share > 0.6
+    before = ObservationNorm(3.0, 2.0, in_keys=["observation", OUTCOME], out_keys=["scaled", "scaled_outcome"])
+    got = relabelled_sample(Compose(before, hindsight()), collected())
     assert torch.equal(got["scaled"], got["observation"] * 2.0 + 3.0)
-    assert torch.equal(got["scaled_outcome"], got["next", "achieved_goal"] * 2.0 + 3.0)
+    assert torch.equal(got["scaled_outcome"], got[OUTCOME] * 2.0 + 3.0)
 
 
 # Statistics of goals
 
 
 def normalizing(loc, scale):
-    """A policy that acts on normalized goals, and what normalizes those of a sample; both read the two tensors."""
+    """A policy that acts on normalized goals, and the transform for samples; both read the two tensors."""
     norm = functools.partial(ObservationNorm, loc, scale, standard_normal=True)
     network = TensorDictModule(MLP(in_features=6, out_features=2), in_keys=["observation", "goal"], out_keys=["action"])
     policy = TensorDictSequential(norm(in_keys=["desired_goal"], out_keys=["goal"]), network)
@@ -263,7 +266,7 @@ def test_goals_are_normalized_alike_where_a_policy_acts_and_in_samples():
     for data in Collector(tape.make_tape(), policy, frames_per_batch=30, total_frames=150):
         assert torch.equal(data["goal"], (data["desired_goal"] - loc) / scale)
         rb.extend(data)
-        goals = torch.cat([data["next", "achieved_goal"], data["desired_goal"]])
+        goals = torch.cat([data[OUTCOME], data["desired_goal"]])
         seen.extend(goals.tolist())
         mean.lerp_(goals.mean(dim=0), len(goals) / len(seen))
         mean_square.lerp_(goals.square().mean(dim=0), len(goals) / len(seen))
@@ -277,28 +280,13 @@ def test_goals_are_normalized_alike_where_a_policy_acts_and_in_samples():
         tape.check(batch)
         for key, raw in zip(["goal", ("next", "goal")], GOALS, strict=True):
             np.testing.assert_array_equal(batch[key], (batch[raw].numpy() - loc.numpy()) / scale.numpy())
-    stale = rb.storage[batch["index"]]["goal"]  # that the policy wrote when it acted
+    stale = rb.storage[batch["index"]]["goal"]  # as the policy wrote it
     assert (batch["goal"] != stale).any(dim=-1).all()
     assert tape.check(batch).share > 0.6
 
 
-def test_the_statistics_reach_policies_in_other_processes():
-    loc, scale = torch.zeros(3), torch.ones(3)
-    policy, _ = normalizing(loc, scale)
-    collector = MultiSyncCollector([tape.make_tape], policy, frames_per_batch=10, total_frames=30)
-    try:
-        for batch, data in enumerate(collector):
-            assert torch.equal(data["goal"], (data["desired_goal"] - 100.0 * batch) / (batch + 1))
-            loc += 100.0
-            scale += 1.0
-            collector.update_policy_weights_()
-    finally:
-        collector.shutdown()
-    assert batch == 2
-
-
 def test_statistics_by_key_make_two_numbers_of_one_goal():
-    """Why VecNormV2 is not for goals in the environment."""
+    """This is why VecNormV2 is not for goals in the environment."""
     norm = VecNormV2(in_keys=["achieved_goal", "desired_goal"], out_keys=["a", "d"], decay=1.0)
     TransformedEnv(tape.make_tape(), norm).rollout(FRAMES, break_when_any_done=False)
     same = torch.ones(3)
@@ -307,8 +295,8 @@ def test_statistics_by_key_make_two_numbers_of_one_goal():
 
 
 @pytest.mark.filterwarnings("ignore:No target network updater")
-def test_statistics_inside_of_a_critic_do_not_follow():
-    """TorchRL's own: a loss copies what its critics are made of."""
+def test_statistics_inside_a_critic_are_not_updated():
+    """A property of TorchRL's: a loss copies its critics' parameters and buffers."""
     loc, scale = torch.zeros(3), torch.ones(3)
     policy, _ = normalizing(loc, scale)
     norm = ObservationNorm(loc, scale, in_keys=["desired_goal"], out_keys=["goal"], standard_normal=True)
@@ -352,33 +340,49 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("name", COPIES)
+def cat_again():
+    """By key, the transforms that write the concatenation again after relabelling."""
+    cat = functools.partial(CatTensors, del_keys=False)
+    return {
+        "both": cat(["observation", "desired_goal"], "both"),
+        ("next", "both"): cat([NEXT_OBSERVATION, NEXT_GOAL], ("next", "both")),
+    }
+
+
+# Transforms after HERTransform that leave a copy of the original goal in "both" or in ("next", "both").
+INSUFFICIENT = {
+    "CatTensors for the root alone": lambda: cat_again()["both"],
+    'CatTensors for "next" alone': lambda: cat_again()["next", "both"],
+    "ClipTransform, which works in place": lambda: ClipTransform(["both", ("next", "both")], low=-9.0, high=9.0),
+}
+
+
+@pytest.mark.parametrize("name", [*COPIES, *INSUFFICIENT])
 def test_an_entry_that_contains_the_desired_goal_is_refused(name):
-    rb = buffer(HERTransform(image_reward) if "image" in name or name == "flattened" else hindsight())
-    with pytest.raises(ValueError, match=r"contains the desired goal .*keep the original one.*CatTensors"):
-        rb.extend(COPIES[name]())
-    assert len(rb) == 0
+    has_images = name in ("an image among others", "flattened")
+    transform = HERTransform(image_reward) if has_images else hindsight()
+    if name in INSUFFICIENT:
+        transform = Compose(transform, INSUFFICIENT[name]())
+    data = COPIES.get(name, COPIES["before the observation"])()
+    refuses(transform, data, r"contains the desired goal .*keep the original one.*CatTensors")
 
 
 @pytest.mark.parametrize("how", ["add", "lazily stacked", "[lanes, time]"])
 def test_it_is_refused_however_it_is_written_once_the_goal_has_changed_often_enough(how):
     data = collect(concatenating())
+    writes = {
+        "add": list(data),
+        "lazily stacked": [LazyStackedTensorDict.lazy_stack(list(rows)) for rows in data.split(20)],
+        "[lanes, time]": [data.reshape(4, -1)],
+    }[how]
+    rb = buffer(hindsight(), storage=functools.partial(LazyTensorStorage, ndim=2 if how == "[lanes, time]" else 1))
     written = 0
-    storage = LazyTensorStorage(1000, ndim=2) if how == "[lanes, time]" else None
-    rb = buffer(hindsight(), storage=storage)
 
     def write():
         nonlocal written
-        if how == "add":
-            for row in data:
-                rb.add(row)
-                written += 1
-        elif how == "lazily stacked":
-            for rows in data.split(20):
-                rb.extend(LazyStackedTensorDict.lazy_stack(list(rows)))
-                written += 20
-        else:
-            rb.extend(data.reshape(4, -1))
+        for rows in writes:
+            (rb.add if how == "add" else rb.extend)(rows)
+            written += rows.numel()
 
     with pytest.raises(ValueError, match="contains the desired goal"):
         write()
@@ -402,58 +406,26 @@ def test_another_thread_may_find_at_the_same_time_that_nothing_is_a_copy(monkeyp
     assert looking._suspects.keys() == {"both"}
 
 
-def test_a_goal_that_is_there_in_a_concatenation_alone_is_refused():
+def test_a_goal_that_is_stored_in_a_concatenation_alone_is_refused():
     env = TransformedEnv(tape.make_tape(), CatTensors(["observation", "desired_goal"], "both"))
-    rb = buffer(hindsight())
-    with pytest.raises(KeyError, match="no entry 'desired_goal'"):
-        rb.extend(collect(env))
-    assert len(rb) == 0
+    refuses(hindsight(), collect(env), "no entry 'desired_goal'", KeyError)
 
 
-def written_anew():
-    cat = functools.partial(CatTensors, del_keys=False)
-    return {
-        "both": cat(["observation", "desired_goal"], "both"),
-        ("next", "both"): cat([NEXT_OBSERVATION, NEXT_GOAL], ("next", "both")),
-    }
-
-
-def test_an_entry_that_is_written_anew_after_relabelling_holds_the_new_goal():
-    data = collect(concatenating())
-    got = sample(Compose(hindsight(), *written_anew().values()), data)
-    assert tape.check(got).share > 0.6
+def test_an_entry_that_is_written_again_after_relabelling_holds_the_new_goal():
+    got = relabelled_sample(Compose(hindsight(), *cat_again().values()), collect(concatenating()))
     for place in (got, got["next"]):
         assert torch.equal(place["both"], torch.cat([place["desired_goal"], place["observation"]], dim=-1))
 
 
-@pytest.mark.parametrize("key", ["both", ("next", "both")])
-def test_an_entry_that_is_written_anew_in_one_place_alone_is_refused(key):
-    rb = buffer(Compose(hindsight(), written_anew()[key]))
-    with pytest.raises(ValueError, match="contains the desired goal"):
-        rb.extend(collect(concatenating()))
-
-
-def test_a_transform_that_works_on_an_entry_in_its_place_does_not_hide_the_goal_in_it():
-    in_place = ClipTransform(["both", ("next", "both")], low=-9.0, high=9.0)
-    rb = buffer(Compose(hindsight(), in_place))
-    with pytest.raises(ValueError, match="contains the desired goal"):
-        rb.extend(collect(concatenating()))
-    assert len(rb) == 0
-
-
 def test_without_relabelling_a_copy_of_the_goal_is_as_right_as_the_goal():
-    rb = buffer(hindsight(her_ratio=0.0))
-    rb.extend(collect(concatenating()))
-    got = rb.sample()
+    got = sample(hindsight(her_ratio=0.0), collect(concatenating()))
     assert torch.equal(got["both"], torch.cat([got["desired_goal"], got["observation"]], dim=-1))
 
 
-def test_a_copy_that_is_kept_on_purpose_is_renamed_or_left_out():
+def test_a_copy_may_be_renamed_or_left_out():
     data = with_copy("target", lambda place: place["desired_goal"])
     both = ["target", ("next", "target")]
-    got = sample(Compose(hindsight(), ExcludeTransform(*both)), data)
-    assert tape.check(got).share > 0.6
-    assert "target" not in got
+    assert "target" not in relabelled_sample(Compose(hindsight(), ExcludeTransform(*both)), data)
     got = sample(Compose(hindsight(), RenameTransform(both, ["given_goal", ("next", "given_goal")])), data)
     tape.check(got)
     assert torch.equal(got["given_goal"], data["desired_goal"][got["index"]])
@@ -504,16 +476,16 @@ NO_COPIES = {
 
 
 @pytest.mark.parametrize("name", NO_COPIES)
-def test_what_follows_the_goal_by_chance_or_not_at_all_is_not_refused(name):
+def test_an_entry_that_follows_the_goal_by_chance_or_not_at_all_is_accepted(name):
     data = NO_COPIES[name]()
-    rb = buffer(hindsight(), storage=ListStorage(1000) if "shape" in name else None)
+    rb = buffer(hindsight(), storage=ListStorage if "shape" in name else LazyTensorStorage)
     for rows in data.split(20):
         rb.extend(rows)
     assert len(rb) == FRAMES
 
 
 def test_the_docs_list_the_transforms_that_are_tested():
-    page = (Path(__file__).parents[1] / "docs" / "losses-and-transforms.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "losses-and-transforms.md").read_text()
     section = page.split("\n## Transforms\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `?([\w ]+)`? \|(.*)\|(.*)\|$", section, flags=re.MULTILINE)
     assert [name for name, _, _ in rows if name != "transform"] == list(AFTER)
