@@ -202,7 +202,7 @@ class StreamOracle(RunningEpisodes):
             window = self._window(row["uid"])
             goal = row["desired_goal"] if is_relabelled else None
             assert row == self._expected(window, goal), f"{window} {goal=} came back as {row}"
-            if is_relabelled:
+            if goal is not None:
                 self._check_goal(window, goal, possible)
             elif self.stream.her_ratio == 1.0 and self.stream.capacity >= len(self.transitions):
                 # The table is so large that no episode's record was replaced by a later one's.
