@@ -207,10 +207,8 @@ def write(rb: ReplayBuffer, lanes: Lanes, layout: str, *oracles: Any) -> None:
         data = make_tensordict(rows, with_ids="ids" in layout)
         if "add" in layout:
             rb.add(data[0])
-        elif layout.startswith("["):
-            rb.extend(data.reshape(len(lanes), -1))
         else:
-            rb.extend(data)
+            rb.extend(data.reshape(len(lanes), -1) if layout.startswith("[") else data)
         for oracle in oracles:
             oracle.write(rows)
 
