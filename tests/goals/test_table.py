@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.factories import same
 from torchrl_her.goals.table import GoalTable
 
 CPU = torch.device("cpu")
@@ -113,36 +114,22 @@ calls = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(capacities, calls)
-def test_a_goal_that_the_table_says_is_an_episodes_is_its_goal_of_that_step(capacity, calls):
+def test_the_newest_goals_and_no_wrong_ones_are_found_each_in_one_row(capacity, calls):
     model = Model(capacity)
     for call in calls:
         model.publish(call)
-        for (episode, step), goal in model.found().items():
+        found, kept = model.found(), model.kept()
+        # Each goal is that episode's, of that step.
+        for (episode, step), goal in found.items():
             assert goal == [model.goal(episode, step)]
             assert step < len(model.goals[episode])
-
-
-@settings(max_examples=150, deadline=None)
-@given(capacities, calls)
-def test_the_newest_goals_are_found(capacity, calls):
-    model = Model(capacity)
-    for call in calls:
-        model.publish(call)
-        kept = {place: goal for place, goal in model.kept().items() if place[0] not in model.lost}
-        assert model.found() == kept
-
-
-@settings(max_examples=150, deadline=None)
-@given(capacities, calls)
-def test_each_goal_stands_in_one_row_and_rows_are_filled_from_the_first_on(capacity, calls):
-    model = Model(capacity)
-    for call in calls:
-        model.publish(call)
+        # The newest are found.
+        assert found == {place: goal for place, goal in kept.items() if place[0] not in model.lost}
+        # Each is in one row, and rows are filled from the first one on.
         goals, owners = model.table.read(torch.arange(capacity))
         rows = zip(owners.tolist(), goals.tolist(), strict=True)
         once = sorted((owner, goal) for owner, goal in rows if owner not in {-1, *model.repeated})
-        kept = model.kept().items()
-        assert once == sorted((place[0], goal[0]) for place, goal in kept if place[0] not in model.repeated)
+        assert once == sorted((place[0], goal[0]) for place, goal in kept.items() if place[0] not in model.repeated)
         assert model.table.size == min(model.rows, capacity)
         assert (owners[model.table.size :] == -1).all()
 
@@ -171,16 +158,6 @@ def test_goals_of_any_shape_and_dtype_come_back_as_they_were(shape, dtype):
     goals, _ = model.table.read(torch.arange(20).view(20))
     assert goals.dtype == dtype
     assert goals.shape == (20, *shape)
-
-
-def test_images_come_back_as_they_were():
-    torch.manual_seed(0)
-    table = GoalTable(50, (3, 8, 8), torch.uint8, CPU)
-    images = torch.randint(256, (20, 3, 8, 8), dtype=torch.uint8)
-    episode = table.open_episodes(1)
-    table.publish([(episode, images, 0)])
-    start, length = table.find(torch.tensor([episode]))
-    assert torch.equal(table.read(start + torch.arange(int(length)))[0], images)
 
 
 @given(st.lists(st.integers(0, 5), max_size=20))
@@ -231,13 +208,6 @@ def test_a_goal_of_the_same_owner_before_and_after_it_was_read_is_whole_though_a
 
 
 # Keeping
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-        for name, value in one.items()
-    )
 
 
 def saved_and_read(state):
