@@ -1,4 +1,7 @@
-"""HERTransform in a Ray actor: collectors of other processes write into it, and a learner samples from it."""
+"""HERTransform in a Ray actor: collectors of other processes write into it, and a learner samples from it.
+
+Every actor is a process that imports TorchRL, so tests use few of them, and one buffer where they can.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tape import Count, check, length_of, make_tape
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -34,7 +36,9 @@ from torchrl.data import (
 )
 from torchrl.envs import SerialEnv
 
-from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, PackedStorage
+from support.factories import make_augmentation, make_transform
+from support.tape import Count, check, length_of, make_tape, places
+from torchrl_her import EnvReward, PackedStorage
 from torchrl_her.relabel import RelabelTransform
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
@@ -44,7 +48,7 @@ from torchrl.collectors.distributed import RayCollector  # noqa: E402 (it needs 
 SIZE = 10_000  # of storages and goal tables: nothing is overwritten
 BATCH_SIZE = 256
 SHARE = {"num_cpus": 0.25}  # of the cluster's two CPUs: no actor waits until another is gone
-EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_point_reach.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_point_reach.py"
 
 
 # Actors
@@ -52,29 +56,22 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_point_reach.py"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    modules = [sys.modules[__name__], sys.modules[make_tape.__module__]]
-    for module in modules:  # which Ray's workers cannot import
-        ray.cloudpickle.register_pickle_by_value(module)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    with pytest.MonkeyPatch.context() as patch:  # so that Ray's workers can import this file and tests/support
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
-    for module in modules:
-        ray.cloudpickle.unregister_pickle_by_value(module)
 
 
 @pytest.fixture
 def at_the_end(cluster: None) -> Iterator[contextlib.ExitStack]:
-    """Close actors before the cluster: what is closed later starts another one."""
+    """Close actors before the cluster: closing one later starts another cluster."""
     with contextlib.ExitStack() as stack:
         yield stack
 
 
-def make_hindsight(size: int) -> HERTransform:
-    return HERTransform(EnvReward(make_tape), capacity=size)
-
-
-def make_augmentation(size: int) -> HindsightAugmentation:
-    return HindsightAugmentation(EnvReward(make_tape))
+def make_hindsight(size: int) -> RelabelTransform:
+    return make_transform(reward=EnvReward(make_tape), capacity=size)
 
 
 def make_buffer(
@@ -123,13 +120,13 @@ def make_data(steps: int) -> Iterator[TensorDictBase]:
     )
 
 
-# What came back
+# Checks
 
 
 def check_nothing_is_lost(stored: TensorDictBase) -> None:
     """Each environment's transitions are there from its first one on, without a gap and none twice."""
     steps = defaultdict(list)
-    for number, episode, state in stored["observation"].reshape(-1, 3).long().tolist():
+    for number, episode, state in places(stored):
         steps[number, episode].append(state)
     last = Counter({number: max(e for n, e in steps if n == number) for number, _ in steps})
     for number in last:
@@ -139,7 +136,7 @@ def check_nothing_is_lost(stored: TensorDictBase) -> None:
 
 
 def share_relabelled(buffer: RayReplayBuffer, batches: int = 20) -> float:
-    """Check samples, and return which share of those from episodes that ended was relabelled."""
+    """Check samples, and return the share that was relabelled of those from episodes that ended."""
     rows = torch.cat([buffer.sample().reshape(-1) for _ in range(batches)])
     check(rows)
     number, episode, _ = rows["observation"].unbind(-1)
@@ -180,26 +177,19 @@ def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end
 
 
 def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_copies(at_the_end):
-    buffer = make_buffer(at_the_end, hindsight=make_augmentation)
+    buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
     for _ in make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=480):
         pass
     stored = buffer[:]
     assert check(stored).relabelled == 0.8 * len(stored)
-    places = Counter(
-        (*place, relabelled)
-        for place, relabelled in zip(
-            map(tuple, stored["observation"].tolist()),
-            stored["hindsight", "relabelled"].flatten().tolist(),
-            strict=True,
-        )
-    )
-    assert set(places.values()) == {1, 4}
-    assert all(count == (4 if place[-1] else 1) for place, count in places.items())
+    relabelled = stored["hindsight", "relabelled"].flatten().tolist()
+    counts = Counter(zip(places(stored), relabelled, strict=True))
+    assert {(is_copy, count) for (_, is_copy), count in counts.items()} == {(False, 1), (True, 4)}
     assert len(stored) > 5 * 440  # one episode of each is held back
     check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)])
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, pytest.param(PackedStorage, marks=pytest.mark.slow)])
 def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
     size = 300
     # Two calls at a time: samples are taken while a collector's transitions are being written.
@@ -216,7 +206,7 @@ def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_
     assert share_relabelled(buffer) > 0.7  # of some episodes, the first steps' goals have left the table
 
 
-def test_batches_of_synchronous_collectors_keep_their_goals_when_extended_by_hand(at_the_end):
+def test_batches_of_synchronous_collectors_extended_by_hand_get_right_goals(at_the_end):
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(SIZE), transform=make_hindsight(SIZE), batch_size=BATCH_SIZE
     )
@@ -228,11 +218,6 @@ def test_batches_of_synchronous_collectors_keep_their_goals_when_extended_by_han
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
-def test_an_actor_takes_a_prioritized_sampler_and_no_prioritized_buffer_even_without_hindsight(at_the_end):
-    with pytest.raises(TypeError, match="delayed_init"):
-        make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=None, alpha=0.7, beta=0.5)
-
-
 def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
     buffer = make_buffer(at_the_end, transport="distributed")
     for data in itertools.islice(make_data(50), 4):
@@ -241,18 +226,20 @@ def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
-@pytest.mark.parametrize("several", [MultiSyncCollector, MultiAsyncCollector])
-def test_collectors_of_several_processes_cannot_write_into_an_actor_even_without_hindsight(at_the_end, several):
+def test_what_torchrls_actor_cannot_do_fails_without_hindsight_too(at_the_end):
+    with pytest.raises(TypeError, match="delayed_init"):
+        make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=None, alpha=0.7, beta=0.5)
     plain = make_buffer(at_the_end, hindsight=None)
-    with pytest.raises(AttributeError, match="_storage"):
-        several(TAPES, make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
+    for several in (MultiSyncCollector, MultiAsyncCollector):
+        with pytest.raises(AttributeError, match="_storage"):
+            several(TAPES, make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
 
 
 # The learner
 
 
 def test_priorities_land_on_the_transitions_that_were_sampled(at_the_end):
-    alpha, beta, high, low = 0.7, 0.5, 1.0, 0.01  # what was never sampled counts as high
+    alpha, beta, high, low = 0.7, 0.5, 1.0, 0.01  # new transitions have the high one
     buffer = make_buffer(at_the_end, sampler=partial(PrioritizedSampler, SIZE, alpha, beta))
     buffer.extend(next(make_data(200)))
     for _ in range(10):
@@ -273,31 +260,32 @@ def test_priorities_land_on_the_transitions_that_were_sampled(at_the_end):
     assert weight[~first].unique().item() == pytest.approx(1.0)
 
 
-def test_what_the_transform_refuses_is_told_to_the_writer_and_changes_nothing(at_the_end):
+def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_the_running_episode(at_the_end, tmp_path):
+    data = make_data(8)  # the second episode has 9 steps, and the first write ends after its third
     buffer = make_buffer(at_the_end)
-    data = make_data(50)
+    first, rest = next(data), next(data)
     with pytest.raises(KeyError, match="achieved_goal"):
-        buffer.extend(next(data).exclude(("next", "achieved_goal")))
+        buffer.extend(first.exclude(("next", "achieved_goal")))
     assert len(buffer) == 0
-    buffer.extend(next(data))
+    buffer.extend(first)
     check(buffer.sample())
-
-
-def test_saved_and_loaded_the_running_episode_goes_on(at_the_end, tmp_path):
-    data = make_data(8)  # the second episode has 9 steps, of which 3 are there at first
-    buffer, loaded = make_buffer(at_the_end), make_buffer(at_the_end)
-    buffer.extend(next(data))
     state = buffer.state_dict()
     buffer.dumps(tmp_path)
-    rest = next(data)
-    buffer.extend(rest.clone())
-    buffer.load_state_dict(state)  # one goes back
-    loaded.loads(tmp_path)  # one begins
-    for resumed in (buffer, loaded):
-        assert len(resumed) == 8
-        resumed.extend(rest.clone())
-        check_nothing_is_lost(resumed[:])
-        samples = torch.cat([resumed.sample() for _ in range(10)])
+    fresh = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(SIZE), transform=make_hindsight(SIZE), batch_size=BATCH_SIZE
+    )
+    for restored, restore in (
+        (buffer, partial(buffer.load_state_dict, state)),
+        (buffer, partial(buffer.loads, tmp_path)),
+        (fresh, partial(fresh.loads, tmp_path)),
+    ):
+        if restored is buffer:
+            buffer.extend(rest.clone())  # which restoring undoes
+        restore()
+        assert len(restored) == 8
+        restored.extend(rest.clone())
+        check_nothing_is_lost(restored[:])
+        samples = torch.cat([restored.sample() for _ in range(10)])
         check(samples)
         _, episode, step = samples["observation"].unbind(-1)
         third = samples[(episode == 1) & (step == 2) & samples["hindsight", "relabelled"].flatten()]
@@ -309,7 +297,7 @@ def test_saved_and_loaded_the_running_episode_goes_on(at_the_end, tmp_path):
 
 @contextlib.contextmanager
 def run_example(*arguments: str) -> Iterator[tuple[subprocess.Popen, Callable[[], list[str]]]]:
-    """Start the example, and give a function that lists the processes that come from it."""
+    """Start the example; yields it and a function that lists the names of all its processes."""
     mark = f"STARTED_BY={uuid.uuid4()}"
     name, value = mark.split("=")
     environment = {**os.environ, name: value, "PYTHONUNBUFFERED": "1"}
@@ -325,7 +313,7 @@ def run_example(*arguments: str) -> Iterator[tuple[subprocess.Popen, Callable[[]
 
 
 def processes_with(mark: str) -> list[str]:
-    """Return the names of the processes that have an entry in their environment."""
+    """The names of the processes that have an entry in their environment."""
     names = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
@@ -335,7 +323,7 @@ def processes_with(mark: str) -> list[str]:
 
 
 def ended(processes: Callable[[], list[str]], seconds: float = 10.0) -> bool:
-    """Whether no process is left, after a time in which Ray's workers notice that their cluster is gone."""
+    """Whether no process is left, once Ray's workers had time to notice that their cluster is gone."""
     until = time.monotonic() + seconds
     while processes() and time.monotonic() < until:
         time.sleep(0.1)
@@ -354,6 +342,7 @@ def test_the_example_ends_and_leaves_no_process():
     assert re.search(r"Success rate of 100 greedy episodes: [01]\.\d\d, ", out), out
 
 
+@pytest.mark.slow
 @needs_proc
 def test_the_example_interrupted_leaves_no_process():
     with run_example("--steps", "100000", "--collectors", "1") as (script, processes):
