@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 import warnings
-from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -15,38 +14,23 @@ from torchrl.envs import GymEnv, SerialEnv, check_env_specs, default_info_dict_r
 
 from torchrl_her.envs import BitFlipping, PointReach
 
-
-class Form(NamedTuple):
-    """An environment and its options."""
-
-    env: type[gymnasium.Env]
-    options: dict[str, Any]
-
-    @property
-    def id(self):
-        return f"torchrl_her/{self.env.__name__}-v0"
-
-    @property
-    def terminates(self):
-        """Whether an episode terminates at its goal."""
-        return self.env is BitFlipping
-
-    def make(self, n_bits=5):
-        return self.env(**({"n_bits": n_bits} if self.terminates else {}), **self.options)
-
-    def make_torchrl_env(self):
-        bits = {"n_bits": 5} if self.terminates else {}
-        env = GymEnv(self.id, categorical_action_encoding=True, **bits, **self.options)
-        return env.set_info_dict_reader(default_info_dict_reader(["is_success"]))
+IMAGES, INTEGERS = {"image_observation": True}, {"discrete_observation": True}
+GOAL_FORMS = ["PointReach", {}, IMAGES, INTEGERS]  # PointReach, or the options of BitFlipping
+FORMS = [*GOAL_FORMS, {"continuous": True}, {"fixed_goal": True}]
 
 
-POINT_REACH, BITS = Form(PointReach, {}), Form(BitFlipping, {})
-IMAGES, INTEGERS, CONTINUOUS, FIXED_GOAL = (
-    Form(BitFlipping, {option: True})
-    for option in ("image_observation", "discrete_observation", "continuous", "fixed_goal")
-)
-GOAL_FORMS = [POINT_REACH, BITS, IMAGES, INTEGERS]
-FORMS = [*GOAL_FORMS, CONTINUOUS, FIXED_GOAL]
+def id_of(form):
+    return f"torchrl_her/{'PointReach' if form == 'PointReach' else 'BitFlipping'}-v0"
+
+
+def make_env(form, n_bits=5):
+    return PointReach() if form == "PointReach" else BitFlipping(n_bits, **form)
+
+
+def make_torchrl_env(form):
+    options = {} if form == "PointReach" else {"n_bits": 5, **form}
+    env = GymEnv(id_of(form), categorical_action_encoding=True, **options)
+    return env.set_info_dict_reader(default_info_dict_reader(["is_success"]))
 
 
 def is_reached(env, achieved, desired):
@@ -78,10 +62,10 @@ def same(one, other):
     return data_equivalence(one, other, exact=True)
 
 
-@pytest.mark.parametrize(("form", "dtype"), [*((form, None) for form in GOAL_FORMS), (POINT_REACH, np.float64)])
+@pytest.mark.parametrize(("form", "dtype"), [*((form, None) for form in GOAL_FORMS), ("PointReach", np.float64)])
 @pytest.mark.parametrize("batch", [(), (1,), (50,), (6, 7), (2, 3, 4)])
 def test_rewards_of_a_batch_are_those_of_its_rows(form, dtype, batch):
-    env = form.make(n_bits=3)
+    env = make_env(form, n_bits=3)
     env.reset(seed=0)
     achieved, desired = (goals.astype(dtype or goals.dtype) for goals in draw_goals(env, *batch))
     reward = env.compute_reward(achieved, desired, {})
@@ -92,7 +76,7 @@ def test_rewards_of_a_batch_are_those_of_its_rows(form, dtype, batch):
     for index in np.ndindex(batch):
         reached = is_reached(env, achieved[index], desired[index])
         assert reward[index] == (0.0 if reached else -1.0)
-        assert terminated[index] == (reached and form.terminates)
+        assert terminated[index] == (reached and form != "PointReach")
         assert not truncated[index]
     if reward.size > 20:
         assert set(reward.flatten().tolist()) == {0.0, -1.0}
@@ -100,7 +84,7 @@ def test_rewards_of_a_batch_are_those_of_its_rows(form, dtype, batch):
 
 @pytest.mark.parametrize("form", GOAL_FORMS)
 def test_the_reward_of_one_goal_is_a_scalar(form):
-    env = form.make()
+    env = make_env(form)
     observation, info = env.reset(seed=0)
     goals = observation["achieved_goal"], observation["desired_goal"]
     assert isinstance(env.compute_reward(*goals, info), np.float32)
@@ -112,16 +96,16 @@ def test_the_reward_of_one_goal_is_a_scalar(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_seeds_make_episodes_reproducible(form):
-    envs = [form.make(n_bits=20) for _ in range(3)]
+    envs = [make_env(form, n_bits=20) for _ in range(3)]
     actions = draw_actions(envs[0], 20)
     first, again, other = (episode(env, seed, actions) for env, seed in zip(envs, (3, 3, 4), strict=True))
     assert same(first, again)
     assert not same(first, other)
 
 
-@pytest.mark.parametrize("form", [POINT_REACH, BITS, IMAGES])
+@pytest.mark.parametrize("form", ["PointReach", {}, IMAGES])
 def test_returned_observations_never_change_and_may_be_written_to(form):
-    env = form.make(n_bits=20)
+    env = make_env(form, n_bits=20)
     actions = draw_actions(env, 20)
     kept = episode(env, 0, actions)
     expected = copy.deepcopy(kept)
@@ -138,10 +122,10 @@ def test_returned_observations_never_change_and_may_be_written_to(form):
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
 @pytest.mark.parametrize(
-    ("form", "limit"), [(POINT_REACH, {"max_episode_steps": 11}), (BITS, {"n_bits": 20, "max_steps": 11})]
+    ("form", "limit"), [("PointReach", {"max_episode_steps": 11}), ({}, {"n_bits": 20, "max_steps": 11})]
 )
 def test_a_copy_goes_on_like_the_original(form, limit, copy_of):
-    env = gymnasium.make(form.id, **limit)
+    env = gymnasium.make(id_of(form), **limit)
     env.reset(seed=0)
     first, *actions = draw_actions(env, 11)
     env.step(first)
@@ -151,21 +135,24 @@ def test_a_copy_goes_on_like_the_original(form, limit, copy_of):
     assert same([*original, env.reset()], [*copied, twin.reset()])
 
 
-@pytest.mark.parametrize("form", [*FORMS, Form(PointReach, {"render_mode": "rgb_array"})])
-def test_gymnasium_accepts_the_environment(form):
+@pytest.mark.parametrize(
+    ("form", "more"), [*((form, {}) for form in FORMS), ("PointReach", {"render_mode": "rgb_array"})]
+)
+def test_gymnasium_accepts_the_environment(form, more):
+    options = more if form == "PointReach" else form
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_env(gymnasium.make(form.id, **form.options).unwrapped)
+        check_env(gymnasium.make(id_of(form), **options).unwrapped)
 
 
-@pytest.mark.parametrize("form", [POINT_REACH, BITS])
-def test_the_id_can_name_the_module_that_registers_it(form):
-    assert isinstance(gymnasium.make(f"torchrl_her.envs:{form.id}").unwrapped, form.env)
+@pytest.mark.parametrize("env", [PointReach, BitFlipping])
+def test_the_id_can_name_the_module_that_registers_it(env):
+    assert isinstance(gymnasium.make(f"torchrl_her.envs:torchrl_her/{env.__name__}-v0").unwrapped, env)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rollout_in_torchrl_has_the_goals_of_each_episode(form):
-    env = form.make_torchrl_env()
+    env = make_torchrl_env(form)
     check_env_specs(env)
     env.set_seed(0)
     for _ in range(10):
@@ -177,11 +164,9 @@ def test_a_rollout_in_torchrl_has_the_goals_of_each_episode(form):
         assert (rollout["desired_goal"] == rollout["desired_goal"][0]).all()
         done = rollout["next", "done"].flatten().tolist()
         assert done == [False] * (len(rollout) - 1) + [True]
-        if rollout["next", "terminated"].any():
-            assert form.terminates
-        else:
-            assert len(rollout) == (5 if form.terminates else 50)
-            assert rollout["next", "truncated"][-1]
+        if form == "PointReach" or not rollout["next", "terminated"][-1]:
+            assert not rollout["next", "terminated"].any()
+            assert len(rollout) == (50 if form == "PointReach" else 5)
 
 
 def drive_to_goal(tensordict):
@@ -194,19 +179,18 @@ def drive_to_goal(tensordict):
 @pytest.mark.parametrize("n_envs", [None, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_info_reader_takes_success_to_torchrl(form, n_envs):
-    env = form.make_torchrl_env() if n_envs is None else SerialEnv(n_envs, form.make_torchrl_env)
+    env = make_torchrl_env(form) if n_envs is None else SerialEnv(n_envs, lambda: make_torchrl_env(form))
     check_env_specs(env)
     env.set_seed(0)
-    policy = None if form.terminates else drive_to_goal
-    rollout = env.rollout(200, policy, break_when_any_done=False)
+    rollout = env.rollout(200, drive_to_goal if form == "PointReach" else None, break_when_any_done=False)
     success = rollout["next", "is_success"]
     assert success.dtype == torch.float32
     assert torch.equal(success, 1 + rollout["next", "reward"].squeeze(-1))
     assert success.unique().tolist() == [0, 1]
-    if form.terminates:
-        assert torch.equal(success, rollout["next", "terminated"].squeeze(-1).float())
-        assert (rollout["is_success"] == 0).all()
-    else:
+    if form == "PointReach":
         assert (success[rollout["next", "truncated"].squeeze(-1)] == 1).all()  # every goal can be reached in time
         distance = (rollout["achieved_goal"] - rollout["desired_goal"]).norm(dim=-1)
         assert torch.equal(rollout["is_success"], (distance <= 0.05).float())
+    else:
+        assert torch.equal(success, rollout["next", "terminated"].squeeze(-1).float())
+        assert (rollout["is_success"] == 0).all()

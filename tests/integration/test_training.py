@@ -66,6 +66,7 @@ def greedy_success(policy):
     return sum(bool(episode["next", "terminated"][-1]) for episode in episodes) / EPISODES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("her_ratio", "lowest", "highest"), [(0.8, 0.95, 1.0), (0.0, 0.0, 0.1)])
 def test_dqn_flips_15_bits_with_hindsight_and_not_without(her_ratio, lowest, highest):
     assert lowest <= success_after_training(her_ratio) <= highest

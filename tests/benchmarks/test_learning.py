@@ -5,46 +5,20 @@ import importlib
 import itertools
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 stable_baselines3 = pytest.importorskip("stable_baselines3", reason="the benchmarks need the extra 'benchmarks'")
-pytest.importorskip("hydra", reason="the training scripts need the extra 'examples'")
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
-import both_ways  # noqa: E402
-import common  # noqa: E402
 import learners  # noqa: E402
 import learning  # noqa: E402
 import tuning  # noqa: E402
-import updates  # noqa: E402
 from learners import EQUAL, OURS, SB3, TASKS, TUNED  # noqa: E402
 
+POINT_REACH = "torchrl_her/PointReach-v0"
 TASK = "PointReach, DDPG"
-
-
-@pytest.mark.parametrize("task", both_ways.TASKS)
-@pytest.mark.parametrize("way", both_ways.WAYS)
-def test_the_comparison_of_both_ways_has_a_buffer_for_each_task(task, way):
-    _, config = both_ways.configure(task, way, seed=0)
-    env = common.make_env(config.env)
-    rb, hindsight = common.make_replay_buffer(config, common.Normalization(config, env))
-    assert type(hindsight).__name__ == both_ways.WAYS[way][0]
-    assert ("Prioritized" in type(rb.sampler).__name__) == ("prioritized" in task)
-
-
-def test_updates_are_timed_as_they_are_and_played_back(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["updates.py", "--algorithms", "td3", "--updates", "30"])
-    updates.main()
-    header, _, row = capsys.readouterr().out.splitlines()[-3:]
-    assert header == "| ms of CPU time | as it is | played back | recording it |"
-    _, name, as_it_is, played_back, recording, _ = row.split("|")
-    assert name.strip() == "td3"
-    assert 0.0 < float(played_back) < float(as_it_is) < float(recording)
 
 
 def test_both_libraries_train_and_meet_the_same_starts_and_goals(tmp_path, monkeypatch):
@@ -201,7 +175,7 @@ def test_a_run_of_the_search_ends_when_success_is_held(monkeypatch):
     def act(observation):
         return np.zeros((2, 2), dtype=np.float32)
 
-    evaluations = tuning.UntilSuccess("torchrl_her/PointReach-v0", 500, 2)
+    evaluations = tuning.UntilSuccess(POINT_REACH, 500, 2)
     evaluations.held = 2
     assert evaluations(act) < learning.SUCCESS
     monkeypatch.setattr(learning, "SUCCESS", 0.0)
@@ -221,7 +195,7 @@ def test_the_clock_runs_from_the_first_evaluation_on_and_not_in_evaluations(monk
         return np.zeros((2, 2), dtype=np.float32)
 
     monkeypatch.setattr(learners, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now / 2))
-    evaluations = learners.Evaluations("torchrl_her/PointReach-v0", 500, 2)
+    evaluations = learners.Evaluations(POINT_REACH, 500, 2)
     for training in (30.0, 7.0, 5.0):
         now += training
         evaluations(act)
