@@ -79,12 +79,12 @@ def raises(achieved, desired):
     raise RuntimeError("no reward today")
 
 
-def of_module(function):
-    return TensorDictModule(function, GOALS, [REWARD])
-
-
 def all_pairs(achieved, desired):
     return (achieved[:, None] - desired[None]).norm(dim=-1)
+
+
+def below_one(function):
+    return SparseReward(0.1, terminated_fn=lambda achieved, desired: function(achieved, desired) < 1)
 
 
 ONE_VALUE = r"\('next', '{}'\) returned the shape {}.*one value per row"
@@ -95,32 +95,17 @@ WRONG_SHAPES = {
     "one per number": (lambda achieved, desired: achieved - desired, r"\(\d+, 2\)"),
 }
 WRONG_MODULES = [distance, lambda achieved, desired: achieved - desired, all_pairs]  # distances are [n], not [n, 1]
+MODULE_SHAPE = r"shape .*under \('next', 'reward'\) where rewards of the shape \(\d+, 1\) are stored"
 REFUSED = {
     "nothing": (lambda achieved, desired: None, TypeError, "returned None: it must return one value per row"),
     "an error": (raises, RuntimeError, "no reward today"),
-    **{
-        f"rewards, {name}": (function, ValueError, ONE_VALUE.format("reward", shape) + ".*dim=-1")
-        for name, (function, shape) in WRONG_SHAPES.items()
-    },
-    **{
-        f"terminations, {name}": (
-            SparseReward(
-                0.1, terminated_fn=lambda achieved, desired, function=function: function(achieved, desired) < 1
-            ),
-            ValueError,
-            ONE_VALUE.format("terminated", shape),
-        )
-        for name, (function, shape) in WRONG_SHAPES.items()
-    },
-    **{
-        f"rewards of a module, {number}": (
-            of_module(function),
-            ValueError,
-            r"shape .*under \('next', 'reward'\) where rewards of the shape \(\d+, 1\) are stored",
-        )
-        for number, function in enumerate(WRONG_MODULES)
-    },
-}
+    **{f"rewards, {name}": (function, ValueError, ONE_VALUE.format("reward", shape) + ".*dim=-1")
+       for name, (function, shape) in WRONG_SHAPES.items()},
+    **{f"terminations, {name}": (below_one(function), ValueError, ONE_VALUE.format("terminated", shape))
+       for name, (function, shape) in WRONG_SHAPES.items()},
+    **{f"rewards of a module, {number}": (TensorDictModule(function, GOALS, [REWARD]), ValueError, MODULE_SHAPE)
+       for number, function in enumerate(WRONG_MODULES)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["extend", "add"])

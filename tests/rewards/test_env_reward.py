@@ -14,16 +14,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, GymWrapper, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
 from support.refused import VectorizedInProcess
-from support.rewards import (
-    POINT_REACH,
-    check_relabelled,
-    distance,
-    distance_of_row,
-    goals_of,
-    point_reach,
-    rollout,
-    sample_of,
-)
+from support.rewards import POINT_REACH, check_relabelled, distance, distance_of_row, goals_of, point_reach, rollout
 from torchrl_her import EnvReward, HERTransform
 from torchrl_her.envs import BitFlipping, PointReach
 
@@ -54,11 +45,6 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_reward_is_the_environments_for_every_way_to_name_it(way):
-    check_relabelled(EnvReward(WAYS[way]()), *by_environment(PointReach()))
-
-
 class Closer(gymnasium.Wrapper):
     """Changes the task of an environment: to come within 0.3, where the episode ends, with a reward of its own."""
 
@@ -75,21 +61,22 @@ class Closer(gymnasium.Wrapper):
         return np.linalg.norm(achieved_goal - desired_goal, axis=-1) < 0.3
 
 
-class NoGoals(gymnasium.Wrapper):
-    """A wrapper that leaves the functions to the environment in it."""
-
-
 def make_closer():
     return Closer(gymnasium.make(POINT_REACH))
 
 
 WRAPPED = {
     "wrapper": make_closer,
-    "wrapper in another": lambda: gymnasium.wrappers.TimeLimit(NoGoals(make_closer()), 50),
+    "wrapper in another": lambda: gymnasium.wrappers.TimeLimit(gymnasium.Wrapper(make_closer()), 50),
     "TorchRL wrapper": lambda: GymWrapper(make_closer()),
     "transformed environment": lambda: TransformedEnv(GymWrapper(make_closer()), StepCounter()),
     "wrapper of an environment without goals": lambda: Closer(gymnasium.make("CartPole-v1")),
 }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_reward_is_the_environments_for_every_way_to_name_it(way):
+    check_relabelled(EnvReward(WAYS[way]()), *by_environment(PointReach()))
 
 
 @pytest.mark.parametrize("way", WRAPPED)
@@ -151,41 +138,32 @@ def test_flags_stay_as_stored_where_the_environment_has_no_function_for_them():
 # Functions that are not batched
 
 
-class LikePointMaze(PointReach):
-    """Its ``compute_terminated`` takes one norm over the whole batch, as PointMaze's does."""
-
-    def compute_terminated(self, achieved_goal, desired_goal, info):
-        return bool(np.linalg.norm(achieved_goal - desired_goal) <= 0.45)
+def point_reach_with(name, **functions):
+    """A class of environments like PointReach, but with other functions of achieved goal, desired goal and info."""
+    return type(name, (PointReach,), {key: staticmethod(function) for key, function in functions.items()})
 
 
-class LikeFetch(PointReach):
-    """Its ``compute_terminated`` is one flag, as Fetch's."""
-
-    def compute_terminated(self, achieved_goal, desired_goal, info):
-        return False
+def one_flag(achieved, desired, info):
+    return bool(np.linalg.norm(achieved - desired) <= 0.45)
 
 
-class OneNorm(PointReach):
-    """Its ``compute_reward`` takes one norm over the whole batch and returns it for each row."""
-
-    def compute_reward(self, achieved_goal, desired_goal, info):
-        return np.full(achieved_goal.shape[:-1], -np.linalg.norm(achieved_goal - desired_goal))
+def one_norm(achieved, desired, info):
+    return np.full(achieved.shape[:-1], -np.linalg.norm(achieved - desired))
 
 
-class OneThreshold(PointReach):
-    """Its ``compute_reward`` compares one norm over the whole batch with a large threshold, for all rows."""
-
-    def compute_reward(self, achieved_goal, desired_goal, info):
-        reached = np.linalg.norm(achieved_goal - desired_goal) <= 0.5
-        return np.full(achieved_goal.shape[:-1], reached - 1.0)
+def one_threshold(achieved, desired, info):
+    return np.full(achieved.shape[:-1], (np.linalg.norm(achieved - desired) <= 0.5) - 1.0)
 
 
-class OneGoal(PointReach):
-    """Its ``compute_reward`` raises an error for a batch."""
+def one_goal(achieved, desired, info):
+    return np.float64(-math.dist(achieved, desired))  # an error for a batch
 
-    def compute_reward(self, achieved_goal, desired_goal, info):
-        return np.float64(-math.dist(achieved_goal, desired_goal))
 
+LikePointMaze = point_reach_with("LikePointMaze", compute_terminated=one_flag)
+LikeFetch = point_reach_with("LikeFetch", compute_terminated=lambda achieved, desired, info: False)
+OneNorm = point_reach_with("OneNorm", compute_reward=one_norm)
+OneThreshold = point_reach_with("OneThreshold", compute_reward=one_threshold)
+OneGoal = point_reach_with("OneGoal", compute_reward=one_goal)
 
 NOT_BATCHED = {
     LikePointMaze: ("compute_terminated", by_environment(PointReach())[0], lambda row: distance_of_row(row) <= 0.45),
@@ -296,20 +274,18 @@ def test_the_probe_takes_goals_of_any_dtype(dtype):
 # Entries that are passed as info
 
 
-class PaysForEffort(PointReach):
-    """Its reward reads two entries of ``info`` and is batched."""
-
-    def compute_reward(self, achieved_goal, desired_goal, info):
-        distance = np.linalg.norm(achieved_goal - desired_goal, axis=-1)
-        return -distance - np.sum(info["effort"] ** 2, axis=-1) - info["fee"]
+def less_effort_and_fee(achieved, desired, info):
+    effort = np.sum(info["effort"] ** 2, axis=-1)
+    return -np.linalg.norm(achieved - desired, axis=-1) - effort - info["fee"]
 
 
-class PaysForEffortAlone(PaysForEffort):
-    """The same for one goal at a time."""
+def less_effort_and_fee_alone(achieved, desired, info):
+    assert achieved.shape == info["effort"].shape == (2,)
+    return less_effort_and_fee(achieved, desired, info)
 
-    def compute_reward(self, achieved_goal, desired_goal, info):
-        assert achieved_goal.shape == info["effort"].shape == (2,)
-        return super().compute_reward(achieved_goal, desired_goal, info)
+
+PaysForEffort = point_reach_with("PaysForEffort", compute_reward=less_effort_and_fee)
+PaysForEffortAlone = point_reach_with("PaysForEffortAlone", compute_reward=less_effort_and_fee_alone)
 
 
 @pytest.mark.parametrize("env_class", [PaysForEffort, PaysForEffortAlone])
@@ -343,16 +319,13 @@ def test_entries_that_the_environment_does_not_get_are_named(case):
     written = point_reach()
     written["fee"] = torch.rand(len(written))
     with pytest.raises(error, match=message):
-        sample_of(written, EnvReward(PaysForEffort(), info_keys=info_keys))
+        check_relabelled(EnvReward(PaysForEffort(), info_keys=info_keys), distance_of_row, written=written)
 
 
 def test_an_error_of_the_environments_own_is_not_taken_for_a_missing_entry():
-    class Broken(PointReach):
-        def compute_reward(self, achieved_goal, desired_goal, info):
-            return {}["far"]
-
+    broken = point_reach_with("Broken", compute_reward=lambda achieved, desired, info: {}["far"])
     with pytest.raises(KeyError, match=r"^'far'$"):
-        sample_of(point_reach(), EnvReward(Broken()))
+        check_relabelled(EnvReward(broken()), distance_of_row)
 
 
 # The environment in it
@@ -378,22 +351,24 @@ def test_a_copy_rewards_as_the_original(make, copy_of):
 
 MAKE_ONE = partial(GymEnv, f"torchrl_her.envs:{POINT_REACH}")
 SEVERAL = {
-    "SerialEnv": (partial(SerialEnv, 2, MAKE_ONE), "a SerialEnv"),
-    "ParallelEnv": (partial(ParallelEnv, 2, MAKE_ONE), "a ParallelEnv"),
-    "transformed SerialEnv": (lambda: TransformedEnv(SerialEnv(2, MAKE_ONE), StepCounter()), "a SerialEnv"),
-    "transformed ParallelEnv": (lambda: TransformedEnv(ParallelEnv(2, MAKE_ONE), StepCounter()), "a ParallelEnv"),
-    "Gymnasium's": (lambda: gymnasium.make_vec(POINT_REACH, 2), "a batch of them"),
-    "Gymnasium's in TorchRL": (partial(VectorizedInProcess, POINT_REACH, num_envs=2), "a batch of them"),
+    "a SerialEnv": partial(SerialEnv, 2, MAKE_ONE),
+    "a ParallelEnv": partial(ParallelEnv, 2, MAKE_ONE),
+    "a batch of them": partial(VectorizedInProcess, POINT_REACH, num_envs=2),
 }
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_batch_of_environments_is_refused(name):
-    make, called = SEVERAL[name]
-    env = make()
-    for argument in (env, lambda: env):
-        with pytest.raises(TypeError, match=f"one environment, not {called}: pass a function that makes one"):
+    env = SEVERAL[name]()
+    transformed = TransformedEnv(env, StepCounter())
+    for argument in (env, transformed, lambda: env, lambda: transformed):
+        with pytest.raises(TypeError, match=f"one environment, not {name}: pass a function that makes one"):
             EnvReward(argument)
+
+
+def test_a_vectorized_environment_of_gymnasium_is_refused():
+    with pytest.raises(TypeError, match="one environment, not a batch of them: pass a function that makes one"):
+        EnvReward(gymnasium.make_vec(POINT_REACH, 2))
 
 
 @pytest.mark.parametrize(

@@ -50,15 +50,7 @@ def make_small_buffer(
     size: int = 100,
     **options: Any,
 ) -> TensorDictReplayBuffer:
-    """A buffer with HERTransform between other transforms.
-
-    Args:
-        reward: of the transform.
-        before: makers of the transforms listed before it.
-        after: makers of those listed after it.
-        size: rows of the storage and, by default, of the goal table.
-        options: of the transform.
-    """
+    """A buffer of so many rows, with HERTransform between the transforms that ``before`` and ``after`` make."""
     hindsight = make_transform(reward=reward, **({"capacity": size} | options))
     transforms = [*(make() for make in before), hindsight, *(make() for make in after)]
     return TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=Compose(*transforms))
@@ -69,12 +61,7 @@ def check_leaves_no_trace(
 ) -> None:
     """Check that a bad write is refused, and that all goes on as if it had never been tried.
 
-    Args:
-        bad: makes a bad write from the good one that is next.
-        error: the expected error.
-        message: the pattern of its message.
-        good_before: the number of good writes before, of three.
-        options: of `make_small_buffer`.
+    ``bad`` makes it from the good write that is next, after ``good_before`` of three. Options: of `make_small_buffer`.
     """
     with mock.patch("secrets.randbelow", return_value=0):  # the same episode ids in both tables
         rb, twin = make_small_buffer(**options), make_small_buffer(**options)
@@ -102,34 +89,18 @@ def without(*keys: NestedKey) -> Change:
 
 def changed(change: Callable[[Tensor], Any], *keys: NestedKey) -> Change:
     """A write with other entries under some keys."""
-
-    def apply(data: TensorDict) -> TensorDict:
-        for key in keys:
-            data.set(key, change(data.get(key)))
-        return data
-
-    return apply
+    return lambda data: data.update({key: change(data.get(key)) for key in keys})
 
 
 def with_nan(row: int) -> Change:
     """A write with NaN in an achieved goal."""
-
-    def apply(data: TensorDict) -> TensorDict:
-        data[NEXT_ACHIEVED][row, 1] = torch.nan
-        return data
-
-    return apply
+    place = (torch.tensor(row), torch.tensor(1))
+    return changed(lambda goals: goals.index_put(place, torch.full_like(goals[0, 0], torch.nan)), NEXT_ACHIEVED)
 
 
-def both(*changes: Change) -> Change:
-    """A write with several changes, the first one first."""
-
-    def apply(data: TensorDict) -> TensorDict:
-        for change in changes:
-            data = change(data)
-        return data
-
-    return apply
+def both(first: Change, second: Change) -> Change:
+    """A write with two changes."""
+    return lambda data: second(first(data))
 
 
 def wider(goals: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import EnvBase, GymEnv
 
 import torchrl_her.envs  # noqa: F401  # registers PointReach
-from torchrl_her import HERTransform
+from support.factories import make_transform, seeded_sample
 
 POINT_REACH = "torchrl_her/PointReach-v0"
 
@@ -53,12 +53,11 @@ def _point_reach() -> TensorDictBase:
 
 def sample_of(written: TensorDictBase, reward: Any, count: int = 200, her_ratio: float = 0.6, **options: Any) -> Any:
     """A sample of a buffer that holds these transitions; its ``"index"`` is the row in ``written``."""
-    transform = HERTransform(reward, her_ratio=her_ratio, capacity=1000, **options)
+    transform = make_transform(reward=reward, her_ratio=her_ratio, capacity=1000, **options)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
     rb.extend(written.clone())
     transform.flush()
-    torch.manual_seed(0)
-    return rb.sample(count)
+    return seeded_sample(rb, count)
 
 
 def check_relabelled(
@@ -67,8 +66,6 @@ def check_relabelled(
     terminated: Callable[[TensorDictBase], bool] | None = None,
     *,
     written: TensorDictBase | None = None,
-    goal: Any = "desired_goal",
-    flags_under: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
     """Sample transitions and check that those relabelled have the right reward and flags, and others are as stored.
@@ -78,19 +75,13 @@ def check_relabelled(
         expected: the reward of a single transition.
         terminated: whether a single transition ends its episode; None where the flags stay as stored.
         written: the transitions, by default of PointReach.
-        goal: the key of the desired goal.
-        flags_under: the key, under ``"next"``, of the tensordict with the reward and the flags.
-        options: of `sample_of`.
-
-    Returns:
-        The sample.
+        options: of `sample_of`, which makes the sample that is returned.
     """
     written = point_reach() if written is None else written
     batch = sample_of(written, reward, **options)
-    flags = {name: ("next", *flags_under, name) for name in ("reward", "terminated", "truncated", "done")}
-    changed = {goal, ("next", *(goal if isinstance(goal, tuple) else (goal,))), flags["reward"]}
+    changed = {"desired_goal", ("next", "desired_goal"), ("next", "reward")}
     if terminated is not None:
-        changed |= {flags["terminated"], flags["done"]}
+        changed |= {("next", "terminated"), ("next", "done")}
     relabelled = batch["hindsight", "relabelled"][:, 0]
     assert 0 < relabelled.sum() < len(batch)
     stored = written[batch["index"]]
@@ -99,8 +90,9 @@ def check_relabelled(
         assert torch.equal(batch[key][as_stored], stored[key][as_stored]), key
         assert batch[key].dtype == stored[key].dtype, key
     for row in batch[relabelled].unbind(0):
-        assert math.isclose(row[flags["reward"]].item(), expected(row), rel_tol=1e-5, abs_tol=1e-12)
+        after = row["next"]
+        assert math.isclose(after["reward"].item(), expected(row), rel_tol=1e-5, abs_tol=1e-12)
         if terminated is not None:
-            assert row[flags["terminated"]].item() == terminated(row)
-            assert row[flags["done"]].item() == (terminated(row) or row[flags["truncated"]].item())
+            assert after["terminated"].item() == terminated(row)
+            assert after["done"].item() == (terminated(row) or after["truncated"].item())
     return batch
