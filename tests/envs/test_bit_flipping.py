@@ -1,5 +1,3 @@
-import math
-
 import gymnasium
 import numpy as np
 import pytest
@@ -132,19 +130,3 @@ def test_the_ends_of_the_ranges_work(n_bits, options):
     observation, *_ = env.step(n_bits - 1)
     assert observation in env.observation_space
     assert bits_of(observation["achieved_goal"], n_bits) == [*before[:-1], 1 - before[-1]]
-
-
-@pytest.mark.parametrize(
-    ("continuous", "action"),
-    [
-        *((False, action) for action in (-1, 3, 0.5)),
-        *((True, action) for action in (1, [1, 1], [[1, 1, 1]], [1, 1, math.nan])),
-    ],
-)
-def test_an_action_outside_the_action_space_is_refused(continuous, action):
-    env = BitFlipping(3, continuous=continuous)
-    env.reset(seed=0)
-    before = env.bits
-    with pytest.raises(ValueError, match="An action must be"):
-        env.step(action)
-    assert np.array_equal(env.bits, before)

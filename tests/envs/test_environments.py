@@ -120,6 +120,24 @@ def test_returned_observations_never_change_and_may_be_written_to(form):
         assert same(observation, returned[0])
 
 
+@pytest.mark.parametrize(
+    ("form", "actions", "expected"),
+    [
+        ({}, [-1, 5, 0.5], "an integer from 0 to 4"),
+        ({"continuous": True}, [1, [1, 1], [[1, 1, 1, 1, 1]], [1, 1, 1, 1, math.nan]], "5 finite numbers"),
+        ("PointReach", [0.5, [0.5], [0.1, 0.2, 0.3], [[0.1, 0.2]], [math.nan, 0], [math.inf, 0]], "two finite numbers"),
+    ],
+)
+def test_an_action_outside_the_action_space_is_refused_and_changes_nothing(form, actions, expected):
+    env, twin = make_env(form), make_env(form)
+    assert same(env.reset(seed=0), twin.reset(seed=0))
+    for action in actions:
+        with pytest.raises(ValueError, match=f"An action must be {expected}"):
+            env.step(action)
+    (action,) = draw_actions(env, 1)
+    assert same(env.step(action), twin.step(action))
+
+
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
 @pytest.mark.parametrize(
     ("form", "limit"), [("PointReach", {"max_episode_steps": 11}), ({}, {"n_bits": 20, "max_steps": 11})]

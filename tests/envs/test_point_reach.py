@@ -83,15 +83,6 @@ def test_reward_and_success_of_a_step_are_those_of_the_goals_it_returns():
     assert seen == {0.0, -1.0}
 
 
-@pytest.mark.parametrize("action", [0.5, [0.5], [0.1, 0.2, 0.3], [[0.1, 0.2]], [math.nan, 0], [math.inf, 0]])
-def test_an_action_that_is_not_two_finite_numbers_is_refused(action):
-    env = PointReach()
-    before = env.reset(seed=0)[0]["achieved_goal"]
-    with pytest.raises(ValueError, match="two finite numbers"):
-        env.step(np.array(action, dtype=np.float32))
-    assert np.array_equal(env.position, before)
-
-
 def test_the_picture_shows_the_mass_and_the_goal_where_they_are():
     env = PointReach(render_mode="rgb_array")
     env.reset(seed=0)
