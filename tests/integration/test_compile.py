@@ -23,7 +23,7 @@ from support.dispatch import NoWaits, Waits
 from support.draws import LEVEL, RIGHT, distribution, draw, draws_needed, make_buffer, p_value
 from support.goals import reached, reward_of
 from support.losses import make_loss
-from torchrl_her import EnvReward, GoalReward, GoalStrategy, HERTransform, SparseReward
+from torchrl_her import EnvReward, GoalReward, HERTransform, SparseReward
 from torchrl_her.envs import BitFlipping, PointReach
 
 REWARDS = {
@@ -34,12 +34,12 @@ REWARDS = {
 }
 GOAL_REWARD = REWARDS["GoalReward"]
 TERMINATING = REWARDS["GoalReward, terminated_fn"]
-HALVES = [
+CASES = [
     *[("future", reward, None) for reward in REWARDS],
     *[(strategy, "SparseReward, terminated_fn", None) for strategy in RIGHT[1:]],
     *[(strategy, "GoalReward", 4) for strategy in RIGHT],
 ]
-each_half = pytest.mark.parametrize(("strategy", "reward", "sequence_length"), HALVES)
+each_case = pytest.mark.parametrize(("strategy", "reward", "sequence_length"), CASES)
 
 has_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 on_cuda = functools.partial(pytest.param, marks=[pytest.mark.gpu, has_cuda])
@@ -70,15 +70,6 @@ def stored_rows(rb, count=16, length=4):
     """Random sequences of stored rows, as the storage returns them: [count * length]."""
     begins = torch.randint(0, len(rb) - length + 1, (count, 1))
     return rb.storage[(begins + torch.arange(length)).flatten()]
-
-
-def same_draws(*relabel):
-    """The results of functions that draw from the same random state."""
-    results = []
-    for each in relabel:
-        torch.manual_seed(0)
-        results.append(each())
-    return results
 
 
 def check(batch, strategy="future", reward="GoalReward, terminated_fn"):
@@ -113,15 +104,10 @@ def check_while_written(relabel, rb, strategy, reward):
 
 
 @each_device
-@each_half
+@each_case
 def test_it_compiles_into_one_graph_once_whatever_is_written_later(strategy, reward, sequence_length, device):
-    her = HERTransform(
-        REWARDS[reward],
-        strategy=strategy,
-        sequence_length=sequence_length,
-        capacity=120,
-        goal_spec=goal_spec(device),
-    )
+    options = {"strategy": strategy, "sequence_length": sequence_length, "capacity": 120}
+    her = HERTransform(REWARDS[reward], **options, goal_spec=goal_spec(device))
     graphs = CompileCounter()
     relabel = torch.compile(her, fullgraph=True, backend=graphs)
     check_while_written(relabel, buffer(her, device=device), strategy, reward)
@@ -135,15 +121,31 @@ def test_its_kernels_for_the_device_relabel_correctly(strategy):
     check_while_written(torch.compile(her, fullgraph=True), buffer(her, device="cuda"), strategy, reward)
 
 
-@pytest.mark.parametrize("env", [PointReach, BitFlipping])
-def test_the_reward_of_an_environment_compiles_if_it_can_be_traced(env):
+def with_n_step_returns():
+    return buffer(Compose(MultiStepTransform(3, 0.9), HERTransform(TERMINATING, her_ratio=1.0)), collected())
+
+
+def with_the_reward_of(env):
     env = GymWrapper(env())
-    rb = buffer(HERTransform(EnvReward(env)), env.rollout(100, break_when_any_done=False))
-    rows = stored_rows(rb)
-    relabel = torch.compile(rb.transform, fullgraph=True, backend="eager")
-    compiled, expected = same_draws(lambda: relabel(rows), lambda: rb.transform(rows))
-    assert (compiled == expected).all()
+    return buffer(HERTransform(EnvReward(env)), env.rollout(100, break_when_any_done=False))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [with_n_step_returns, lambda: with_the_reward_of(PointReach), lambda: with_the_reward_of(BitFlipping)],
+    ids=["n-step returns", "PointReach", "BitFlipping"],
+)
+def test_it_compiles_together_with_n_step_returns_and_with_rewards_of_environments(make):
+    rb = make()
+    rows, graphs = stored_rows(rb), CompileCounter()
+    relabel = torch.compile(rb.transform, fullgraph=True, backend=graphs)
+    for _ in range(3):
+        torch.manual_seed(0)
+        compiled = relabel(rows)
+        torch.manual_seed(0)
+        assert (compiled == rb.transform(rows)).all()
     assert compiled["hindsight", "relabelled"].any()
+    assert graphs.frame_count == 1
 
 
 def test_batches_of_other_sizes_compile_it_once_more_at_most():
@@ -186,17 +188,6 @@ def test_a_buffer_takes_a_lock_that_does_not_compile(transform):
     rb.extend(collected())
     with pytest.raises(torch._dynamo.exc.Unsupported, match="RLock"):
         torch.compile(rb.sample, fullgraph=True, backend="eager")()
-
-
-def test_it_compiles_together_with_n_step_returns():
-    rb = buffer(Compose(MultiStepTransform(3, 0.9), HERTransform(TERMINATING, her_ratio=1.0)), collected())
-    rows, graphs = stored_rows(rb), CompileCounter()
-    relabel = torch.compile(rb.transform, fullgraph=True, backend=graphs)
-    for _ in range(3):
-        compiled, expected = same_draws(lambda: relabel(rows), lambda: rb.transform(rows))
-        assert (compiled == expected).all()
-    assert compiled["hindsight", "relabelled"].any()
-    assert graphs.frame_count == 1
 
 
 @pytest.mark.filterwarnings("ignore:No target network updater")
@@ -273,22 +264,18 @@ def test_a_copy_of_a_compiled_transform_relabels_from_its_own_table(make_copy):
 @contextlib.contextmanager
 def no_synchronization_on_cuda():
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode("default")
 
 
 NO_SYNCHRONIZATION = {"cpu": NoWaits, "cuda": no_synchronization_on_cuda}
 
 
-@pytest.mark.parametrize(
-    ("device", "written_from"),
-    [("cpu", "cpu"), on_cuda("cuda", "cuda"), on_cuda("cuda", "cpu")],
-)
-@each_half
+@pytest.mark.parametrize(("device", "written_from"), [("cpu", "cpu"), on_cuda("cuda", "cuda"), on_cuda("cuda", "cpu")])
+@each_case
 def test_sampling_does_not_synchronize(strategy, reward, sequence_length, device, written_from):
     her = HERTransform(REWARDS[reward], strategy=strategy, sequence_length=sequence_length, capacity=120)
     rb = buffer(her, device=device)
@@ -344,27 +331,12 @@ SYNCHRONIZING = {
 }
 
 
-class Synchronizing(GoalStrategy):
-    """Chooses the transition's own step, and synchronizes in one of these ways."""
-
-    def __init__(self, way):
-        self.way = way
-
-    def select(self, choice):
-        rows = choice.start + choice.step
-        SYNCHRONIZING[self.way](rows)
-        return rows
-
-
 @pytest.mark.parametrize(
     ("device", "way"),
     [*(("cpu", way) for way in SYNCHRONIZING), on_cuda("cuda", "item"), on_cuda("cuda", "mask")],
 )
-def test_a_strategy_that_synchronizes_is_found(way, device):
-    her = HERTransform(GOAL_REWARD, strategy=Synchronizing(way), capacity=1000)
-    rb = buffer(her, collected().to(device), device=device)
-    rows = stored_rows(rb)
-    her(rows)
+def test_an_operation_that_synchronizes_is_found(device, way):
+    rows = torch.arange(8, device=device)
     failure = {"cpu": pytest.raises(Waits), "cuda": pytest.raises(RuntimeError, match="synchroniz")}[device]
     with failure, NO_SYNCHRONIZATION[device]():
-        her(rows)
+        SYNCHRONIZING[way](rows)

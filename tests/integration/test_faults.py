@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,9 +30,8 @@ from support.streams import make_episode
 from support.traffic import Source, check, check_one_by_one, make_buffer
 from torchrl_her import EnvReward, SparseReward
 
-each_count = pytest.mark.parametrize("count", [60_000, pytest.param(500_000, marks=pytest.mark.slow)])
-REST = 0.002  # seconds for which a process leaves the buffer's lock to others, as an update would
-TESTS = Path(__file__).parents[1]
+SPAWN = torch.multiprocessing.get_context("spawn")
+KILLS = Path(__file__).parent / "faults" / "kills.py"
 GOAL_SPEC = Unbounded((1,))
 DESIRED = torch.tensor([-1.0])
 
@@ -79,70 +77,62 @@ def write(rb, first, steps, count):
 
 
 def sample_until(done, rb, strategy="future", rest=0.0):
-    """Sample and check until an event; returns the number of transitions, and of those that were relabelled."""
-    batches = relabelled = 0
-    while not done.is_set():
+    """Sample and check at least 10,000 transitions, and until an event."""
+    sampled = relabelled = 0
+    while sampled < 10_000 or not done.is_set():
         batch = rb.sample()
-        relabelled += check(batch, strategy)
-        if batches % 20 == 0:
+        if sampled % (20 * len(batch)) == 0:
             check_one_by_one(batch, strategy)
-        batches += 1
+        relabelled += check(batch, strategy)
+        sampled += len(batch)
         time.sleep(rest)
-    return batches * len(batch), relabelled
+    assert relabelled > 0.1 * sampled
 
 
-@each_count
+class InProcess(SPAWN.Process):
+    """A function in a process of its own, with the ``result`` of a future."""
+
+    def __init__(self, function, *arguments):
+        super().__init__(target=function, args=arguments, daemon=True)
+        self.start()
+
+    def run(self):
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", message=".*left the goal table")
+        super().run()
+
+    def result(self, timeout):
+        self.join(timeout)
+        self.kill()
+        assert self.exitcode == 0, "a deadlock, or a wrong goal"
+
+
 @pytest.mark.usefixtures("frequent_switches")
-@pytest.mark.parametrize(("strategy", "prefetch"), [("future", None), ("random", 2)])
-def test_threads_that_write_and_threads_that_sample_never_make_a_goal_wrong(strategy, prefetch, count):
-    rb = make_buffer(size=4096, capacity=2048, strategy=strategy, prefetch=prefetch)
+@pytest.mark.parametrize("count", [60_000, pytest.param(500_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("start", "samplers", "strategy", "options"),
+    [
+        (in_thread, 2, "future", {}),
+        (in_thread, 2, "random", {"prefetch": 2}),
+        (InProcess, 1, "future", {"shared": True}),
+    ],
+    ids=["threads", "threads with prefetch", "processes"],
+)
+def test_writers_and_samplers_at_once_never_make_a_goal_wrong(start, samplers, strategy, options, count):
+    rb = make_buffer(4096, 2048, strategy, **options)
     write(rb, 0, 100, 1)
-    done = threading.Event()
-    samplers = [in_thread(sample_until, done, rb, strategy) for _ in range(3)]
-    for writer in [in_thread(write, rb, first, 100, count) for first in (8, 16)]:
-        writer.result(timeout=300)
-    done.set()
-    counts = [sampler.result(timeout=60) for sampler in samplers]
-    assert rb.write_count >= 2 * count
-    sampled, relabelled = map(sum, zip(*counts, strict=True))
-    assert relabelled > 0.1 * sampled > 1000
-
-
-def write_in_a_process(rb, first, count):
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*left the goal table")
-    write(rb, first, 125, count)
-
-
-def sample_in_a_process(done, rb, counts):
-    torch.set_num_threads(1)
-    counts[:] = torch.tensor(sample_until(done, rb, rest=REST))
-
-
-@each_count
-def test_processes_that_write_and_processes_that_sample_never_make_a_goal_wrong(count):
-    rb = make_buffer(size=4096, capacity=2048, shared=True)
-    write(rb, 0, 100, 1)
-    context = torch.multiprocessing.get_context("spawn")
-    done, counts = context.Event(), torch.zeros(2, dtype=torch.int64).share_memory_()
-    sampler = context.Process(target=sample_in_a_process, args=(done, rb, counts), daemon=True)
-    writers = [context.Process(target=write_in_a_process, args=(rb, first, count), daemon=True) for first in (8, 16)]
-    processes = [sampler, *writers]
+    done = SPAWN.Event()
+    rest = 0.002 if "shared" in options else 0.0  # leaves the buffer's lock to the other processes
+    sampling = (sample_until, done, rb, strategy, rest)
+    running = [in_thread(*sampling), *(start(*sampling) for _ in range(samplers))]
     try:
-        for process in processes:
-            process.start()
-        here = in_thread(sample_until, done, rb, "future", REST)
-        for process in writers:
-            process.join(timeout=300)
-        done.set()
-        sampler.join(timeout=60)
-        assert [process.exitcode for process in processes] == [0, 0, 0], "a deadlock, or a wrong goal"
+        for writer in [start(write, rb, first, 125, count) for first in (8, 16)]:
+            writer.result(timeout=300)
     finally:
-        for process in processes:
-            process.kill()
+        done.set()
+    for sampler in running:
+        sampler.result(timeout=60)
     assert rb.write_count >= 2 * count
-    for sampled, relabelled in (here.result(timeout=60), counts.tolist()):
-        assert relabelled > 0.1 * sampled > 1000
 
 
 # Checkpoints
@@ -211,18 +201,10 @@ def test_a_checkpoint_that_is_made_while_collectors_in_other_processes_pause_is_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "reported"), [("--kills=4", "4 kills"), ("--every=15", r"\d\d kills")])
-def test_a_killed_training_resumes_from_its_last_complete_checkpoint(how, reported):
-    finished = subprocess.run(
-        [sys.executable, TESTS / "integration" / "faults" / "kills.py", how],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert re.match(reported, finished.stdout), finished.stdout
+@pytest.mark.parametrize("how", ["--kills=4", "--every=15"])
+def test_a_killed_training_resumes_from_its_last_complete_checkpoint(how):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, KILLS, how], env=environment, timeout=300, check=True)
 
 
 def buffer(**options):
@@ -386,11 +368,6 @@ def test_a_process_killed_in_a_write_blocks_a_plain_shared_buffer_for_ever():
 
 
 @pytest.fixture
-def shared_transform():
-    return buffer(goal_spec=GOAL_SPEC).transform[0].share_memory_()
-
-
-@pytest.fixture
 def shared_rb():
     """A shared buffer, and a running episode of three steps in it."""
     rb = buffer(goal_spec=GOAL_SPEC)
@@ -404,7 +381,8 @@ def test_a_process_killed_while_it_writes_to_the_table_is_an_error_for_the_next_
     shared_rb.extend(episode(3))
     kill_while_holding(shared_rb.transform[0]._lock._lock)
     write_again = in_thread(shared_rb.extend, episode(3))
-    with pytest.raises(RuntimeError, match=r"was killed or stopped while it wrote. Start anew from the last check"):
+    message = r"was killed or stopped while it wrote\. Start anew from the last checkpoint"
+    with pytest.raises(RuntimeError, match=message):
         write_again.result(timeout=5)
     assert shared_rb[3:]["hindsight", "relabelled"].all()  # readers take no lock
 
@@ -439,40 +417,40 @@ def test_the_state_of_a_forked_process_is_without_the_lanes_of_its_parent(shared
     assert len(shared_rb.transform[0].get_extra_state()["lanes"]["lanes"]) == 1
 
 
-def test_a_copy_of_a_shared_transform_is_independent_and_continues_its_episodes(shared_transform):
-    first = shared_transform.inv(episode(3, done=False))["hindsight_stamp"][0, 0].item()
-    before = str(shared_transform.get_extra_state())
-    copied = copy.deepcopy(shared_transform)
+def test_a_copy_of_a_shared_transform_is_independent_and_continues_its_episodes(shared_rb):
+    transform = shared_rb.transform[0]
+    before = str(transform.get_extra_state())
+    copied = copy.deepcopy(transform)
     assert str(copied.get_extra_state()) == before
     assert not copied.table.is_shared
-    stamps = copied.inv(episode(3, begin=3))["hindsight_stamp"]
-    assert stamps.tolist() == [[first, 3], [first, 4], [first, 5]]
-    assert str(shared_transform.get_extra_state()) == before
+    running = shared_rb[:]["hindsight_stamp"][0, 0].item()
+    assert copied.inv(episode(3, begin=3))["hindsight_stamp"].tolist() == [[running, step] for step in (3, 4, 5)]
+    assert str(transform.get_extra_state()) == before
 
 
-def test_a_shared_transform_cannot_be_sent_through_a_queue_which_would_lose_its_lock(shared_transform):
+def test_a_shared_transform_cannot_be_sent_through_a_queue_which_would_lose_its_lock(shared_rb):
     with pytest.raises(RuntimeError, match=r"inheritance|when that starts"):
-        ForkingPickler.loads(ForkingPickler.dumps(shared_transform))  # what a queue does
+        ForkingPickler.loads(ForkingPickler.dumps(shared_rb.transform[0]))  # what a queue does
 
 
-def test_a_state_from_before_the_first_write_empties_the_table_that_processes_share(shared_transform):
-    written = shared_transform.inv(episode(3))
-    goals = shared_transform.table.goals
-    shared_transform.load_state_dict(buffer().transform[0].state_dict())
-    assert not shared_transform(written)["hindsight", "relabelled"].any()
-    assert shared_transform.table.is_shared
-    assert shared_transform.table.goals is goals
-    written = shared_transform.inv(episode(3))
-    assert shared_transform(written)["hindsight", "relabelled"].all()
+def test_a_state_from_before_the_first_write_empties_the_table_that_processes_share(shared_rb):
+    transform = shared_rb.transform[0]
+    written = transform.inv(episode(3))
+    goals = transform.table.goals
+    transform.load_state_dict(buffer().transform[0].state_dict())
+    assert not transform(written)["hindsight", "relabelled"].any()
+    assert transform.table.is_shared
+    assert transform.table.goals is goals
+    assert transform(transform.inv(episode(3)))["hindsight", "relabelled"].all()
 
 
-def test_samples_on_another_device_than_a_shared_table_are_refused(shared_transform):
-    written = shared_transform.inv(episode(3))
+def test_samples_on_another_device_than_a_shared_table_are_refused(shared_rb):
+    table = shared_rb.transform[0].table
     message = r"on meta, and the goal table, which processes share, on cpu: give .* goal_spec"
     with pytest.raises(RuntimeError, match=message):
-        shared_transform(written.to("meta"))
-    assert shared_transform.table.device.type == "cpu"
-    assert shared_transform.table.is_shared
+        shared_rb.transform(shared_rb.storage[:3].to("meta"))
+    assert table.device.type == "cpu"
+    assert table.is_shared
 
 
 # Memory

@@ -6,6 +6,8 @@ The lanes follow the tape's rules with other lengths. A goal is the tape's ``(en
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from torch import Tensor
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
 from support import goals, tape
-from torchrl_her import HERTransform
+from support.factories import make_transform
 
 COPIES = 4
+STEP = torch.tensor([0, 0, 1])
 GOAL_SPEC = Unbounded((3 * COPIES,))
 LENGTHS = (5, 90, 2, 13, 70, 1, 140)  # some are published while they grow
 
@@ -28,7 +31,7 @@ def reward_of(achieved: Tensor, desired: Tensor) -> Tensor:
 
 def make_buffer(size: int, capacity: int, strategy: str = "future", **arguments: Any) -> TensorDictReplayBuffer:
     """A buffer for these transitions; further arguments are the buffer's."""
-    transform = HERTransform(reward_of, strategy=strategy, capacity=capacity, goal_spec=GOAL_SPEC)
+    transform = make_transform(reward=reward_of, strategy=strategy, capacity=capacity, goal_spec=GOAL_SPEC)
     return TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform, batch_size=512, **arguments)
 
 
@@ -36,59 +39,62 @@ class Source:
     """Environments ``first`` to ``first + count - 1`` side by side; a write has ``steps`` steps of each."""
 
     def __init__(self, first: int, count: int, steps: int):
-        self.numbers, self.steps, self.begin = torch.arange(first, first + count), steps, 0
-        self.lengths = torch.stack([torch.tensor(LENGTHS).roll(-int(number)) for number in self.numbers])
-        self.ends = self.lengths.cumsum(dim=1)  # [count, len(LENGTHS)]
+        self.first, self.count, self.steps = first, count, steps
+        self.lanes = [_places(number) for number in range(first, first + count)]
 
     def next(self) -> TensorDict:
         """The next transitions of all environments, one environment after the other: ``[count * steps]``."""
-        position = torch.arange(self.begin, self.begin + self.steps).repeat(len(self.numbers), 1)
-        self.begin += self.steps
-        cycle, rest = position // sum(LENGTHS), position % sum(LENGTHS)
-        nth = torch.searchsorted(self.ends, rest, right=True)
-        episode = cycle * len(LENGTHS) + nth
-        length = self.lengths.gather(1, nth)
-        step = rest - self.ends.gather(1, nth) + length
-        number = self.numbers.unsqueeze(1).expand_as(step)
-
-        def goal(step: Tensor) -> Tensor:
-            return torch.stack([number, episode, step], dim=-1).flatten(0, 1).float().repeat(1, COPIES)
-
-        achieved, outcome, desired = goal(step), goal(step + 1), goal(torch.full_like(step, tape.ASKED))
-        truncated = (step + 1 == length).reshape(-1, 1)
+        places = torch.tensor([place for lane in self.lanes for place in itertools.islice(lane, self.steps)])
+        number, episode, step = places.unbind(1)
+        outcomes = places + STEP
+        asked = torch.stack([number, episode, torch.full_like(step, tape.ASKED)], dim=1)
         next_entries = {
-            "observation": outcome[:, :3],
-            "achieved_goal": outcome,
-            "desired_goal": desired.clone(),
-            "reward": reward_of(outcome, desired).unsqueeze(-1),
-            "terminated": torch.zeros_like(truncated),
-            "truncated": truncated,
-            "done": truncated.clone(),
+            "observation": outcomes.float(),
+            "achieved_goal": _goals(outcomes),
+            "desired_goal": _goals(asked),
+            "reward": reward_of(_goals(outcomes), _goals(asked)).unsqueeze(1),
+            "done": (outcomes[:, 2] == _lengths(places)).unsqueeze(1),
         }
+        root = {"observation": places.float(), "achieved_goal": _goals(places), "desired_goal": _goals(asked)}
         # The trajectory ids of every source are the same.
-        ids = (number - self.numbers[0] + len(self.numbers) * episode).flatten()
-        root = {"observation": achieved[:, :3], "achieved_goal": achieved, "desired_goal": desired}
-        return TensorDict({**root, "next": next_entries, "collector": {"traj_ids": ids}}, batch_size=len(achieved))
+        collector = {"traj_ids": number - self.first + self.count * episode}
+        return TensorDict({**root, "next": next_entries, "collector": collector}, batch_size=len(places))
+
+
+def _places(number: int) -> Iterator[tuple[int, int, int]]:
+    """Where the transitions of an environment start, without end."""
+    for episode in itertools.count():
+        for step in range(tape.length_of(number, episode, LENGTHS)):
+            yield number, episode, step
+
+
+def _goals(places: Tensor) -> Tensor:
+    """The goals ``[n, 3 * COPIES]`` of places ``[n, 3]``."""
+    return places.float().repeat(1, COPIES)
+
+
+def _lengths(places: Tensor) -> Tensor:
+    """The lengths of the episodes of places ``[n, 3]``: ``[n]``."""
+    return torch.tensor(LENGTHS)[(places[:, 0] + places[:, 1]) % len(LENGTHS)]
 
 
 def check(batch: TensorDictBase, strategy: str = "future") -> int:
     """Check all transitions ``[*batch]`` with tensor expressions, and return how many are relabelled."""
     batch = batch.reshape(-1)
-    number, episode, step = batch["observation"].long().unbind(1)
-    goal, outcome = batch["desired_goal"], batch["next", "achieved_goal"]
-    relabelled = batch["hindsight", "relabelled"].squeeze(-1)
-    parts = goal.view(-1, COPIES, 3)
-    assert bool((parts == parts[:, :1]).all()), "a goal is torn"
-    assert bool((goal == batch["next", "desired_goal"]).all()), "a transition has two goals"
-    goal_number, goal_episode, goal_step = parts[:, 0].long().unbind(1)
-    lengths = torch.tensor(LENGTHS)[(goal_number + goal_episode) % len(LENGTHS)]
-    same = (goal_number == number) & (goal_episode == episode)
-    possible = (goal_step >= 1) & (goal_step <= lengths)
-    right = possible if strategy == "random" else possible & same & (goal_step > step)
+    place, desired, outcome = batch["observation"].long(), batch["desired_goal"], batch["next", "achieved_goal"]
+    relabelled = batch["hindsight", "relabelled"].squeeze(1)
+    copies = desired.view(-1, COPIES, 3)
+    assert bool((copies == copies[:, :1]).all()), "a goal is torn"
+    assert bool((desired == batch["next", "desired_goal"]).all()), "a transition has two goals"
+    goal = copies[:, 0].long()
+    same = (goal[:, :2] == place[:, :2]).all(dim=1)
+    right = (goal[:, 2] >= 1) & (goal[:, 2] <= _lengths(goal))
+    if strategy != "random":
+        right &= same & (goal[:, 2] > place[:, 2])
     assert bool((right | ~relabelled).all()), "a goal is wrong"
-    assert bool(((same & (goal_step == tape.ASKED)) | relabelled).all()), "a transition that keeps its goal has another"
-    assert bool((batch["next", "reward"].squeeze(-1) == reward_of(outcome, goal)).all()), "a reward is wrong"
-    assert bool((outcome[:, :3].long() == torch.stack([number, episode, step + 1], dim=1)).all()), "a row is torn"
+    assert bool(((same & (goal[:, 2] == tape.ASKED)) | relabelled).all()), "a goal changed without relabelling"
+    assert bool((batch["next", "reward"].squeeze(1) == reward_of(outcome, desired)).all()), "a reward is wrong"
+    assert bool((outcome[:, :3].long() == place + STEP).all()), "a row is torn"
     return int(relabelled.sum())
 
 
