@@ -4,13 +4,15 @@ SEEDS ?= 1
 CONTROL ?=
 BIN := .venv/bin
 
-.PHONY: install demo test bench lint clean
+.PHONY: install demo test test-slow bench lint clean
 
 install: .venv/.dev
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py --seeds $(SEEDS) $(if $(CONTROL),--control $(CONTROL))
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow" --durations=10
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest -m slow --durations=10
 bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/writing.py

@@ -24,3 +24,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {"__name__": "__main__"}
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Mention the tests that a default run leaves out."""
+    if config.option.markexpr == "not slow":
+        terminalreporter.write_line("Slow tests are left out (trainings, killed processes, Ray): make test-slow")

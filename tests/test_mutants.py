@@ -1,18 +1,12 @@
-"""The oracle is tested: it tells the transform from wrong ones, made by changing a line of it each."""
+"""The oracles are tested: they distinguish the package from wrong copies of it, each made by changing some lines."""
 
-import importlib
-import shutil
-import sys
-import warnings
-from pathlib import Path
-
-import n_step_oracle
-import oracle
 import pytest
 
 import torchrl_her
+from support import n_step_oracle, oracle
+from support.mutants import first_failure, load
+from support.streams import random_stream
 
-SOURCE = Path(torchrl_her.__file__).parent
 STREAMS = 40
 
 # A mutant is a list of changes: file, what stands there once, what stands there instead.
@@ -180,42 +174,17 @@ N_STEP_MUTANTS = {
 }
 
 
-def load(changes, tmp_path, monkeypatch, name):
-    """Import a copy of the package with changes made in it."""
-    shutil.copytree(SOURCE, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "envs"))
-    for file, old, new in changes:
-        path = tmp_path / name / file
-        text = path.read_text()
-        assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times: renew the mutant"
-        path.write_text(text.replace(old, new))
-    for path in (tmp_path / name).rglob("*.py"):
-        path.write_text(path.read_text().replace("torchrl_her", name))
-    monkeypatch.syspath_prepend(tmp_path)
-    package = importlib.import_module(name)
-    for module in [m for m in sys.modules if m.split(".")[0] == name]:
-        monkeypatch.delitem(sys.modules, module)
-    return package
-
-
 def check_streams(package):
     """Run streams, and check each transition."""
     for seed in range(STREAMS):
-        oracle.run(oracle.random_stream(seed), package)
+        oracle.run(random_stream(seed), package)
     oracle.check_share(package)
 
 
-def first_failure(check, package):
-    """Run a check until it finds a fault, and return it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a table too small for the storage is meant here
-        try:
-            check(package)
-        except AssertionError as fault:
-            return fault
-    return None
+CHECKS = {check_streams: MUTANTS, n_step_oracle.run: N_STEP_MUTANTS}
 
 
-@pytest.mark.parametrize("check", [check_streams, n_step_oracle.run])
+@pytest.mark.parametrize("check", CHECKS)
 def test_the_oracle_finds_no_fault_in_an_unchanged_copy(check, tmp_path, monkeypatch):
     package = load([], tmp_path, monkeypatch, "unchanged_copy")
     assert package.HERTransform is not torchrl_her.HERTransform
@@ -223,10 +192,8 @@ def test_the_oracle_finds_no_fault_in_an_unchanged_copy(check, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("check", "mutant", "changes"),
-    [(check_streams, *each) for each in MUTANTS.items()]
-    + [(n_step_oracle.run, *each) for each in N_STEP_MUTANTS.items()],
+    ("check", "mutant"), [(check, mutant) for check, mutants in CHECKS.items() for mutant in mutants]
 )
-def test_the_oracle_kills_the_mutant_that(check, mutant, changes, tmp_path, monkeypatch):
-    name = "mutant_" + "".join(c if c.isalnum() else "_" for c in mutant)
-    assert first_failure(check, load(changes, tmp_path, monkeypatch, name)) is not None
+def test_the_oracle_kills_the_mutant_that(check, mutant, tmp_path, monkeypatch):
+    package = load(CHECKS[check][mutant], tmp_path, monkeypatch, f"mutant_{mutant}")
+    assert first_failure(check, package) is not None

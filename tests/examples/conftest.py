@@ -1,0 +1,25 @@
+"""The scripts import each other by name, as they do when Python runs one of them."""
+
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+collect_ignore_glob = [] if find_spec("hydra") and find_spec("tensorboard") else ["*.py"]  # the extra 'examples'
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys, tmp_path):
+    """Runs a script in ``tmp_path`` and returns what it prints; in this process, where all is imported already."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run

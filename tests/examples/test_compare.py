@@ -1,0 +1,57 @@
+"""Runs are grouped, tabulated and compared at the steps where all of them were evaluated."""
+
+import compare
+import numpy as np
+import pytest
+from script_runs import BITS, SMALL, configure
+
+
+def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):
+    sweep = ["seed=1,2", "hindsight.strategy=future,final", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    run_script("dqn", "--multirun", *SMALL, *BITS, "total_steps=100", *sweep)
+    by_strategy = ["--by", "hindsight.strategy", "--panels", "env.name", "--title", "Strategies"]
+    compared = run_script("compare", "sweep", *by_strategy)
+    success = {"final": {}, "future": {}}
+    for run in compare.find_runs([tmp_path]):
+        success[run.config.hindsight.strategy][run.config.seed] = float(run.logs["success"][-1, 1])
+    for strategy, of_seed in success.items():
+        assert of_seed.keys() == {1, 2}
+        median = sum(of_seed.values()) / 2
+        assert f"| strategy {strategy}, name torchrl_her/BitFlipping-v0 | 2 | {median:.2f} (" in compared
+    assert "At 100 environment steps" in compared
+    assert (tmp_path / "sweep" / "comparison.png").stat().st_size > 5_000
+
+
+def test_what_a_comparison_says_is_the_median_and_range_at_a_step():
+    runs = [
+        compare.Run(None, {name: np.array([[0, 0.1], [100, value], [200, 1.0]]) for name in compare.METRICS})
+        for value in (0.25, 0.5, 1.0)
+    ]
+    assert "| group | 3 | 0.50 (0.25 to 1.00) | 0.500 | 0 |" in compare.table({"group": runs}, 150)
+    assert "| group | 3 | 1.00 (1.00 to 1.00) | 1.000 | 1 |" in compare.table({"group": runs}, 200)
+    steps, success = compare.curves(runs)
+    assert steps.tolist() == [0, 100, 200]
+    assert success.tolist() == [[0.1, 0.25, 1.0], [0.1, 0.5, 1.0], [0.1, 1.0, 1.0]]
+
+
+def test_runs_that_were_evaluated_at_other_steps_are_compared_where_they_agree():
+    logs = [np.array([[0, 0.0], [50, 0.2], [100, 0.4]]), np.array([[0, 0.1], [100, 0.5], [150, 0.6]])]
+    runs = [compare.Run(None, dict.fromkeys(compare.METRICS, log)) for log in logs]
+    steps, success = compare.curves(runs)
+    assert steps.tolist() == [0, 100]
+    assert success.tolist() == [[0.0, 0.4], [0.1, 0.5]]
+    assert np.isnan(compare.Run(None, {"seconds": np.array([[500, 3.0]])}).at("seconds", 100))
+
+
+def test_an_entry_that_no_configuration_has_is_not_compared():
+    runs = [compare.Run(configure(script), {}) for script in ("sac", "ddpg")]
+    compare.check_entries(runs, ["resume", "loss"])
+    groups = [run.group(["loss", "hindsight.strategy"]) for run in runs]
+    assert groups == ["loss sac, strategy future", "loss None, strategy future"]
+    with pytest.raises(SystemExit, match=r"No run has an entry 'hindsight\.stragety'"):
+        compare.check_entries(runs, ["hindsight.stragety"])
+
+
+def test_without_runs_a_comparison_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="There is no run with CSV logs below"):
+        compare.find_runs([tmp_path])

@@ -1,0 +1,85 @@
+"""A goal table that is too small for the storage is reported once, with the capacity to use; others never are."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from support.refused import NEXT_DESIRED, make_small_buffer, transitions
+from support.rewards import distance
+
+
+def warnings_of(length, writes, chunk, size=1000, **options):
+    """Write episodes of some length in chunks, sample after each write, and return the warnings."""
+    rb = make_small_buffer(size=size, **options)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for write in range(writes):
+            rb.extend(transitions(write * chunk, chunk, length))
+            rb.sample(512)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_a_table_too_small_for_the_storage_is_reported_once_with_the_capacity_to_use(strategy):
+    (message,) = warnings_of(10, 200, 20, capacity=250, strategy=strategy)
+    pattern = r"^(\d+)% of the transitions .*capacity=250\) is too small for .* the storage.* at least (\d+)"
+    lost, enough = re.search(pattern, message).groups()
+    assert 20 <= int(lost) <= 90
+    assert 250 < int(enough) <= 1000
+    assert "Pass the max_size of the storage" in message
+    assert warnings_of(10, 200, 20, capacity=1000, strategy=strategy) == []
+
+
+def test_a_table_that_keeps_hardly_a_goal_of_the_samples_is_reported_once():
+    (message,) = warnings_of(5, 200, 20, capacity=5)
+    assert re.search(r"capacity=5\) is too small for .* the storage.*max_size of the storage", message)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "capacity"), [(10, 10, 2000), (1, 7, 2000), (30, 20, 2000), (600, 600, 2000), (600, 50, 4000)]
+)
+@pytest.mark.parametrize("strategy", ["future", "random"])
+def test_a_table_that_is_large_enough_is_not_reported(strategy, length, chunk, capacity):
+    assert warnings_of(length, 200, chunk, size=2000, strategy=strategy, capacity=capacity) == []
+
+
+def test_episodes_that_run_in_many_environments_are_not_taken_for_lost_goals():
+    lanes, length, size = 80, 20, 2_000
+    rb, lane = make_small_buffer(size=size), torch.arange(lanes)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for now in range(0, 1_000, 5):
+            time = torch.arange(now, now + 5).unsqueeze(1) + lane  # [steps, lanes], each lane at another step
+            step, episode = (time % length).flatten(), (lane + lanes * (time // length)).flatten()
+            start, desired = torch.stack([episode, step], 1).float(), -torch.ones(len(step), 2)
+            outcome, done = start + torch.tensor([0.0, 1.0]), (step == length - 1).unsqueeze(1)
+            after = {"achieved_goal": outcome, "reward": distance(outcome, desired).unsqueeze(1), "done": done}
+            data = TensorDict({"achieved_goal": start, "desired_goal": desired, "next": after}, [len(step)])
+            data[NEXT_DESIRED] = desired
+            rb.extend(data)
+            rb.sample(512)
+    assert int(rb.transform[0].table.counters[1]) > size  # more episodes than the table has places
+
+
+def test_padding_is_not_taken_for_lost_goals():
+    rb = make_small_buffer(size=1000, mask_key="mask", her_ratio=1.0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for first in range(0, 2400, 16):  # more episodes than the table has places, so one gets that of the id 0
+            chunk = transitions(first, 16, length=2).set("mask", torch.ones(16, dtype=torch.bool))
+            rb.extend(torch.cat([chunk, chunk.apply(torch.zeros_like)]))
+            rb.sample(2048)
+
+
+def test_a_buffer_that_is_not_sampled_is_not_reported():
+    rb = make_small_buffer(size=1000, capacity=50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for write in range(100):
+            rb.extend(transitions(10 * write, length=10))

@@ -1,0 +1,289 @@
+"""Strategies and her_ratio, seen through a replay buffer: draws have the distribution that the design specifies."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from support.draws import (
+    LEVEL,
+    POWER,
+    RIGHT,
+    distribution,
+    draw,
+    draws_needed,
+    make_buffer,
+    p_value,
+    power,
+    transitions,
+)
+from support.factories import seeded_sample
+from torchrl_her import Episode, Final, Future, GoalStrategy, Random, uniform
+
+
+class Chooses(GoalStrategy):
+    """A strategy from a function of its input, which it keeps."""
+
+    def __init__(self, select, same_episode=True):
+        self.function, self.same_episode = select, same_episode
+
+    def select(self, choice):
+        self.choice = choice
+        return self.function(choice)
+
+
+def later(choice):
+    """Wrong for `future`: the transition's own outcome is left out, except for the last step, which has no other."""
+    return choice.start + uniform(torch.minimum(choice.step + 1, choice.length - 1), choice.length)
+
+
+def never_the_last(choice):
+    """Wrong for `future`: the last outcome of an episode is left out, except for the last step, which has no other."""
+    return choice.start + uniform(choice.step, torch.maximum(choice.length - 1, choice.step + 1))
+
+
+MADE = {name: name for name in RIGHT} | {"later": Chooses(later), "never the last": Chooses(never_the_last)}
+EPISODES = pytest.mark.parametrize("lengths", [(20,), (12, 1, 2, 5)], ids=["one episode", "four episodes"])
+STRATEGIES = pytest.mark.parametrize("strategy", RIGHT)
+
+
+@EPISODES
+@STRATEGIES
+def test_goals_have_the_distribution_of_their_strategy(strategy, lengths):
+    count = draws_needed(strategy, lengths)
+    draws = draw(make_buffer(strategy, lengths), count)
+    assert len(draws) == count
+    assert p_value(draws, distribution(strategy, lengths)) > LEVEL
+
+
+@EPISODES
+@STRATEGIES
+def test_the_same_test_rejects_every_other_distribution(strategy, lengths):
+    expected = distribution(strategy, lengths)
+    count = draws_needed(strategy, lengths)
+    for other, made in MADE.items():
+        if distribution(other, lengths) != expected:
+            assert p_value(draw(make_buffer(made, lengths), count), expected) < LEVEL, other
+
+
+@EPISODES
+def test_the_sample_is_large_enough_to_reject_the_wrong_variants_of_future(lengths):
+    expected = distribution("future", lengths)
+    count = draws_needed("future", lengths)
+    for wrong in ("later", "never the last", "episode"):
+        assert power(expected, distribution(wrong, lengths), count) >= POWER
+    assert power(expected, distribution("later", lengths), 50) < 0.5  # the bound above is not trivial
+
+
+def test_steps_of_a_span_of_millions_are_drawn_without_gaps():
+    span = 3 * 2**23  # more than the numbers that torch.rand has in single precision, which leave out every third
+    drawn = uniform(torch.full((100_000,), 5), torch.tensor(5 + span)) - 5
+    assert 0 <= drawn.min() < span / 1000
+    assert span - span / 1000 < drawn.max() < span
+    assert stats.chisquare(torch.bincount(drawn % 3)).pvalue > LEVEL
+    assert stats.kstest(drawn / span, "uniform").pvalue > LEVEL
+
+
+@pytest.mark.parametrize(("name", "strategy"), zip(RIGHT, [Future(), Final(), Episode(), Random()], strict=True))
+def test_a_strategy_by_name_and_as_an_object_are_the_same(name, strategy):
+    samples = []
+    for each in (name, strategy):
+        rb = make_buffer(each, (12, 1, 2, 5))
+        torch.manual_seed(0)
+        samples.append(draw(rb, 100))
+    assert samples[0] == samples[1]
+
+
+# her_ratio
+
+
+def independence_p_value(relabelled):
+    """The least p-value of three tests for flags [batches, batch] that are independent with one probability."""
+    columns = np.stack([relabelled.sum(axis=0), (~relabelled).sum(axis=0)])
+    pairs = [
+        [np.sum((relabelled[:, :-1] == left) & (relabelled[:, 1:] == right)) for right in (False, True)]
+        for left in (False, True)
+    ]
+    per_batch, ratio, size = relabelled.sum(axis=1), relabelled.mean(), relabelled.shape[1]
+    dispersion = ((per_batch - ratio * size) ** 2 / (size * ratio * (1 - ratio))).sum()
+    below = stats.chi2.cdf(dispersion, len(relabelled) - 1)
+    smoothed = (columns + 1, np.array(pairs) + 1)  # no cell is expected to be empty
+    return min(*(stats.chi2_contingency(table).pvalue for table in smoothed), 2 * min(below, 1 - below))
+
+
+@STRATEGIES
+@pytest.mark.parametrize("her_ratio", [0.0, 0.3, 0.8, 1.0])
+def test_her_ratio_is_the_probability_of_being_relabelled(her_ratio, strategy):
+    count = 10_000
+    relabelled = len(draw(make_buffer(strategy, (30, 1, 9), her_ratio), count))
+    if her_ratio in (0, 1):
+        assert relabelled == her_ratio * count
+    assert stats.binomtest(relabelled, count, her_ratio).pvalue > LEVEL
+
+
+@pytest.mark.parametrize("her_ratio", [0.3, 0.8])
+def test_transitions_are_relabelled_independently_of_their_position_in_the_batch(her_ratio):
+    rb = make_buffer("future", (30, 1, 9), her_ratio)
+    relabelled = [rb.sample(256)["hindsight", "relabelled"][:, 0].numpy() for _ in range(200)]
+    assert independence_p_value(np.stack(relabelled)) > LEVEL
+    # A prefix, a stride and a fixed number are rejected.
+    rng = np.random.default_rng(0)
+    prefix = np.tile(np.arange(250) < her_ratio * 250, (200, 1))
+    stride = np.tile(np.arange(250) % 10 < her_ratio * 10, (200, 1))
+    for mask in (prefix, stride, rng.permuted(prefix, axis=1)):
+        assert independence_p_value(mask) < LEVEL
+    assert independence_p_value(rng.random((200, 250)) < her_ratio) > LEVEL
+
+
+def test_every_step_is_relabelled_equally_often():
+    batch = make_buffer("future", (20,), her_ratio=0.5).sample(10_000)
+    table = np.zeros((20, 2))
+    np.add.at(table, (batch["achieved_goal"][:, 1].long(), batch["hindsight", "relabelled"][:, 0].long()), 1)
+    assert stats.chi2_contingency(table).pvalue > LEVEL
+
+
+# Randomness
+
+
+@pytest.mark.parametrize("strategy", ["future", "episode", "random"])
+def test_the_same_transitions_get_other_goals_each_time(strategy):
+    rb = make_buffer(strategy, (100, 50), her_ratio=0.5)
+    first, second = rb[:], rb[:]
+    assert torch.equal(first["achieved_goal"], second["achieved_goal"])
+    assert not torch.equal(first["hindsight", "relabelled"], second["hindsight", "relabelled"])
+    in_both = (first["hindsight", "relabelled"] & second["hindsight", "relabelled"])[:, 0]
+    assert (first["desired_goal"] != second["desired_goal"])[in_both].any(1).float().mean() > 0.8
+
+
+@STRATEGIES
+def test_a_seed_makes_a_sample_reproducible(strategy):
+    rb = make_buffer(strategy, (100, 50), her_ratio=0.5)
+    samples = [seeded_sample(rb, 256, seed=seed) for seed in (7, 7, 8)]
+    assert (samples[0] == samples[1]).all()
+    assert not (samples[0] == samples[2]).all()
+
+
+# Running episodes
+
+
+def published(written):
+    """How many steps of a running episode are in the table, given its length after each write."""
+    known = 0
+    for steps in written:
+        if steps >= 64 and steps >= 2 * known:
+            known = steps
+    return known
+
+
+@STRATEGIES
+@pytest.mark.parametrize("chunk", [1, 16, 24, 150])
+def test_a_running_episode_is_as_long_as_its_published_part(chunk, strategy):
+    rb = make_buffer(strategy)
+    written = []
+    for first in range(0, 300, chunk):
+        rb.extend(transitions(0, first, first + chunk, length=1000))
+        written.append(first + chunk)
+        batch = rb[:]
+        known = published(written)
+        step, goal = batch["achieved_goal"][:, 1], batch["desired_goal"][:, 1] - 1
+        relabelled = batch["hindsight", "relabelled"][:, 0]
+        if strategy != "random":
+            assert torch.equal(relabelled, step < known)
+        assert not relabelled[known:].any()
+        assert (goal[relabelled] < known).all()
+        if strategy == "future":
+            assert (goal >= step)[relabelled].all()
+        if strategy == "final":
+            assert (goal == known - 1)[relabelled].all()
+    assert known >= 150
+
+
+@pytest.mark.parametrize(("end", "length", "known"), [(96, 1000, 64), (144, 1000, 128), (100, 100, 100)])
+def test_future_goals_of_a_long_episode_are_uniform_up_to_the_published_step(end, length, known):
+    rb = make_buffer("future")
+    for first in range(0, end, 16):
+        rb.extend(transitions(0, first, min(first + 16, end), length))
+    needed = draws_needed("future", (known,))
+    draws = draw(rb, int(1.2 * end / known * needed))
+    assert len(draws) > needed
+    assert p_value(draws, distribution("future", (known,))) > LEVEL
+
+
+@pytest.mark.parametrize("end", [150, 200])
+def test_random_goals_are_uniform_over_distinct_steps_though_an_episode_was_published_repeatedly(end):
+    rb = make_buffer("random", (1, 19))
+    for first in range(0, end, 10):
+        rb.extend(transitions(2, first, first + 10, length=150 if end == 150 else 1000))
+    known = published(range(10, end + 1, 10)) if end == 200 else 150
+    expected = {(e, j): 1 / (20 + known) for e, length in enumerate((1, 19, known)) for j in range(length)}
+    assert p_value([drawn[2:] for drawn in draw(rb, 20_000)], expected) > LEVEL
+
+
+@pytest.mark.parametrize("her_ratio", [0.3, 0.8])
+def test_random_goals_keep_to_her_ratio_though_an_episode_was_published_repeatedly(her_ratio):
+    rb = make_buffer("random", (1, 19), her_ratio)
+    for first in range(0, 150, 10):
+        rb.extend(transitions(2, first, first + 10, length=150))
+    assert stats.binomtest(len(draw(rb, 10_000)), 10_000, her_ratio).pvalue > LEVEL
+
+
+# Custom strategies
+
+
+def near_future(choice):
+    return choice.start + uniform(choice.step, torch.minimum(choice.step + 10, choice.length))
+
+
+def test_a_custom_strategy_draws_from_the_steps_that_it_chooses():
+    lengths = (25, 4)
+    expected = {}
+    for e, length in enumerate(lengths):
+        for t in range(length):
+            goals = range(t, min(t + 10, length))
+            expected |= {(e, t, e, j): 1 / sum(lengths) / len(goals) for j in goals}
+    draws = draw(make_buffer(Chooses(near_future), lengths), 10_000)
+    assert len(draws) == 10_000
+    assert p_value(draws, expected) > LEVEL
+
+
+def newest(choice):
+    """The goal that was last put into the table, whoever achieved it."""
+    return (choice.size - 1).expand_as(choice.step)
+
+
+@pytest.mark.parametrize(("same_episode", "relabelled"), [(False, {0, 1, 2}), (True, {2})])
+def test_a_strategy_that_leaves_the_episode_relabels_the_other_episodes_only_if_it_says_so(same_episode, relabelled):
+    draws = draw(make_buffer(Chooses(newest, same_episode), (5, 3, 4)), 200)
+    assert {drawn[2:] for drawn in draws} == {(2, 3)}
+    assert {drawn[0] for drawn in draws} == relabelled
+    assert len(draws) == 200 or same_episode
+
+
+def test_a_row_that_holds_no_goal_relabels_nothing():
+    unwritten = Chooses(lambda choice: choice.size.expand_as(choice.step), same_episode=False)
+    assert draw(make_buffer(unwritten, (5, 3)), 200) == []
+
+
+def test_a_strategy_gets_the_steps_and_lengths_of_the_episodes_and_the_owners_of_the_rows():
+    strategy, lengths = Chooses(Final().select), (7, 2, 4)
+    batch = make_buffer(strategy, lengths).sample(100)
+    choice = strategy.choice
+    assert torch.equal(choice.step, batch["achieved_goal"][:, 1].long())
+    assert choice.length.tolist() == [lengths[int(e)] for e in batch["achieved_goal"][:, 0]]
+    assert choice.size == sum(lengths)
+    assert torch.equal(choice.owners[(choice.start + choice.step) % len(choice.owners)], choice.episode)
+    assert (choice.owners[choice.size :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "got"),
+    [
+        (lambda choice: choice.step[:5], r"torch.int64 \(5,\)"),
+        (lambda choice: choice.step[:, None], r"torch.int64 \(100, 1\)"),
+        (lambda choice: choice.step.float(), r"torch.float32 \(100,\)"),
+    ],
+)
+def test_rows_of_the_wrong_shape_or_dtype_are_an_error(rows, got):
+    rb = make_buffer(Chooses(rows), (20,))
+    with pytest.raises(ValueError, match=rf"Chooses\(\) must select one row .*int64 \(100,\), and returned {got}"):
+        rb.sample(100)

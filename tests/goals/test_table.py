@@ -1,0 +1,296 @@
+"""The goal table alone, against a model that keeps every episode as a list of goals."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.factories import same
+from torchrl_her.goals.table import GoalTable
+
+CPU = torch.device("cpu")
+
+
+def test_while_it_moves_it_is_where_the_goals_are_not_yet():
+    """`device` says where the table is, and it is asked without a lock."""
+
+    moved = []
+
+    class Recording(GoalTable):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            moved.append(name)
+
+    table = Recording(10, (2,), torch.float32, CPU)
+    moved.clear()
+    table.to(torch.device("meta"))
+    assert sorted(moved) == ["goals", "lengths", "owners", "size", "starts"]
+    assert moved[-1] == "goals"
+
+
+class Model:
+    """What a table that was published to holds: the goals of each episode, and which of them are still there.
+
+    Every goal ever published is a number of its own.
+    """
+
+    def __init__(self, capacity, goal_shape=(), dtype=torch.float32):
+        self.capacity = capacity
+        self.table = GoalTable(capacity, goal_shape, dtype, CPU)
+        self.first = self.table.next_episode
+        self.goals = {}  # episode -> the number of each step's goal
+        self.first_row = {}  # episode -> how many rows had been written before its own
+        self.rows = 0
+        self.records = {}  # place of an episode's record -> the episode that it is of
+        self.lost = set()  # episodes whose record is another's, with the same id modulo the capacity
+        self.repeated = set()  # of these, such as were published again
+
+    def goal(self, episode, step):
+        """A number below 2**24 that tells the episode and the step."""
+        return 1000.0 * (1 + episode - self.first) + step
+
+    def publish(self, call):
+        """Make one call of publish: of each pair (which episode, or None for a new one; how many steps more)."""
+        publications = {}
+        for which, steps in call:
+            if which is None or not self.goals:
+                (episode, before) = (self.table.open_episodes(1), 0)
+            else:
+                episode = list(self.goals)[which % len(self.goals)]
+                before = len(self.goals[episode])
+            after = min(before + steps, self.capacity)
+            if episode not in publications and after > before:
+                self.goals[episode] = [self.goal(episode, step) for step in range(after)]
+                publications[episode] = (episode, self.tensor(self.goals[episode]), before)
+        for episode in publications:
+            self.first_row[episode] = self.rows
+            self.rows += len(self.goals[episode])
+            earlier = self.records.get(episode % self.capacity, episode)
+            self.repeated |= {episode} & self.lost
+            self.lost |= {earlier} - {episode}
+            self.lost -= {episode}
+            self.records[episode % self.capacity] = episode
+        self.table.publish(list(publications.values()))
+
+    def tensor(self, goals):
+        values = torch.tensor(goals).view(-1, *[1] * len(self.table.goal_shape))
+        return values.expand(-1, *self.table.goal_shape).to(self.table.goals.dtype)
+
+    def found(self):
+        """What the table says: (episode, step) -> goal, where the owner is that episode."""
+        found = {}
+        for episode in range(self.first, self.table.next_episode + 2 * self.capacity):
+            start, length = (int(each) for each in self.table.find(torch.tensor([episode])))
+            steps = torch.arange(length)
+            goals, owners = self.table.read(start + steps)
+            found |= {
+                (episode, step): goal.flatten().tolist()
+                for step, (goal, owner) in enumerate(zip(goals, owners.tolist(), strict=True))
+                if owner == episode
+            }
+        return found
+
+    def kept(self):
+        """What the newest rows hold: (episode, step) -> goal."""
+        size = max(1, self.table.goal_shape.numel())
+        return {
+            (episode, step): [goal] * size
+            for episode, goals in self.goals.items()
+            for step, goal in enumerate(goals)
+            if self.first_row[episode] + step >= self.rows - self.capacity
+        }
+
+
+capacities = st.integers(1, 12)
+# None: a new episode. A length of 12 fills the largest table; several in a call are more than it holds.
+calls = st.lists(
+    st.lists(st.tuples(st.none() | st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4), max_size=15
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(capacities, calls)
+def test_the_newest_goals_and_no_wrong_ones_are_found_each_in_one_row(capacity, calls):
+    model = Model(capacity)
+    for call in calls:
+        model.publish(call)
+        found, kept = model.found(), model.kept()
+        # Each goal is that episode's, of that step.
+        for (episode, step), goal in found.items():
+            assert goal == [model.goal(episode, step)]
+            assert step < len(model.goals[episode])
+        # The newest are found.
+        assert found == {place: goal for place, goal in kept.items() if place[0] not in model.lost}
+        # Each is in one row, and rows are filled from the first one on.
+        goals, owners = model.table.read(torch.arange(capacity))
+        rows = zip(owners.tolist(), goals.tolist(), strict=True)
+        once = sorted((owner, goal) for owner, goal in rows if owner not in {-1, *model.repeated})
+        assert once == sorted((place[0], goal[0]) for place, goal in kept.items() if place[0] not in model.repeated)
+        assert model.table.size == min(model.rows, capacity)
+        assert (owners[model.table.size :] == -1).all()
+
+
+def test_a_table_holds_as_many_goals_as_its_capacity_says():
+    model = Model(100)
+    for _ in range(37):
+        model.publish([(None, 7)])
+        assert len(model.found()) == min(model.rows, 100)
+
+
+def test_the_goals_of_a_growing_episode_are_found_though_its_new_rows_overlap_its_old_ones():
+    model = Model(10)
+    model.publish([(None, 4)])
+    model.publish([(0, 4)])  # 8 steps in rows 4 to 11, of which the last two are 0 and 1
+    assert model.found() == {(model.first, step): [1000.0 + step] for step in range(8)}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 4, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
+def test_goals_of_any_shape_and_dtype_come_back_as_they_were(shape, dtype):
+    model = Model(20, shape, dtype)
+    for length in (5, 9, 3, 8):
+        model.publish([(None, length), (0, 1)])
+        assert model.found() == {place: goal for place, goal in model.kept().items() if place[0] not in model.lost}
+    goals, _ = model.table.read(torch.arange(20).view(20))
+    assert goals.dtype == dtype
+    assert goals.shape == (20, *shape)
+
+
+@given(st.lists(st.integers(0, 5), max_size=20))
+def test_no_episode_id_is_given_away_twice_and_0_is_none(counts):
+    table = GoalTable(4, (), torch.float32, CPU)
+    given_away = [table.next_episode - 1]
+    assert given_away[0] >= 0
+    for count in counts:
+        assert table.next_episode == given_away[-1] + 1
+        first = table.open_episodes(count)
+        given_away += range(first, first + count)
+    assert len(given_away) == len(set(given_away))
+    assert table.next_episode == max(given_away) + 1
+
+
+def test_publishing_nothing_changes_nothing():
+    model = Model(10)
+    model.publish([(None, 4)])
+    before = copy.deepcopy(model.table.state_dict())
+    model.table.publish([])
+    assert same(model.table.state_dict(), before)
+
+
+def test_a_goal_of_the_same_owner_before_and_after_it_was_read_is_whole_though_a_writer_works():
+    table = GoalTable(8, (50_000,), torch.float32, CPU)
+    rows, stop = torch.arange(8), threading.Event()
+
+    def write():
+        while not stop.is_set():
+            episode = table.open_episodes(1)
+            table.publish([(episode, torch.full((4, 50_000), float(episode)), 0)])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    read = overtaken = 0
+    try:
+        while read < 1000 or overtaken < 100:
+            before = table.owners_of(rows)
+            goals, after = table.read(rows)
+            same_owner = (before == after) & (after >= 0)
+            lowest, highest = goals.aminmax(dim=1)
+            assert torch.equal(lowest[same_owner], after[same_owner].float())
+            assert torch.equal(highest[same_owner], after[same_owner].float())
+            read, overtaken = read + int(same_owner.sum()), overtaken + int((~same_owner).sum())
+    finally:
+        stop.set()
+        writer.join()
+
+
+# Keeping
+
+
+def saved_and_read(state):
+    """The state after a way through a file, as rb.loads reads it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(capacities, calls, calls, calls)
+def test_a_table_that_was_saved_and_loaded_goes_on_like_the_original(capacity, before, after, replaced):
+    model = Model(capacity)
+    for call in before:
+        model.publish(call)
+    other = Model(capacity)
+    for call in replaced:  # what it held is gone
+        other.publish(call)
+    twin = copy.deepcopy(model)
+    twin.table = other.table
+    twin.table.load_state_dict(saved_and_read(model.table.state_dict()))
+    assert twin.found() == model.found()
+    for call in after:
+        model.publish(call)
+        twin.publish(call)
+        assert twin.found() == model.found()
+        assert twin.table.next_episode == model.table.next_episode
+        assert torch.equal(twin.table.owners, model.table.owners)
+        assert torch.equal(twin.table.size, model.table.size)
+
+
+@given(capacities, calls, calls)
+@settings(max_examples=50, deadline=None)
+def test_a_state_is_not_changed_by_what_is_published_later(capacity, before, after):
+    model = Model(capacity)
+    for call in before:
+        model.publish(call)
+    state = model.table.state_dict()
+    expected = copy.deepcopy(state)
+    for call in after:
+        model.publish(call)
+    assert same(state, expected)
+
+
+def test_a_state_is_as_large_as_what_the_table_holds():
+    model = Model(100_000)
+    model.publish([(None, 50), (None, 30)])
+    numbers = sum(value.numel() for value in model.table.state_dict().values() if isinstance(value, torch.Tensor))
+    assert numbers < 200
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (GoalTable(11, (2,), torch.float32, CPU), "holds 10 goals and this one 11: .*capacity=10"),
+        (GoalTable(9, (2,), torch.float32, CPU), "holds 10 goals and this one 9: .*capacity=10"),
+        (GoalTable(10, (3,), torch.float32, CPU), r"torch.float32 \(2,\).*torch.float32 \(3,\)"),
+        (GoalTable(10, (), torch.float32, CPU), r"torch.float32 \(2,\).*torch.float32 \(\)"),
+        (GoalTable(10, (2,), torch.float64, CPU), r"torch.float32 \(2,\).*torch.float64 \(2,\)"),
+    ],
+)
+def test_the_state_of_another_kind_of_table_is_refused_and_changes_nothing(table, message):
+    model = Model(10, (2,))
+    model.publish([(None, 4)])
+    table.publish([(table.open_episodes(1), torch.ones(3, *table.goal_shape, dtype=table.goals.dtype), 0)])
+    before = copy.deepcopy(table.state_dict())
+    with pytest.raises(ValueError, match=message):
+        table.load_state_dict(model.table.state_dict())
+    assert same(table.state_dict(), before)
+
+
+@given(capacities, calls)
+@settings(max_examples=30, deadline=None)
+def test_a_table_in_shared_memory_is_the_same_table(capacity, calls):
+    model, shared = Model(capacity), Model(capacity)
+    assert not shared.table.is_shared
+    shared.first = model.first
+    shared.table.counters.copy_(model.table.counters)
+    for number, call in enumerate(calls):
+        if number == len(calls) // 2:
+            shared.table.share_memory_()
+            assert shared.table.is_shared
+        model.publish(call)
+        shared.publish(call)
+    assert shared.found() == model.found()

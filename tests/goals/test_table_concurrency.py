@@ -1,0 +1,104 @@
+"""The goal table while it is written and read at once: writes and reads interleaved at every operation."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.factories import make_transform
+from support.traffic import Source, check, check_one_by_one, reward_of
+from torchrl_her.n_step import NStepReturn
+
+
+class Between(TorchDispatchMode):
+    """Calls a function after each operation of a block, with the operation's number, as another thread could."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.do, self.operations = do, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        self.do(self.operations)
+        return result
+
+
+def table_that_wraps_round(strategy="future"):
+    """A transform whose longest episodes overlap their own rows as they grow, and chunks to write."""
+    transform = make_transform(reward=reward_of, strategy=strategy, her_ratio=1.0, capacity=145)
+    source = Source(0, 3, 30)
+    return transform, [source.next() for _ in range(40)]
+
+
+def check_sample(batch, strategy):
+    check_one_by_one(batch[::20], strategy)
+    return check(batch, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["future", "random"])
+def test_whatever_is_sampled_between_two_operations_of_a_write_is_right(strategy):
+    transform, chunks = table_that_wraps_round(strategy)
+    stored, relabelled = transform.inv(chunks[0].copy()), 0
+    for chunk in chunks[1:]:
+
+        def sample(_, stored=stored):
+            nonlocal relabelled
+            relabelled += check_sample(transform(stored), strategy)
+
+        with Between(sample) as between:
+            written = transform.inv(chunk.copy())
+        assert between.operations > 20
+        stored = torch.cat([stored, written])[-360:]
+    assert relabelled > 10_000
+
+
+def reads_with_a_write_between(transform, chunks, read):
+    """Write chunks, and now and then yield the stored rows ``[n]`` and what ``read(copy of transform, rows)`` returns.
+
+    It reads once for each operation of the read, with three more chunks written to the copy after that operation.
+    """
+    stored = transform.inv(chunks[0].copy())
+    for begun, chunk in enumerate(chunks[1:-3], start=2):
+        stored = torch.cat([stored, transform.inv(chunk.copy())])[-360:]
+        if begun % 4:
+            continue
+        for operation in itertools.count(1):
+            copied = copy.deepcopy(transform)
+
+            def write(at, copied=copied, operation=operation, following=chunks[begun : begun + 3]):
+                if at == operation:
+                    for each in following:
+                        copied.inv(each.copy())
+
+            with Between(write) as between:
+                result = read(copied, stored)
+            yield stored, result
+            if operation == between.operations:
+                break
+
+
+@pytest.mark.parametrize("strategy", ["future", "random"])
+def test_whatever_is_written_between_two_operations_of_a_sample_it_is_right(strategy):
+    reads = reads_with_a_write_between(*table_that_wraps_round(strategy), lambda transform, stored: transform(stored))
+    assert sum(check_sample(batch, strategy) for _, batch in reads) > 10_000
+
+
+def test_whatever_is_written_between_two_operations_the_steps_of_a_window_are_its_own():
+    steps_of_rows = torch.randint(1, 4, (360,))
+
+    def read_windows(transform, stored):
+        n_step = NStepReturn(transform.reward, transform.keys, has_goal_fn=False)
+        episode, step = stored["hindsight_stamp"].unbind(1)
+        return n_step.outcomes(transform.table, episode, step, steps_of_rows[: len(stored)], longest=3)
+
+    whole_windows = 0
+    for stored, (outcomes, whole) in reads_with_a_write_between(*table_that_wraps_round(), read_windows):
+        ahead = torch.minimum(torch.arange(3), steps_of_rows[: len(stored), None] - 1)  # [n, 3]
+        expected = stored["next", "achieved_goal"].unsqueeze(1).repeat(1, 3, 1)  # [n, 3, goal]
+        expected[..., 2::3] += ahead.unsqueeze(-1)
+        assert torch.equal(outcomes[whole], expected[whole])
+        whole_windows += int(whole.sum())
+    assert whole_windows > 10_000

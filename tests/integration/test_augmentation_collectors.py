@@ -1,0 +1,65 @@
+"""HindsightAugmentation behind collectors of one and of several processes."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import SerialEnv
+
+from support.factories import make_augmentation
+from support.oracle import RELABELLED
+from support.tape import check, length_of, make_tape, places
+from torchrl_her import EnvReward
+
+
+def make_buffer(kind=TensorDictReplayBuffer, mask_key=None, **options):
+    hindsight = make_augmentation(EnvReward(make_tape), mask_key=mask_key)
+    return kind(storage=LazyTensorStorage(10_000), transform=hindsight, batch_size=32, **options)
+
+
+def check_rows(rb, environments, copies=4):
+    """Check each row by itself, that each transition is there once and in k copies, and that episodes are whole."""
+    rows = rb[:]
+    assert check(rows).relabelled == copies * len(rows) / (copies + 1)
+    counts = Counter(zip(places(rows), rows[RELABELLED].flatten().tolist(), strict=True))
+    for number, episode in {(number, episode) for (number, episode, _), _ in counts}:
+        assert number in environments
+        for state in range(length_of(number, episode)):
+            assert counts[(number, episode, state), False] == 1
+            assert counts[(number, episode, state), True] == copies
+    return len(rows)
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_collector_of_one_environment_writes_into_the_buffer(kind):
+    rb = make_buffer(kind)
+    collector = Collector(make_tape(3), None, frames_per_batch=10, total_frames=200, replay_buffer=rb)
+    for _ in collector:
+        pass
+    collector.shutdown()
+    assert check_rows(rb, {3}) >= 5 * 180
+
+
+@pytest.mark.parametrize("options", [{}, {"track_traj_ids": False}, {"split_trajs": True}])
+def test_batches_of_a_collector_are_written_flattened(options):
+    rb = make_buffer(mask_key=("collector", "mask") if "split_trajs" in options else None)
+    env = SerialEnv(4, [partial(make_tape, number) for number in range(4)])
+    collector = Collector(env, None, frames_per_batch=40, total_frames=800, **options)
+    for data in collector:
+        rb.extend(data.reshape(-1))
+    collector.shutdown()
+    assert check_rows(rb, range(4)) >= 5 * 740
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("shared", [True, False])
+def test_processes_write_into_a_shared_buffer_and_each_holds_its_own_back(kind, shared):
+    rb = make_buffer(shared=shared)
+    makers = [partial(make_tape, number) for number in (1, 2)]
+    collector = kind(makers, None, frames_per_batch=40, total_frames=800, replay_buffer=rb)
+    for _ in collector:
+        pass
+    collector.shutdown()
+    assert check_rows(rb, {1, 2}) >= 5 * 700

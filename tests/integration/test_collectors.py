@@ -1,0 +1,575 @@
+"""HERTransform behind TorchRL's collectors, in one process, in several and in the background.
+
+The cases are the rows of the tables in docs/collectors.md. Each row is tested exactly once: by the test that selects it
+with `of`, or else by one of the three tests at the end. Its words say how to build it: ``replay_buffer=rb,
+extend_buffer=False`` are arguments of the collector, ``shared=True`` is an argument of the buffer.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import GymWrapper, ObservationNorm, ParallelEnv, SerialEnv
+
+from support.factories import make_transform
+from support.tape import Tape, check, length_of, make_tape, places, taken
+from torchrl_her import EnvReward, PackedStorage
+
+NUMBER = 8  # of environments of one process
+STEPS, BATCHES = 8, 6  # a collector yields so many batches, with so many steps of each environment
+SIZE = 30_000  # of storages and goal tables: nothing is overwritten
+MASK = ("collector", "mask")
+
+
+class Row(NamedTuple):
+    """A row of the tables in docs/collectors.md, without the backticks."""
+
+    collector: str
+    environments: str
+    data: str
+    buffer: str
+    result: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+def read_docs() -> list[Row]:
+    """The rows of all tables; a line for two collectors is two rows."""
+    page = (Path(__file__).parents[2] / "docs" / "collectors.md").read_text()
+    lines = re.findall(r"^\| (?!collector )(.+) \|$", page.replace("`", ""), flags=re.MULTILINE)
+    cells = [line.split(" | ") for line in lines]
+    return [Row(collector, *rest) for collectors, *rest in cells for collector in collectors.split(" or ")]
+
+
+DOCUMENTED = read_docs()
+SELECTED: list[Row] = []
+
+
+def of(count: int, pattern: str):
+    """Parametrize a test with the rows that match a pattern and that no test before it has selected."""
+    own = [row for row in DOCUMENTED if row not in SELECTED and re.search(pattern, str(row))]
+    assert len(own) == count, f"docs/collectors.md has {len(own)} rows like {pattern!r}, not {count}"
+    SELECTED.extend(own)
+    return pytest.mark.parametrize("row", own, ids=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_start():
+    """Fork processes from one that has imported everything; they get what "spawn", TorchRL's default, gives them."""
+    with started_by("forkserver"):
+        multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])
+        yield
+
+
+@contextlib.contextmanager
+def started_by(method: str) -> Iterator[None]:
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+# What the words of a row mean
+
+
+class SlowTape(Tape):
+    """A tape whose steps take long."""
+
+    def step(self, action):
+        time.sleep(0.01)
+        return super().step(action)
+
+
+def serial(first):
+    return SerialEnv(NUMBER, [functools.partial(make_tape, first + i) for i in range(NUMBER)])
+
+
+def parallel(first):
+    makers = [functools.partial(make_tape, first + i) for i in range(NUMBER)]
+    return ParallelEnv(NUMBER, makers, mp_start_method="fork", shutdown_timeout=0.1)  # quick to start and to end
+
+
+COLLECTORS = {kind.__name__: kind for kind in (Collector, MultiSyncCollector, MultiAsyncCollector)}
+ENVIRONMENTS = {"one": (make_tape, 1), "8 in SerialEnv": (serial, NUMBER), "8 in ParallelEnv": (parallel, NUMBER)}
+BUFFERS = {
+    "ReplayBuffer": ReplayBuffer,
+    "TensorDictReplayBuffer": TensorDictReplayBuffer,
+    "PrioritizedReplayBuffer": functools.partial(PrioritizedReplayBuffer, alpha=0.7, beta=0.5),
+    "TensorDictPrioritizedReplayBuffer": functools.partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5),
+}
+STORAGES = {
+    "LazyTensorStorage": LazyTensorStorage,
+    "LazyMemmapStorage": LazyMemmapStorage,
+    "PackedStorage": PackedStorage,
+}
+GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
+
+
+def read(words: str) -> tuple[list[str], dict]:
+    """``"by hand, [B, T], split_trajs=True"`` is ``["by hand", "[B, T]"], {"split_trajs": True}``."""
+    parts = re.split(r", (?![^\[(]*[\])])", words)
+    options = [part for part in parts if "=" in part and part != "replay_buffer=rb"]
+    values = dict(option.split("=") for option in options)
+    return [part for part in parts if part not in options], {k: ast.literal_eval(v) for k, v in values.items()}
+
+
+def make_buffer(words: str, hindsight: bool = True, capacity: int | None = None):
+    """A buffer that relabels every transition that it can."""
+    (kind, *storage), options = read(words)
+    size = options.pop("size", SIZE)
+    of_storage = {key: options.pop(key) for key in ("ndim", "shared_init") if key in options}
+    of_transform = {key: options.pop(key) for key in ("goal_spec", "mask_key") if key in options}
+    if hindsight:
+        of_transform = {"goal_spec": GOAL_SPEC, "capacity": capacity or 2 * size} | of_transform
+        options["transform"] = make_transform(reward=EnvReward(Tape(0)), her_ratio=1.0, **of_transform)
+    return BUFFERS[kind](storage=STORAGES[(*storage, "LazyTensorStorage")[0]](size, **of_storage), **options)
+
+
+@contextlib.contextmanager
+def shut_down_after(*running: Collector) -> Iterator[None]:
+    """Leave no process behind, even if a test fails."""
+    try:
+        yield
+    except BaseException:
+        for collector in running:
+            with contextlib.suppress(Exception):  # of processes that failed
+                collector.shutdown()
+        raise
+    for collector in running:
+        collector.shutdown()
+
+
+@contextlib.contextmanager
+def collecting(collector: str, environments: str, **options) -> Iterator[Collector]:
+    """A collector in this process, or one with two processes, each with environments of its own."""
+    make, number = ENVIRONMENTS[environments]
+    frames = STEPS * number * (2 if collector == "MultiSyncCollector" else 1)
+    options = {"frames_per_batch": frames, "total_frames": -1, **options}
+    makers = make(0) if collector == "Collector" else [functools.partial(make, 0), functools.partial(make, number)]
+    running = COLLECTORS[collector](makers, None, **options)
+    with shut_down_after(running):
+        yield running
+
+
+@functools.cache
+def yielded(collector: str, environments: str, options: tuple) -> list[TensorDict]:
+    """The batches of a collector, shared by the rows that differ in the buffer alone."""
+    with collecting(collector, environments, **dict(options)) as running:
+        return [batch.clone() for batch in itertools.islice(running, BATCHES)]
+
+
+def fill(row: Row, rb) -> None:
+    """Collect transitions into the buffer in the way that the row describes."""
+    (how, *layout), options = read(row.data)
+    if how == "by hand":
+        for batch in yielded(row.collector, row.environments, tuple(options.items())):
+            rb.extend(batch.reshape(-1) if layout == ["flattened"] else batch)
+        return
+    with collecting(row.collector, row.environments, replay_buffer=rb, **options) as running:
+        if how == "start()":
+            run_in_the_background(running, rb)
+        else:
+            run(running)
+
+
+def run(collector) -> None:
+    """Let a collector that writes into a buffer write ``BATCHES`` times."""
+    for _ in itertools.islice(collector, BATCHES):
+        pass
+
+
+def until(is_true: Callable[[], bool], things: Iterable = itertools.repeat(None)) -> Iterator:
+    """Yield the things until the condition holds, for two minutes at most."""
+    deadline = time.monotonic() + 120
+    for thing in things:
+        if is_true():
+            return
+        assert time.monotonic() < deadline, "not after two minutes"
+        yield thing
+
+
+def run_in_the_background(running, rb) -> None:
+    """Let a collector write in the background, and sample meanwhile."""
+    running.start()
+    for _ in until(lambda: len(rb) >= 800):
+        if len(rb):
+            check(rb.sample(64))
+        time.sleep(0.01)
+    running.async_shutdown()
+
+
+# The oracle
+
+
+def unpadded(batch: TensorDict) -> TensorDict:
+    """The transitions of a batch, ``[n]``."""
+    rows = batch.reshape(-1)
+    return rows[rows[MASK].reshape(-1)] if MASK in rows.keys(True) else rows
+
+
+def taken_with_resets(number: int, steps: int, every: int) -> list[tuple[int, int, int]]:
+    """The first steps of an environment that a collector resets, once in its constructor and every so many steps."""
+    found, episode = [], 0
+    for _ in range(0, steps, every):
+        episode, state = episode + 1, 0
+        for _ in range(every):
+            found.append((number, episode, state))
+            state += 1
+            if state == length_of(number, episode):
+                episode, state = episode + 1, 0
+    return found[:steps]
+
+
+def ended(taken: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The steps of episodes whose last step is among them."""
+    ends = {place[:2] for place in taken if place[2] + 1 == length_of(*place[:2])}
+    return [place for place in taken if place[:2] in ends]
+
+
+def check_nothing_is_lost(
+    rows: TensorDict,
+    environments: int,
+    steps: int | None = None,
+    only_whole: bool = False,
+    reset_every: int | None = None,
+) -> None:
+    """Every environment's first ``steps`` steps are stored once; by default, all steps up to its last one."""
+    stored = defaultdict(list)
+    for place in sorted(places(rows)):
+        stored[place[0]].append(place)
+    assert list(stored) == list(range(environments))
+    for number, those in stored.items():
+        count = steps or len(those)
+        expected = taken_with_resets(number, count, reset_every) if reset_every else taken(number, count)
+        assert those == (ended(expected) if only_whole else expected)
+
+
+def check_hindsight(rb, least: float = 0.6, **kwargs) -> None:
+    """No goal is wrong, and transitions of episodes that are over are relabelled: all of them, or a share of 0.8."""
+    stored = rb[:]
+    rows = unpadded(stored)
+    relabelled = rows["hindsight", "relabelled"].reshape(-1).tolist()
+    assert sum(relabelled) == stored["hindsight", "relabelled"].sum(), "padding has hindsight"
+    check(rows, **kwargs)
+    stored_at = places(rows)
+    last = defaultdict(int)
+    for number, episode, _ in stored_at:
+        last[number] = max(last[number], episode)
+    over = {place for place in stored_at if place[1] < last[place[0]]}.union(ended(stored_at))
+    assert len(over) > least * len(rows), "too few episodes are over"
+    assert not [place for place, was in zip(stored_at, relabelled, strict=True) if place in over and not was]
+
+    rb.transform[0].her_ratio = 0.8
+    batch = unpadded(rb.sample(2000 // rb.sample(1).numel()))
+    check(batch, **kwargs)
+    of_over = torch.tensor([place in over for place in places(batch)])
+    assert abs(batch["hindsight", "relabelled"].reshape(-1)[of_over].float().mean() - 0.8) < 0.06
+
+
+def check_buffer(rb, environments: int, **kwargs) -> None:
+    """Nothing is lost, no goal is wrong, and hindsight happens."""
+    check_nothing_is_lost(unpadded(rb[:]), environments, **kwargs)
+    check_hindsight(rb)
+
+
+# Rows that need more than their words
+
+
+@of(4, "^your own loop")
+def test_steps_of_all_environments_without_trajectory_ids(row):
+    rb, env = make_buffer(row.buffer), serial(0)
+    write = getattr(rb, read(row.data)[0][-1])
+    state = env.reset()
+    for _ in range(STEPS * BATCHES):
+        transition, state = env.step_and_maybe_reset(env.rand_action(state))
+        write(transition)
+    rows = unpadded(rb[:])
+    assert "collector" not in list(rows.keys())
+    assert len(rows) == NUMBER * STEPS * BATCHES
+    check_buffer(rb, NUMBER)
+
+
+@of(1, "^AsyncBatchedCollector")
+def test_steps_of_environments_in_any_order_without_trajectory_ids(row):
+    policy = TensorDictModule(lambda seen: torch.zeros(*seen.shape[:-1], 2), ["observation"], ["action"])
+    makers = [functools.partial(make_tape, number) for number in range(NUMBER)]
+    collector = AsyncBatchedCollector(makers, policy=policy, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+    rb = make_buffer(row.buffer)
+    for batch in itertools.islice(collector, BATCHES):
+        rb.extend(batch)
+    collector.shutdown()
+    assert "collector" not in list(unpadded(rb[:]).keys())
+    check_buffer(rb, NUMBER)
+
+
+@of(3, "^two of Collector")
+def test_trajectory_ids_of_two_collectors_collide(row):
+    rb = make_buffer(row.buffer)
+    options = {"frames_per_batch": NUMBER * STEPS, "total_frames": -1}
+    if row.data == "start()":
+        options["replay_buffer"] = rb
+    first, second = (Collector(serial(number), None, **options) for number in (0, NUMBER))
+    if row.data == "start()":
+        first.start()
+        run_in_the_background(second, rb)
+        first.async_shutdown()
+    else:
+        for one, other in itertools.islice(zip(first, second, strict=True), BATCHES):
+            if "in turn" in row.data:
+                rb.extend(one.reshape(-1))
+                rb.extend(other.reshape(-1))
+            else:
+                rb.extend(torch.cat([one, other]).transpose(0, 1).reshape(-1))
+    rows = unpadded(rb[:])
+    of_first = rows["observation"][:, 0] < NUMBER
+    ids = rows["collector", "traj_ids"]
+    assert set(ids[of_first].tolist()) & set(ids[~of_first].tolist())
+    check_buffer(rb, 2 * NUMBER)
+
+
+@of(1, "^MultiSyncCollector, MultiAsyncCollector and Collector")
+def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes(row):
+    rb = make_buffer(row.buffer)
+    options = {"frames_per_batch": STEPS, "total_frames": -1, "replay_buffer": rb}
+    makers = [functools.partial(make_tape, number) for number in range(4)]
+    synchronous = MultiSyncCollector(makers[:2], None, **options)
+    asynchronous = MultiAsyncCollector(makers[2:], None, **options)
+    here = iter(Collector(make_tape(4), None, frames_per_batch=STEPS, total_frames=-1))
+    with shut_down_after(synchronous, asynchronous):
+        synchronous.start()
+        asynchronous.start()
+        for batch in until(lambda: len(rb) >= 400 and rb[:]["observation"][:, 0].unique().numel() == 5, here):
+            rb.extend(batch)
+            check(rb.sample(64))
+    check_buffer(rb, 5)
+
+
+@of(2, "in between")
+def test_silent_resets_end_episodes(row):
+    rb, env = make_buffer(row.buffer), serial(0)
+    collector = Collector(env, None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+    for i in range(BATCHES):
+        rb.extend(collector.next().reshape(-1))
+        if i % 2:
+            continue
+        if "collector.reset()" in row.data:
+            collector.reset()
+        else:
+            collector.shutdown(close_env=False)
+            collector = Collector(env, None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+    stored = places(rb[:])
+    assert len(stored) == len(set(stored)) == NUMBER * STEPS * BATCHES
+    cut = {place[:2] for place in stored} - {place[:2] for place in ended(stored)}
+    assert len(cut) > NUMBER, "only episodes that still run have no end"
+    check_hindsight(rb)
+
+
+@of(1, "pause")
+def test_rollouts_that_are_dropped_leave_no_wrong_goals(row):
+    rb = make_buffer(row.buffer)
+    with collecting(row.collector, row.environments, replay_buffer=rb) as running:
+        running.start()
+        for _ in until(lambda: rb.write_count >= 300):
+            with running.pause():
+                written = rb.write_count
+                time.sleep(0.02)
+                assert rb.write_count == written
+            time.sleep(0.05)
+    stored = set(places(rb[:]))
+    assert len(stored) == len(rb)
+    assert any(step and (number, episode, step - 1) not in stored for number, episode, step in stored), "none dropped"
+    check_hindsight(rb)
+
+
+@of(1, "its parts count as episodes")
+def test_parts_of_an_episode_with_different_ids_are_episodes(row):
+    rb = make_buffer(row.buffer)
+    fill(row, rb)
+    rows = unpadded(rb[:])
+    ids = rows["collector", "traj_ids"].tolist()
+    episodes = [place[:2] for place in places(rows)]
+    assert len(set(zip(episodes, ids, strict=True))) > len(set(episodes))
+    check_buffer(rb, 2, steps=STEPS * BATCHES)
+
+
+def make_slow_tape(number):
+    return GymWrapper(SlowTape(number))
+
+
+@of(1, "preemptive_threshold")
+def test_the_padding_of_a_slow_environment_is_left_out(row):
+    rb = make_buffer(row.buffer)
+    makers = [functools.partial(make_tape, 0), functools.partial(make_slow_tape, 1)]
+    collector = MultiSyncCollector(makers, None, frames_per_batch=2 * STEPS, total_frames=-1, preemptive_threshold=0.5)
+    with shut_down_after(collector):
+        for batch in itertools.islice(collector, BATCHES):
+            rb.extend(batch.reshape(-1))
+    assert len(unpadded(rb[:])) < len(rb), "the slow environment completed its steps"
+    check_buffer(rb, 2)
+
+
+@of(1, "done is that of another batch")
+def test_torchrl_yields_the_flags_of_another_batch(row):
+    def has_wrong_flags(**options):
+        with collecting(row.collector, row.environments, set_truncated=True, **options) as running:
+            batches = [batch["next"].clone() for batch in itertools.islice(running, 3)]
+        return any((batch["done"] != batch["terminated"] | batch["truncated"]).any() for batch in batches)
+
+    assert has_wrong_flags()
+    assert not has_wrong_flags(use_buffers=False)
+
+
+@of(3, "started by .*-works$")
+def test_however_processes_are_started(row):
+    rb = make_buffer(row.buffer)
+    here = Collector(make_tape(2), None, frames_per_batch=STEPS, total_frames=-1)
+    rb.extend(here.next())  # an episode that runs in this process when the others start
+    method = started_by(row.data.split()[-1])
+    with method, collecting(row.collector, row.environments, replay_buffer=rb) as running:
+        for _ in itertools.islice(running, BATCHES):
+            rb.extend(here.next())
+    check_buffer(rb, 3)
+
+
+@of(1, "started by fork.*samples something else")
+def test_torchrl_shares_no_storage_with_forked_processes(row):
+    rb = make_buffer(row.buffer, hindsight=False)
+    with started_by("fork"), collecting(row.collector, row.environments, replay_buffer=rb) as running:
+        next(iter(running))
+    assert len(rb) == 2 * STEPS
+    assert sorted(places(rb[:])) != sorted(taken(0, STEPS) + taken(1, STEPS))
+
+
+@of(1, "in the log of the process")
+def test_a_process_logs_what_it_refuses(row, capfd):
+    rb = make_buffer(row.buffer)
+    with (
+        started_by("fork"),  # so that it logs to this process's stderr
+        pytest.raises(RuntimeError, match="At least one process failed"),
+        collecting(row.collector, row.environments, replay_buffer=rb, compact_obs=True) as running,
+    ):
+        next(iter(running))
+    assert row.result.removeprefix("refused, in the log of the process: ") in capfd.readouterr().err
+    assert len(rb) == 0
+
+
+@of(4, "size=.*-works$")
+def test_a_buffer_that_has_been_full_for_long(row):
+    rb = make_buffer(row.buffer)
+    fill(row, rb)
+    assert len(rb) == read(row.buffer)[1]["size"]
+    forgotten = 0
+    for environment, those in itertools.groupby(sorted(places(unpadded(rb[:]))), key=lambda place: place[0]):
+        whole, newest = taken(environment, 1000), list(those)
+        first = whole.index(newest[0])
+        assert newest == whole[first : first + len(newest)]
+        forgotten += first
+    assert forgotten > 0
+    check_hindsight(rb, least=0.3)
+
+
+@of(1, "works with a capacity")
+def test_rows_of_the_storage_that_hold_many_transitions_need_as_much_capacity(row):
+    def share(capacity):
+        rb = make_buffer(row.buffer, capacity=capacity)
+        fill(row, rb)
+        assert rb[:].shape == (40, STEPS)
+        return rb[:]["hindsight", "relabelled"].float().mean()
+
+    assert share(capacity=40) < 0.2
+    assert share(capacity=40 * STEPS) > 0.7  # the rest belongs to running episodes
+
+
+def test_flush_ends_the_episodes_of_the_process_that_writes():
+    rb = make_buffer("TensorDictReplayBuffer, shared=True")
+    with collecting("MultiSyncCollector", "one", replay_buffer=rb) as running:
+        run(running)
+    here = Collector(make_tape(2), None, frames_per_batch=STEPS, total_frames=-1)
+    for batch in itertools.islice(here, BATCHES):
+        rb.extend(batch)
+    rows = rb[:]
+    whole = ended(places(rows))
+    of_running = torch.tensor([place not in whole for place in places(rows)])
+    of_this_process = rows["observation"][:, 0] == 2
+    assert (of_running & of_this_process).any()
+    assert (of_running & ~of_this_process).any()
+    assert not rows["hindsight", "relabelled"][of_running].any()
+    rb.transform[0].flush()
+    relabelled = rb[:]["hindsight", "relabelled"].squeeze(-1)
+    assert relabelled[of_running].equal(of_this_process[of_running])
+    check(rb[:])
+
+
+def test_statistics_of_goals_reach_policies_in_other_processes():
+    loc, scale = torch.zeros(3), torch.ones(3)
+    norm = ObservationNorm(loc, scale, in_keys=["desired_goal"], out_keys=["goal"], standard_normal=True)
+    policy = TensorDictSequential(norm, TensorDictModule(nn.Linear(3, 2), ["goal"], ["action"]))
+    collector = MultiSyncCollector([make_tape], policy, frames_per_batch=10, total_frames=30)
+    with shut_down_after(collector):
+        for batch, data in enumerate(collector):
+            assert torch.equal(data["goal"], (data["desired_goal"] - 100.0 * batch) / (batch + 1))
+            loc += 100.0
+            scale += 1.0
+            collector.update_policy_weights_()
+    assert batch == 2
+
+
+# All other rows of the docs
+
+
+@of(84, "-works$")
+def test_goals_are_right_nothing_is_lost_and_hindsight_happens(row):
+    rb = make_buffer(row.buffer)
+    fill(row, rb)
+    (how, *_), options = read(row.data)
+    only_whole = "trajs_per_batch" in options  # the collector holds the other episodes back
+    has_all_steps = how == "replay_buffer=rb" or (how == "by hand" and not only_whole)
+    check_nothing_is_lost(
+        unpadded(rb[:]),
+        environments=ENVIRONMENTS[row.environments][1] * (1 if row.collector == "Collector" else 2),
+        steps=STEPS * BATCHES if has_all_steps and "Async" not in row.collector else None,
+        only_whole=only_whole,
+        reset_every=STEPS if "reset_at_each_iter" in options else None,
+    )
+    check_hindsight(rb, flags="set_truncated" not in options)
+
+
+@of(10, "-refused: ")
+def test_data_that_cannot_be_relabelled_correctly_is_refused(row):
+    with pytest.raises((KeyError, RuntimeError), match=re.escape(row.result.removeprefix("refused: "))):
+        fill(row, make_buffer(row.buffer))
+
+
+@of(19, "-TorchRL: ")
+def test_what_torchrl_cannot_do_fails_without_the_transform(row):
+    with pytest.raises(Exception, match=re.escape(row.result.removeprefix("TorchRL: "))):
+        fill(row, make_buffer(row.buffer, hindsight=False))
+
+
+def test_every_row_of_the_docs_is_tested_once():
+    assert sorted(SELECTED) == sorted(DOCUMENTED)

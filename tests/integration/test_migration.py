@@ -1,0 +1,196 @@
+"""The pages for users of other libraries: both examples of each run, and the tables are complete."""
+
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torchrl.data import HERReplayBuffer, LazyTensorStorage
+
+import torchrl_her.envs  # registers the environments
+from support.streams import make_episode
+
+DOCS = Path(__file__).parents[2] / "docs"
+LIBRARIES = ("stable_baselines3", "cpprb", "tianshou", "torchrl")
+ROWS = """
+    strategies; `random`; number of new goals; relabelling when sampling; relabelling when writing; running episodes;
+    prioritized replay; goals from states; what the reward reads; info for the reward; several environments; timeouts;
+    termination under a new goal; longest episode; saving; normalization; algorithms; BitFlipping;
+    checks of the environment; monitoring; exploration; storage on a GPU; memory-mapped storage; several writers;
+    n-step returns; one goal per sequence; other distributions of goals; different goals for actor and critic
+"""
+THEIRS, OURS = 0, 1  # the examples of a page
+import_or_skip = functools.partial(pytest.importorskip, reason="the extra 'benchmarks' has it")
+
+
+def page(library: str) -> str:
+    return (DOCS / f"from-{library.replace('_', '-')}.md").read_text()
+
+
+def section(library: str, title: str) -> str:
+    return page(library).split(f"## {title}")[1].split("##")[0]
+
+
+def run(library: str, which: int) -> dict:
+    """Run an example of a page, and return its variables."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page(library), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    variables = {}
+    exec(compile(blocks[which], f"from {library}, example {which}", "exec"), variables)
+    return variables
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_page_has_a_row_for_each_feature(library):
+    lines = [line for line in section(library, "Side by side").splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+    assert [row[0] for row in rows] == re.split(r";\s+", ROWS.strip())
+    assert all(len(row) == 3 and all(row) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("library", "get_class", "left_out"),
+    [
+        ("torchrl", lambda: HERReplayBuffer, ()),
+        ("stable_baselines3", lambda: import_or_skip("stable_baselines3").HerReplayBuffer, ()),
+        ("cpprb", lambda: import_or_skip("cpprb").HindsightReplayBuffer, ("kwargs",)),
+    ],
+)
+def test_a_page_names_every_argument(library, get_class, left_out):
+    text = section(library, "Arguments")
+    for name in inspect.signature(get_class().__init__).parameters:
+        assert name in ("self", *left_out) or name in text, f"the page does not name {name}"
+
+
+# Stable-Baselines3
+
+
+def test_stable_baselines3_and_the_same_return_batches_of_one_kind():
+    import_or_skip("stable_baselines3")
+    sample = run("stable_baselines3", THEIRS)["model"].replay_buffer.sample(4000)
+    achieved, goal = sample.next_observations["achieved_goal"], sample.observations["desired_goal"]
+    reached_theirs = (achieved == goal).all(1)
+    assert torch.equal(sample.rewards.squeeze(1), reached_theirs.float() - 1)
+
+    torch.manual_seed(0)
+    batch = run("stable_baselines3", OURS)["rb"].sample(4000)
+    reached_ours = (batch["next", "achieved_goal"] == batch["desired_goal"]).all(1)
+    assert torch.equal(batch["next", "reward"].squeeze(1), reached_ours.float() - 1)
+    assert torch.equal(batch["next", "terminated"].squeeze(1), reached_ours)
+    assert 0.77 < batch["hindsight", "relabelled"].float().mean() < 0.83
+    # The same share of the four fifths with future goals is reached at once.
+    assert abs(reached_theirs.float().mean() - reached_ours.float().mean()) < 0.05
+    assert reached_theirs.float().mean() > 0.15
+
+
+# cpprb
+
+
+def success(act, episodes=100):
+    """The share of greedy episodes that reach their goal."""
+    env = gymnasium.make("torchrl_her/BitFlipping-v0", n_bits=10)
+    reached = 0
+    with torch.no_grad():
+        for episode in range(episodes):
+            observation, _ = env.reset(seed=10_000 + episode)
+            over = False
+            while not over:
+                action = act(observation["observation"], observation["desired_goal"])
+                observation, _, terminated, truncated, _ = env.step(action)
+                over = terminated or truncated
+            reached += terminated
+    return reached / episodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [THEIRS, OURS], ids=["theirs", "ours"])
+def test_both_flip_10_bits_in_cpprbs_example(which):
+    if which == THEIRS:
+        import_or_skip("cpprb")
+    example = run("cpprb", which)
+    assert success(example["act"]) >= 0.95
+    if which == OURS:
+        rows = example["rb"][:]
+        assert rows["hindsight", "relabelled"].float().mean() == 0.8
+        assert len(rows) > 5 * (8_000 - 10)
+
+
+def episode(steps):
+    """States that count the steps, towards a goal that none of them is."""
+    return make_episode(torch.arange(steps + 1.0).unsqueeze(-1), torch.tensor([-1.0]))
+
+
+def test_cpprb_and_the_same_store_the_same_of_an_episode():
+    """One episode with goals that name their step: as many rows, and goals and rewards from the same sets."""
+    cpprb = import_or_skip("cpprb")
+    steps, copies = 20, 1000
+
+    theirs = cpprb.HindsightReplayBuffer(
+        steps * (copies + 1),
+        {"obs": {}, "act": {}, "next_obs": {}},
+        max_episode_len=steps,
+        reward_func=lambda state, action, goal: -1.0 * (state != goal),
+        additional_goals=copies,
+        prioritized=False,
+    )
+    for step in range(steps):
+        theirs.add(obs=step, act=0, next_obs=step + 1)
+    theirs.on_episode_end(-1)
+    stored = theirs.get_all_transitions()
+
+    ours = torchrl_her.HindsightAugmentation(
+        lambda achieved, goal: -1.0 * (achieved != goal).squeeze(-1), n_sampled_goal=copies
+    )
+    rows = ours.inv(episode(steps))
+    assert len(rows) == theirs.get_stored_size() == steps * (copies + 1)
+    for step in range(steps):
+        values, counts = np.unique(stored["goal"][stored["obs"] == step], return_counts=True)
+        same = rows[rows["achieved_goal"].squeeze(-1) == step]
+        our_values, our_counts = same["desired_goal"].unique(return_counts=True)
+        assert our_values.tolist() == values.tolist() == [-1, *range(step + 1, steps + 1)]
+        expected = copies / (steps - step)
+        for count in (*counts[1:], *our_counts[1:].tolist()):
+            assert abs(count - expected) < 5 * expected**0.5
+        reached = same["desired_goal"] == same["next", "achieved_goal"]
+        assert torch.equal(same["next", "reward"] == 0, reached)
+
+
+# tianshou and TorchRL
+
+
+@pytest.mark.parametrize("library", ["tianshou", "torchrl"])
+@pytest.mark.parametrize("which", [THEIRS, OURS], ids=["theirs", "ours"])
+def test_rewards_are_those_of_the_goals_and_some_goals_are_reached(library, which):
+    if which == THEIRS:
+        import_or_skip(library)
+    torch.manual_seed(0)
+    batch = run(library, which)["batch"]
+    if (library, which) == ("tianshou", THEIRS):
+        entries = (batch.obs_next.achieved_goal, batch.obs_next.desired_goal, batch.rew)
+    else:
+        entries = (batch["next", "achieved_goal"], batch["desired_goal"], batch["next", "reward"])
+    achieved, goal, reward = map(torch.as_tensor, entries)
+    distance = (achieved - goal).norm(dim=-1)
+    clear = (distance - 0.05).abs() > 1e-5  # rounding decides at the threshold
+    expected = torch.where(distance <= 0.05, 0.0, -1.0)
+    assert torch.equal(reward.flatten().float()[clear], expected[clear].float())
+    assert (expected == 0).float().mean() > 0.1
+    if (library, which) == ("tianshou", OURS):  # as many as tianshou relabels
+        assert 0.8 < batch["hindsight", "relabelled"].float().mean() < 0.95
+
+
+def test_goals_of_torchrls_buffer_can_be_older_than_the_transition():
+    """As the page says: the goal of the last step of an episode is the outcome of the step before."""
+    rb = HERReplayBuffer(
+        lambda rows: -torch.ones(len(rows), 1), her_ratio=1.0, storage=LazyTensorStorage(20), batch_size=1000
+    )
+    rb.extend(episode(20))
+    batch = rb.sample()
+    last = batch["next", "done"].squeeze(-1)
+    assert batch["desired_goal"][last].eq(19).all()
+    assert batch["next", "achieved_goal"][last].eq(20).all()
+    assert not batch["desired_goal"].eq(20).any()

@@ -1,0 +1,149 @@
+"""n-step returns of the data that collectors yield or write, from environments whose goals can all be checked."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.collectors import Collector, MultiAsyncCollector
+from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import Compose, MultiStepTransform, SerialEnv
+
+from support.factories import check_refused, make_transform
+from support.tape import check, make_tape
+from torchrl_her import EnvReward
+
+check_windows = functools.partial(check, n=3, gamma=0.5)
+SPEC = make_tape().observation_spec["achieved_goal"]
+
+
+def n_step_hindsight(**options: Any) -> Compose:
+    hindsight = make_transform(reward=EnvReward(make_tape), capacity=10_000, **options)
+    return Compose(MultiStepTransform(3, 0.5), hindsight)
+
+
+def make_buffer(kind: Any = TensorDictReplayBuffer, size: int = 2000, ndim: int = 1, **options: Any) -> ReplayBuffer:
+    return kind(**({"storage": LazyTensorStorage(size, ndim=ndim), "transform": n_step_hindsight()} | options))
+
+
+def serial(*numbers: int) -> SerialEnv:
+    return SerialEnv(len(numbers), [functools.partial(make_tape, number) for number in numbers])
+
+
+def collect(env: Any, frames: int, batches: int = 1, **options: Any) -> list[TensorDictBase]:
+    """What a collector yields."""
+    collector = Collector(env, frames_per_batch=frames, total_frames=frames * batches, **options)
+    collected = list(collector)
+    collector.shutdown()
+    return collected
+
+
+def check_sample(rb: ReplayBuffer) -> None:
+    """Check that windows are right, that the usual share is relabelled, and that many reach their goal on the way."""
+    count = check_windows(rb.sample(600))
+    assert 0.7 < count.share < 0.85
+    assert count.reached_on_the_way > 50
+
+
+@pytest.mark.parametrize(
+    ("how", "environments", "frames"),
+    [
+        *[(how, 3, frames) for how in ("yields", "writes") for frames in (6, 60)],  # less than the window and more
+        *[(how, 1, 20) for how in ("yields", "writes", "adds")],
+    ],
+)
+def test_windows_of_a_collector_are_right(how, environments, frames):
+    kind = ReplayBuffer if environments > 1 or how == "adds" else TensorDictReplayBuffer
+    rb = make_buffer(kind, size=600, ndim=2 if environments > 1 else 1)
+    env = serial(0, 1, 2) if environments == 3 else make_tape(1)
+    for data in collect(env, frames, 960 // frames, **({"replay_buffer": rb} if how == "writes" else {})):
+        if how == "yields":
+            rb.extend(data)
+        elif how == "adds":
+            for row in data.unbind(0):
+                rb.add(row)
+    assert len(rb) == 600
+    check_sample(rb)
+
+
+@pytest.mark.parametrize("filled_before", [False, True], ids=["empty before", "filled before"])
+def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own(filled_before):
+    """In a buffer that the main process filled, TorchRL's transform joins the frames it holds back to each worker's."""
+    storage = LazyTensorStorage(2000, shared_init=not filled_before)
+    rb = make_buffer(ReplayBuffer, storage=storage, transform=n_step_hindsight(goal_spec=SPEC), shared=True)
+    if filled_before:
+        rb.extend(*collect(make_tape(2), 103))
+    workers = [functools.partial(make_tape, number) for number in range(2)]
+    collector = MultiAsyncCollector(workers, frames_per_batch=100, total_frames=1500, replay_buffer=rb)
+    for _ in collector:
+        pass
+    collector.shutdown()
+    check_windows(rb[:])
+    check_sample(rb)
+    assert len(rb[:]["observation"][:, 0].unique()) == 2 + filled_before
+
+
+@pytest.mark.parametrize("filled_before", [True, False])
+def test_another_process_loses_nothing_after_its_first_write(filled_before):
+    chunks = collect(make_tape(2), 5, 4)
+    observations = []
+    for in_another_process in (False, True):
+        rb = make_buffer(ReplayBuffer, transform=n_step_hindsight(goal_spec=SPEC))
+        hindsight = rb.transform[1].share_memory_()
+        if filled_before:
+            rb.extend(*collect(make_tape(3), 7))
+        if in_another_process:
+            hindsight._process = -1  # as in a fork, which has another number
+        else:
+            hindsight.flush()
+        for chunk in chunks:
+            rb.extend(chunk)
+        stored = rb.storage[:]["observation"]
+        observations.append(stored[stored[:, 0] == 2])
+    assert len(observations[0]) == 20 - 3  # held back
+    assert torch.equal(*observations)
+
+
+@pytest.mark.parametrize("hindsight", [False, True])
+def test_a_shared_buffer_that_its_processes_do_not_set_up_is_beyond_torchrls_transform(hindsight):
+    """The transition that TorchRL sets the storage up with is held back."""
+    transform = n_step_hindsight(goal_spec=SPEC) if hindsight else MultiStepTransform(3, 0.5)
+    rb = make_buffer(ReplayBuffer, transform=transform, shared=True)
+    with pytest.raises(RuntimeError, match="if it has not been initialized yet"):
+        MultiAsyncCollector([make_tape] * 2, frames_per_batch=100, total_frames=1500, replay_buffer=rb)
+
+
+# What is refused
+
+
+def is_refused(rb: ReplayBuffer, data: TensorDictBase) -> None:
+    """Check that a write is refused, and that nothing has changed."""
+    check_refused(rb, lambda: rb.extend(data), (ValueError, TypeError), "MultiStep")
+
+
+def test_flattened_data_of_a_collector_is_refused():
+    (data,) = collect(serial(0, 1, 2), 60)
+    is_refused(make_buffer(), data.reshape(-1))
+
+
+def test_collectors_in_turn_are_refused():
+    """As an asynchronous collector yields the batches of its workers; here the workers' ids collide, too."""
+    rb = make_buffer(ndim=2)
+    rb.extend(*collect(serial(0, 1), 20))
+    is_refused(rb, *collect(serial(2, 3), 20))
+
+
+def test_silent_resets_are_refused():
+    rb = make_buffer(ndim=2)
+    first, second = collect(serial(0, 1), 20, 2, reset_at_each_iter=True)
+    rb.extend(first)
+    is_refused(rb, second)
+
+
+def test_n_step_data_from_a_collectors_postprocessing_is_refused():
+    (data,) = collect(serial(0, 1), 20, postproc=MultiStep(gamma=0.5, n_steps=3))
+    for transform in (n_step_hindsight(), n_step_hindsight()[1]):
+        is_refused(make_buffer(ndim=2, transform=transform), data.clone())

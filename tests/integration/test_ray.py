@@ -1,0 +1,359 @@
+"""HERTransform in a Ray actor: collectors of other processes write into it, and a learner samples from it.
+
+Every actor is a process that imports TorchRL, so tests use few of them, and one buffer where they can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RayReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from torchrl.envs import SerialEnv
+
+from support.factories import make_augmentation, make_transform
+from support.tape import Count, check, length_of, make_tape, places
+from torchrl_her import EnvReward, PackedStorage
+from torchrl_her.relabel import RelabelTransform
+
+ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
+
+from torchrl.collectors.distributed import RayCollector  # noqa: E402 (it needs Ray)
+
+SIZE = 10_000  # of storages and goal tables: nothing is overwritten
+BATCH_SIZE = 256
+SHARE = {"num_cpus": 0.25}  # of the cluster's two CPUs: no actor waits until another is gone
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_point_reach.py"
+
+
+# Actors
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # so that Ray's workers can import this file and tests/support
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def at_the_end(cluster: None) -> Iterator[contextlib.ExitStack]:
+    """Close actors before the cluster: closing one later starts another cluster."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def make_hindsight(size: int) -> RelabelTransform:
+    return make_transform(reward=EnvReward(make_tape), capacity=size)
+
+
+def make_buffer(
+    at_the_end: contextlib.ExitStack,
+    cls: type[ReplayBuffer] = TensorDictReplayBuffer,
+    size: int = SIZE,
+    ndim: int = 1,
+    hindsight: Callable[[int], RelabelTransform] | None = make_hindsight,
+    storage: type[TensorStorage] = LazyTensorStorage,
+    **kwargs,
+) -> RayReplayBuffer:
+    buffer = RayReplayBuffer(
+        replay_buffer_cls=cls,
+        storage=partial(storage, size, ndim=ndim),
+        transform_factory=partial(hindsight, size) if hindsight else None,
+        batch_size=BATCH_SIZE,
+        **{"remote_config": SHARE, **kwargs},
+    )
+    at_the_end.callback(buffer.close)
+    return buffer
+
+
+def make_pair(first: int) -> SerialEnv:
+    return SerialEnv(2, [partial(make_tape, first), partial(make_tape, first + 1)])
+
+
+TAPES = [partial(make_tape, 0), partial(make_tape, 1)]
+
+
+def make_policy() -> TensorDictModule:
+    return TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"])
+
+
+def make_collector(at_the_end: contextlib.ExitStack, environments: list, **kwargs) -> RayCollector:
+    collector = RayCollector(environments, make_policy(), frames_per_batch=60, remote_configs=SHARE, **kwargs)
+    at_the_end.callback(collector.shutdown)
+    collector.update_policy_weights_()
+    return collector
+
+
+def make_data(steps: int) -> Iterator[TensorDictBase]:
+    """Batches of steps of one environment, whose episodes go on from one batch to the next."""
+    policy = make_policy()
+    return iter(
+        Collector(make_tape(), policy, frames_per_batch=steps, total_frames=-1, auto_register_policy_transforms=False)
+    )
+
+
+# Checks
+
+
+def check_nothing_is_lost(stored: TensorDictBase) -> None:
+    """Each environment's transitions are there from its first one on, without a gap and none twice."""
+    steps = defaultdict(list)
+    for number, episode, state in places(stored):
+        steps[number, episode].append(state)
+    last = Counter({number: max(e for n, e in steps if n == number) for number, _ in steps})
+    for number in last:
+        for episode in range(last[number] + 1):
+            length = len(steps[number, episode]) if episode == last[number] else length_of(number, episode)
+            assert sorted(steps[number, episode]) == list(range(length)), f"episode {episode} of {number}"
+
+
+def share_relabelled(buffer: RayReplayBuffer, batches: int = 20) -> float:
+    """Check samples, and return the share that was relabelled of those from episodes that ended."""
+    rows = torch.cat([buffer.sample().reshape(-1) for _ in range(batches)])
+    check(rows)
+    number, episode, _ = rows["observation"].unbind(-1)
+    ended = torch.zeros_like(episode, dtype=torch.bool)
+    for environment in number.unique():
+        of_it = number == environment
+        ended |= of_it & (episode < episode[of_it].max())
+    return rows["hindsight", "relabelled"][ended].float().mean().item()
+
+
+# Collectors
+
+
+def test_collectors_that_write_lose_nothing_and_get_right_goals(at_the_end):
+    buffer = make_buffer(at_the_end, ReplayBuffer, ndim=2)
+    pairs = [partial(make_pair, 0), partial(make_pair, 2)]
+    for nothing in make_collector(at_the_end, pairs, replay_buffer=buffer, total_frames=600):
+        assert nothing is None
+    stored = buffer[:].reshape(-1)
+    assert len(stored) >= 600
+    check(stored)
+    check_nothing_is_lost(stored)
+    episodes = stored["observation"][:, :2].unique(dim=0)
+    assert len(stored["collector", "traj_ids"].unique()) < len(episodes), "no ids collided"
+    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
+
+
+def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end):
+    buffer = make_buffer(at_the_end)
+    kinds = [{}, {"trajs_per_batch": 4}, {"extend_buffer": False}]
+    environments = [partial(make_tape, number) for number in range(3)]
+    for _ in make_collector(at_the_end, environments, collector_kwargs=kinds, replay_buffer=buffer, total_frames=480):
+        pass
+    stored = buffer[:]
+    assert stored["observation"][:, 0].unique().tolist() == [0, 1, 2], "one of the collectors did not write"
+    check_nothing_is_lost(stored)
+    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
+
+
+def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_copies(at_the_end):
+    buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
+    for _ in make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=480):
+        pass
+    stored = buffer[:]
+    assert check(stored).relabelled == 0.8 * len(stored)
+    relabelled = stored["hindsight", "relabelled"].flatten().tolist()
+    counts = Counter(zip(places(stored), relabelled, strict=True))
+    assert {(is_copy, count) for (_, is_copy), count in counts.items()} == {(False, 1), (True, 4)}
+    assert len(stored) > 5 * 440  # one episode of each is held back
+    check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)])
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, pytest.param(PackedStorage, marks=pytest.mark.slow)])
+def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
+    size = 300
+    # Two calls at a time: samples are taken while a collector's transitions are being written.
+    buffer = make_buffer(at_the_end, size=size, storage=storage, remote_config={**SHARE, "max_concurrency": 2})
+    collector = make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=1_000_000)
+    collector.start()
+    count = Count()
+    while (written := buffer.write_count) < 5 * size:
+        if written:
+            count += check(buffer.sample())
+    collector.shutdown()
+    assert count.sampled > 1_000
+    assert len(buffer) == size
+    assert share_relabelled(buffer) > 0.7  # of some episodes, the first steps' goals have left the table
+
+
+def test_batches_of_synchronous_collectors_extended_by_hand_get_right_goals(at_the_end):
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(SIZE), transform=make_hindsight(SIZE), batch_size=BATCH_SIZE
+    )
+    for data in make_collector(at_the_end, TAPES, sync=True, total_frames=600):
+        assert data.shape == (2, 30)
+        buffer.extend(data.reshape(-1))
+    check_nothing_is_lost(buffer[:])
+    assert len(buffer) == 600
+    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
+    buffer = make_buffer(at_the_end, transport="distributed")
+    for data in itertools.islice(make_data(50), 4):
+        buffer.extend(data)
+    assert len(buffer) == 200
+    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
+
+
+def test_what_torchrls_actor_cannot_do_fails_without_hindsight_too(at_the_end):
+    with pytest.raises(TypeError, match="delayed_init"):
+        make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=None, alpha=0.7, beta=0.5)
+    plain = make_buffer(at_the_end, hindsight=None)
+    for several in (MultiSyncCollector, MultiAsyncCollector):
+        with pytest.raises(AttributeError, match="_storage"):
+            several(TAPES, make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
+
+
+# The learner
+
+
+def test_priorities_land_on_the_transitions_that_were_sampled(at_the_end):
+    alpha, beta, high, low = 0.7, 0.5, 1.0, 0.01  # new transitions have the high one
+    buffer = make_buffer(at_the_end, sampler=partial(PrioritizedSampler, SIZE, alpha, beta))
+    buffer.extend(next(make_data(200)))
+    for _ in range(10):
+        batch = buffer.sample()
+        first = batch["observation"][:, 2] == 0
+        batch["td_error"] = torch.where(first, high, low)
+        buffer.update_tensordict_priority(batch)
+    stored = buffer[:]
+    batch = torch.cat([buffer.sample() for _ in range(20)])
+    check(batch)
+
+    firsts = int((stored["observation"][:, 2] == 0).sum())
+    mass = firsts * high**alpha
+    first = batch["observation"][:, 2] == 0
+    assert first.float().mean().item() == pytest.approx(mass / (mass + (200 - firsts) * low**alpha), abs=0.03)
+    weight = batch["priority_weight"].flatten()
+    assert weight[first].unique().item() == pytest.approx((high / low) ** (-alpha * beta), rel=1e-4)
+    assert weight[~first].unique().item() == pytest.approx(1.0)
+
+
+def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_the_running_episode(at_the_end, tmp_path):
+    data = make_data(8)  # the second episode has 9 steps, and the first write ends after its third
+    buffer = make_buffer(at_the_end)
+    first, rest = next(data), next(data)
+    with pytest.raises(KeyError, match="achieved_goal"):
+        buffer.extend(first.exclude(("next", "achieved_goal")))
+    assert len(buffer) == 0
+    buffer.extend(first)
+    check(buffer.sample())
+    state = buffer.state_dict()
+    buffer.dumps(tmp_path)
+    fresh = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(SIZE), transform=make_hindsight(SIZE), batch_size=BATCH_SIZE
+    )
+    for restored, restore in (
+        (buffer, partial(buffer.load_state_dict, state)),
+        (buffer, partial(buffer.loads, tmp_path)),
+        (fresh, partial(fresh.loads, tmp_path)),
+    ):
+        if restored is buffer:
+            buffer.extend(rest.clone())  # which restoring undoes
+        restore()
+        assert len(restored) == 8
+        restored.extend(rest.clone())
+        check_nothing_is_lost(restored[:])
+        samples = torch.cat([restored.sample() for _ in range(10)])
+        check(samples)
+        _, episode, step = samples["observation"].unbind(-1)
+        third = samples[(episode == 1) & (step == 2) & samples["hindsight", "relabelled"].flatten()]
+        assert third["desired_goal"][:, 2].unique().tolist() == [3, 4, 5, 6, 7, 8, 9]
+
+
+# The example
+
+
+@contextlib.contextmanager
+def run_example(*arguments: str) -> Iterator[tuple[subprocess.Popen, Callable[[], list[str]]]]:
+    """Start the example; yields it and a function that lists the names of all its processes."""
+    mark = f"STARTED_BY={uuid.uuid4()}"
+    name, value = mark.split("=")
+    environment = {**os.environ, name: value, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(EXAMPLE), *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as script:
+        try:
+            yield script, partial(processes_with, mark)
+        finally:
+            script.kill()
+
+
+def processes_with(mark: str) -> list[str]:
+    """The names of the processes that have an entry in their environment."""
+    names = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if mark.encode() in (process / "environ").read_bytes():
+                names.append((process / "comm").read_text().strip())
+    return names
+
+
+def ended(processes: Callable[[], list[str]], seconds: float = 10.0) -> bool:
+    """Whether no process is left, once Ray's workers had time to notice that their cluster is gone."""
+    until = time.monotonic() + seconds
+    while processes() and time.monotonic() < until:
+        time.sleep(0.1)
+    return not processes()
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc (Linux)")
+
+
+@needs_proc
+def test_the_example_ends_and_leaves_no_process():
+    with run_example("--steps", "1100") as (script, processes):
+        out, err = script.communicate(timeout=240)
+        assert script.returncode == 0, err
+        assert ended(processes)
+    assert re.search(r"Success rate of 100 greedy episodes: [01]\.\d\d, ", out), out
+
+
+@pytest.mark.slow
+@needs_proc
+def test_the_example_interrupted_leaves_no_process():
+    with run_example("--steps", "100000", "--collectors", "1") as (script, processes):
+        err = ""
+        while "steps/s" not in err:  # the bar is there, and so are the actors
+            character = script.stderr.read(1)
+            assert character, err
+            err += character
+        assert len(processes()) > 5
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does, to all processes in the foreground
+        _, err = script.communicate(timeout=60)
+        assert script.returncode == 1
+        assert ended(processes)
+    assert err.endswith("Interrupted.\n"), err

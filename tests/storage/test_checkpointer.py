@@ -1,0 +1,127 @@
+"""PackedStorage is saved and loaded as TorchRL's storages are, in the room of what was written."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from support.factories import WAYS_TO_COPY
+from support.rows import bits, both_storages, identical, make_transitions, packed_buffer
+from torchrl_her import PackedStorage
+
+
+def test_samples_and_state_dicts_can_be_saved_in_every_way(tmp_path):
+    for rb in both_storages():
+        rb.extend(make_transitions(13))
+        rb.sample()
+        data = rb.sample()
+        for what in (data, rb[3], rb[:5], rb.storage[torch.tensor([2])], rb[:].clone()):
+            torch.save(what, tmp_path / "batch")
+            assert identical(torch.load(tmp_path / "batch", weights_only=False), what)
+            assert identical(pickle.loads(pickle.dumps(what)), what)
+            assert identical(copy.deepcopy(what), what)
+        torch.save(rb.state_dict(), tmp_path / "state")
+        twin = packed_buffer()
+        twin.storage.load_state_dict(torch.load(tmp_path / "state", weights_only=False)["_storage"])
+        assert identical(twin[:], rb.storage[:])
+
+
+PAIRS = [(PackedStorage, PackedStorage), (LazyTensorStorage, PackedStorage), (PackedStorage, LazyTensorStorage)]
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("way", ["dumps", "state_dict"])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " to ".join(kind.__name__ for kind in pair))
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_checkpoints_are_those_of_torchrls_storage(ndim, pair, way, used, tmp_path):
+    def write(rb, count, number):
+        rb.extend(make_transitions(count, number).reshape(*(2,) * (ndim - 1), -1))
+
+    rb, twin = (ReplayBuffer(storage=storage(20, ndim=ndim), batch_size=8) for storage in pair)
+    write(rb, 14, 0)
+    if used:
+        write(twin, 18, 50)
+    WAYS_TO_COPY[way](rb, twin, tmp_path)
+    assert bits(rb[:]) == bits(twin[:])  # TorchRL's forgets the device
+    for each in (rb, twin):
+        write(each, 16, 100)
+    assert bits(rb[:]) == bits(twin[:])
+    assert len(rb) == 20
+
+
+def test_a_state_dict_of_another_size_or_with_other_entries_is_refused():
+    rb = packed_buffer()
+    rb.extend(make_transitions(5))
+    other = packed_buffer(30)
+    with pytest.raises(ValueError, match=r"has room for \[20\] transitions and this one for \[30\]"):
+        other.load_state_dict(rb.state_dict())
+    other.extend(make_transitions(5, entries=[]))  # it is as it was
+    other = packed_buffer()
+    other.extend(make_transitions(5, entries=[]))
+    with pytest.raises(ValueError, match="'observation' is new"):
+        other.load_state_dict(rb.state_dict())
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_checkpoint_takes_the_room_of_what_was_written(ndim, tmp_path):
+    def room():
+        return 512 * sum(path.stat().st_blocks for path in tmp_path.rglob("*"))  # bytes on the disk
+
+    def write(rb, start):
+        rb.extend(make_transitions(1_000, start).reshape(*(2,) * (ndim - 1), -1))
+
+    rb, twin = (packed_buffer(1_000_000, ndim=ndim) for _ in range(2))
+    write(rb, 0)
+    rb.dumps(tmp_path / "rb")
+    assert 50 * 1_000 < room() < 1_000_000
+    with pytest.raises(ValueError, match=r"has room for .* and this one for .*: make it as large as it was"):
+        packed_buffer(ndim=ndim).loads(tmp_path / "rb")
+    write(twin, 5_000)
+    write(twin, 6_000)
+    twin.loads(tmp_path / "rb")
+    assert bits(rb[:]) == bits(twin[:])
+    write(rb, 1_000)
+    rb.dumps(tmp_path / "rb")  # over the one before
+    twin.loads(tmp_path / "rb")
+    for each in (rb, twin):
+        write(each, 2_000)
+    assert bits(rb[:]) == bits(twin[:])
+    assert len(rb) == 3_000
+
+
+@pytest.mark.parametrize("data", [torch.ones(5, 3), (torch.ones(5, 3), torch.ones(5))], ids=["tensor", "tuple"])
+def test_a_checkpoint_of_no_tensordicts_is_refused(data, tmp_path):
+    saved = ReplayBuffer(storage=LazyTensorStorage(10))
+    saved.extend(data)
+    saved.dumps(tmp_path)
+    with pytest.raises(TypeError, match=r"tensors in no TensorDict.*load it into a LazyTensorStorage"):
+        packed_buffer(10).loads(tmp_path)
+
+
+def test_hooks_of_a_checkpoint_are_called(tmp_path):
+    rb, twin = packed_buffer(), packed_buffer()
+    rb.extend(make_transitions(14))
+    twin.extend(make_transitions(20))
+    rb.register_save_hook(lambda data, path: data.exclude("uid").set("other", data["uid"] + 1))
+    twin.register_load_hook(lambda data, out: data.exclude("other").set("uid", data["other"] - 1))
+    rb.dumps(tmp_path / "rb")
+    assert {"other.memmap", "uid.memmap"} & {path.name for path in tmp_path.rglob("*")} == {"other.memmap"}
+    twin.loads(tmp_path / "rb")
+    assert bits(rb[:]) == bits(twin[:])
+
+
+def test_a_state_dict_is_loaded_as_a_copy():
+    rb, twin = packed_buffer(), packed_buffer()
+    rb.extend(make_transitions(20))
+    twin.load_state_dict(rb.state_dict())
+    rb.extend(make_transitions(20, 50))
+    assert bits(twin[:]) == bits(make_transitions(20))
+
+
+def test_an_empty_storage_is_saved_and_loaded():
+    twin = packed_buffer()
+    twin.load_state_dict(packed_buffer().state_dict())
+    twin.extend(make_transitions(5))
+    assert len(twin) == 5

@@ -1,0 +1,174 @@
+"""The oracle for hindsight at write time: it keeps every running episode in a list until it ends."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from support.factories import make_augmentation
+from support.oracle import ENTRIES, RELABELLED, Row, RunningEpisodes, as_dicts, expected_of
+from support.streams import FLAT_LAYOUTS, Goal, Stream, Transition, chunks, make_tensordict
+
+GOAL_STEP = ("hindsight", "goal_step")
+
+
+class AugmentationOracle(RunningEpisodes):
+    """What is held back, as lists of transitions, and what has to be written when.
+
+    An episode that is taken for ended and goes on all the same is two: so these are parts of the true episodes.
+    """
+
+    def __init__(
+        self, strategy: str = "future", copies: int = 4, max_episode_steps: int = 1000, patience: int = 10_000
+    ):
+        super().__init__(patience)
+        self.strategy, self.copies, self.max_episode_steps = strategy, copies, max_episode_steps
+        self.running: dict[int, list[Transition]] = {}  # by true episode
+        self.due: list[list[Transition]] = []
+        self.goals: set[Goal] = set()  # of all parts that ended
+
+    def write(self, rows: Sequence[Transition]) -> list[list[Transition]]:
+        """Return the parts of episodes that are due when these transitions have been written."""
+        super().write(rows)
+        due, self.due = self.due, []
+        self.goals.update(row.outcome for part in due for row in part)
+        return due
+
+    def flush(self) -> None:
+        """End the running episodes."""
+        for episode in list(self.running):
+            self._is_idle(episode)
+
+    @property
+    def held_back(self) -> int:
+        """How many transitions are not written yet."""
+        return sum(map(len, [*self.running.values(), *self.due]))
+
+    def _ends_with(self, row: Transition) -> bool:
+        part = self.running.setdefault(row.episode, [])
+        part.append(row)
+        ends = row.done or len(part) == self.max_episode_steps
+        if ends:
+            self.due.append(self.running.pop(row.episode))
+        return ends
+
+    def _is_idle(self, episode: int) -> None:
+        self.due.append(self.running.pop(episode))
+        self.waits_since.pop(episode, None)
+
+    def check(self, due: list[list[Transition]], written: TensorDictBase) -> None:
+        """Check the transitions of one write: those that were due, as they were and in copies."""
+        place = {row.uid: (part, step) for part in due for step, row in enumerate(part)}
+        seen: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        for row in as_dicts(written, [*ENTRIES, RELABELLED, GOAL_STEP]):
+            is_copy, goal_step = row.pop(RELABELLED), row.pop(GOAL_STEP)
+            part, step = place[row["uid"]]  # KeyError: it was not due
+            seen[is_copy][row["uid"]] += 1
+            if is_copy:
+                self._check_copy(row, part, step, goal_step)
+            else:
+                assert row == expected_of([part[step]]), f"{part[step]} was stored as {row}"
+                assert goal_step == -1
+        assert seen[False] == dict.fromkeys(place, 1), "an original is missing, or stored twice"
+        assert seen[True] == dict.fromkeys(place, self.copies), "a transition has the wrong number of copies"
+
+    def _check_copy(self, row: Row, part: list[Transition], step: int, goal_step: int) -> None:
+        goal, transition = row["desired_goal"], part[step]
+        if self.strategy == "random":
+            assert goal in self.goals, f"{transition} was given {goal}, which was not achieved"
+        else:
+            allowed = {
+                "future": range(step, len(part)),
+                "final": [len(part) - 1],
+                "episode": range(len(part)),
+            }[self.strategy]
+            assert goal_step in allowed, f"{transition} was given the goal of step {goal_step}"
+            assert goal == part[goal_step].outcome, f"{goal} is not the goal of step {goal_step}"
+        assert row == expected_of([transition], goal), f"{transition} was relabelled and came back as {row}"
+
+
+def written_by(stream: Stream) -> Iterable[list[Transition]]:
+    """What is written at a time, in the order of writing."""
+    return itertools.chain.from_iterable(chunks(lanes, stream.layout) for lanes in stream)
+
+
+def run(
+    stream: Stream,
+    package: Any,
+    copies: int = 2,
+    max_episode_steps: int = 1000,
+    patience: int = 30,
+    flushes: Sequence[int] = (),
+) -> int:
+    """Write a stream through an augmentation of ``package``, check each write, and return how many rows there are."""
+    with mock.patch.object(package.augmentation, "PATIENCE", patience):
+        hindsight = make_augmentation(
+            package=package, strategy=stream.strategy, n_sampled_goal=copies, max_episode_steps=max_episode_steps
+        )
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20_000), transform=hindsight, batch_size=32)
+    oracle = AugmentationOracle(stream.strategy, copies, max_episode_steps, patience)
+    rows = 0
+    for number, chunk in enumerate(written_by(stream)):
+        data = make_tensordict(chunk, stream.with_ids)
+        index = rb.extend(data)
+        due = oracle.write(chunk)
+        rows += len(index)
+        assert len(rb) == rows
+        assert hindsight.held_back == oracle.held_back
+        if due:
+            oracle.check(due, rb.storage[index])
+        else:
+            assert len(index) == 0
+        data.apply_(lambda value: value.fill_(1))  # a collector goes on to use its memory
+        if number in flushes:
+            oracle.flush()
+            index = rb.extend(hindsight.flush())
+            rows += len(index)
+            if due := oracle.write([]):
+                oracle.check(due, rb.storage[index])
+    return rows
+
+
+def random_stream(seed: int) -> tuple[Stream, dict[str, Any]]:
+    """A stream, and the options of `run`, drawn from a seed, for where hypothesis is not at hand."""
+    draw = random.Random(seed)
+    stream = Stream(
+        lanes=draw.randint(1, 4),
+        lengths=tuple((draw.randint(1, 9), draw.choice(["terminated", "truncated", "silent"])) for _ in range(6)),
+        chunk=draw.randint(1, 7),
+        writes=draw.randint(4, 14),
+        layout=FLAT_LAYOUTS[seed % len(FLAT_LAYOUTS)],
+        strategy=draw.choice(["future", "final", "episode", "random"]),
+    )
+    options = {
+        "copies": draw.randint(1, 4),
+        "max_episode_steps": draw.choice([4, 1000]),
+        "patience": draw.choice([0, 10, 1000]),
+        "flushes": draw.choice([(), (2, 5)]),
+    }
+    return stream, options
+
+
+def check_draws(package: Any) -> None:
+    """Check that goals are uniform over the steps that a strategy allows (of one step in 20 at five deviations)."""
+    stream = Stream(1, ((20, "truncated"),), chunk=20, writes=1, layout="flat with ids")
+    (rows,) = written_by(stream)
+    torch.manual_seed(0)
+    for strategy, allowed in (("future", range(12, 20)), ("episode", range(20)), ("random", range(20))):
+        hindsight = make_augmentation(package=package, strategy=strategy, n_sampled_goal=4000)
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100_000), transform=hindsight)
+        written = rb.storage[rb.extend(make_tensordict(rows))]
+        steps = written[GOAL_STEP][written["uid"] == rows[12].uid].flatten().tolist()
+        counts = Counter(step for step in steps if step >= 0)
+        expected = 4000 / len(allowed)
+        assert set(counts) == set(allowed)
+        deviation = (expected * (1 - 1 / len(allowed))) ** 0.5
+        assert all(abs(count - expected) < 5 * deviation for count in counts.values()), counts

@@ -1,0 +1,186 @@
+"""Transforms and buffers as the tests construct them, and checks of whole buffers that several test files need."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import Compose, MultiStepTransform, Transform
+
+import torchrl_her
+from support.goals import reached, reward_of
+from support.streams import Stream, Transition, write
+
+
+class WritesAndChecks(Protocol):
+    """An oracle."""
+
+    def write(self, rows: list[Transition]) -> Any:
+        """Record the transitions of one write."""
+
+    def check(self, sample: TensorDictBase) -> Any:
+        """Check transitions one by one."""
+
+
+AnOracle = TypeVar("AnOracle", bound=WritesAndChecks)
+
+
+# Transforms and buffers
+
+
+def make_reward(tells_terminated: bool = True, package: Any = torchrl_her) -> Any:
+    """The reward of all goals."""
+    return package.GoalReward(reward_of, terminated_fn=reached if tells_terminated else None)
+
+
+def make_transform(stream: Stream | None = None, reward: Any = None, package: Any = torchrl_her, **options: Any) -> Any:
+    """HERTransform with the settings of a stream, behind a MultiStepTransform where the stream has ``n`` steps.
+
+    Args:
+        stream: gives strategy, her_ratio, capacity, compact, n and gamma; by default those of HERTransform.
+        reward: by default `support.goals.reward_of`, with terminations unless the stream says otherwise.
+        package: the package or a mutant of it.
+        options: arguments of HERTransform, which override the stream's.
+    """
+    reward = reward or make_reward(stream is None or stream.tells_terminated, package)
+    if stream is None:
+        return package.HERTransform(reward, **options)
+    arguments = {name: getattr(stream, name) for name in ("strategy", "her_ratio", "capacity", "compact")}
+    hindsight = package.HERTransform(reward, **(arguments | options))
+    return Compose(MultiStepTransform(stream.n, stream.gamma), hindsight) if stream.n else hindsight
+
+
+def make_augmentation(reward: Any = None, package: Any = torchrl_her, **options: Any) -> Any:
+    """HindsightAugmentation with the reward of all goals."""
+    return package.HindsightAugmentation(reward or make_reward(package=package), **options)
+
+
+def make_buffer(
+    stream: Stream,
+    transform: Transform | None = None,
+    kind: Callable[..., ReplayBuffer] | None = None,
+    storage: Callable[..., Any] | None = None,
+    hindsight: bool = True,
+    **options: Any,
+) -> ReplayBuffer:
+    """A buffer for a stream.
+
+    Args:
+        stream: gives the storage's size, and its number of dimensions where ``storage`` is not given.
+        transform: by default `make_transform` of the stream.
+        kind: by default TensorDictReplayBuffer, and ReplayBuffer for n-step returns and the layout "plain add".
+        storage: makes the storage from its number of rows.
+        hindsight: False for a buffer without a transform.
+        options: arguments of the buffer; the batch size is 64 by default.
+    """
+    if kind is None:
+        kind = ReplayBuffer if stream.n or stream.layout == "plain add" else TensorDictReplayBuffer
+    if transform is None and hindsight:
+        transform = make_transform(stream)
+    ndim = 2 if stream.layout.startswith("[lanes") else 1
+    memory = LazyTensorStorage(stream.size, ndim=ndim) if storage is None else storage(stream.size)
+    return kind(storage=memory, transform=transform, **({"batch_size": 64} | options))
+
+
+def filled(make_oracle: Callable[[Stream], AnOracle], stream: Stream, **options: Any) -> tuple[Any, AnOracle]:
+    """A buffer that a whole stream was written into, and its oracle; options are those of `make_buffer`."""
+    rb, oracle = make_buffer(stream, **options), make_oracle(stream)
+    for lanes in stream:
+        write(rb, lanes, stream.layout, oracle)
+    return rb, oracle
+
+
+# Contents
+
+
+def uids(tensordict: TensorDictBase) -> list[int]:
+    """Which transitions there are, sorted."""
+    return sorted(tensordict["uid"].flatten().tolist())
+
+
+def seeded_sample(rb: ReplayBuffer, *arguments: Any, seed: int = 0) -> Any:
+    """A sample that is the same each time."""
+    torch.manual_seed(seed)
+    return rb.sample(*arguments)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether nested states are equal: types, keys, shapes, dtypes and values; NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if isinstance(one, TensorDictBase):
+        if one.batch_size != other.batch_size or set(one.keys(True)) != set(other.keys(True)):
+            return False
+        return all(same(one.get(key), other.get(key)) for key in one.keys(True, True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def assert_same(before: TensorDictBase, after: TensorDictBase) -> None:
+    """Check that two tensordicts have the same entries and values."""
+    assert set(before.keys(True)) == set(after.keys(True)), "which entries there are has changed"
+    assert (before == after).all(), "the entries have changed"
+
+
+# Refused writes
+
+
+def state_of(rb: ReplayBuffer) -> dict[str, Any]:
+    """What a buffer holds and where it stands, transform included; memory that is not written to yet is left out."""
+    state = {part: value for part, value in rb.state_dict().items() if part != "_storage"}
+    return copy.deepcopy(state | {"size": len(rb), "stored": rb.storage[:] if len(rb) else None})
+
+
+def check_refused(
+    rb: ReplayBuffer,
+    action: Callable[[], Any],
+    error: type[BaseException] | tuple[type[BaseException], ...],
+    message: str,
+) -> None:
+    """Check that an action raises an error and changes nothing: storage, writer, sampler and transform."""
+    before = state_of(rb)
+    with pytest.raises(error, match=message):
+        action()
+    assert same(state_of(rb), before), "a refused action left a trace"
+
+
+# Copies
+
+
+def copied_by_state_dict(rb: Any, twin: Any, path: Path) -> Any:
+    """The twin, with the state dict of the buffer."""
+    twin.load_state_dict(rb.state_dict())
+    return twin
+
+
+def copied_by_dumps(rb: Any, twin: Any, path: Path) -> Any:
+    """The twin, with what the buffer saved."""
+    rb.dumps(path / "rb")
+    twin.loads(path / "rb")
+    return twin
+
+
+# From a buffer, another one that is empty, and a folder: how to get one with the state of the first.
+WAYS_TO_COPY: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "state_dict": copied_by_state_dict,
+    "dumps": copied_by_dumps,
+    "pickle": lambda rb, twin, path: pickle.loads(pickle.dumps(rb)),
+    "deepcopy": lambda rb, twin, path: copy.deepcopy(rb),
+}

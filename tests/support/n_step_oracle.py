@@ -1,0 +1,131 @@
+"""The oracle for n-step returns, and the stream that makes all of their cases come up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from support.factories import make_buffer, make_transform
+from support.goals import reward_of
+from support.oracle import N_STEP_ENTRIES, Row, StreamOracle, expected_of
+from support.streams import Goal, Stream, Transition, write
+
+
+class NStepOracle(StreamOracle):
+    """Every lane in a list, and the windows that an n-step transform has let out of it."""
+
+    entries = N_STEP_ENTRIES
+
+    def __init__(self, stream: Stream):
+        super().__init__(stream)
+        self.n = stream.n
+        self.lanes: list[list[Transition]] = [[] for _ in range(stream.lanes)]
+        self.let_out = [0] * stream.lanes  # how many windows of each lane
+        self.windows: dict[int, list[Transition]] = {}  # by the uid of the first step
+
+    def write(self, rows: Sequence[Transition]) -> None:
+        """Record the transitions of one write, in its order."""
+        super().write(rows)
+        for row in rows:
+            self.lanes[row.trajectory % self.stream.lanes].append(row)
+        for lane, steps in enumerate(self.lanes):
+            for first in range(self.let_out[lane], len(steps) - self.n):
+                window = steps[first : first + self.n]
+                ends = [index for index, step in enumerate(window) if step.done]
+                self.windows[steps[first].uid] = window[: ends[0] + 1] if ends else window
+                self.let_out[lane] = first + 1
+
+    def lose_what_is_held_back(self) -> None:
+        """What a new n-step transform does: it continues none of the lanes."""
+        self.let_out = [len(steps) for steps in self.lanes]
+
+    def check(self, sample: TensorDictBase) -> Counter[str]:
+        """Check transitions ``[*batch]`` one by one, and count their kinds."""
+        count: Counter[str] = Counter()
+        for _, goal, row in self._check_rows(sample):
+            count[kind_of(goal, row)] += 1
+            count["original" if goal is None else "relabelled"] += 1
+        return count
+
+    def _window(self, uid: int) -> list[Transition]:
+        return self.windows[uid]
+
+    def _expected(self, window: list[Transition], goal: Goal | None) -> Row:
+        return expected_in_float32(window, goal, self.stream)
+
+
+def expected_in_float32(window: Sequence[Transition], goal: Goal | None, stream: Stream) -> Row:
+    """What `expected_of` returns, with sums that need not be equal to the last bit."""
+    row = expected_of(window, goal, stream.gamma, stream.tells_terminated)
+    largest = sum(abs(reward_of(step.outcome, row["desired_goal"])) for step in window)
+    row["gamma"] = pytest.approx(row["gamma"], rel=1e-6, abs=1e-6)
+    row["next", "reward"] = pytest.approx(row["next", "reward"], rel=0, abs=1e-6 * largest + 1e-6)
+    return row
+
+
+def kind_of(goal: Goal | None, row: Row) -> str:
+    """Which of the cases a transition is, by the oracle's entries."""
+    whose = "original" if goal is None else "new goal"
+    if row["next", "terminated"]:
+        if row["steps_to_next_obs"] == 1:
+            return f"{whose}: terminated at once"
+        return f"{whose}: terminated {'and truncated' if row['next', 'truncated'] else 'on the way'}"
+    return f"{whose}: {'truncated' if row['next', 'truncated'] else 'goes on'}"
+
+
+CASES = ("goes on", "truncated", "terminated at once", "terminated on the way", "terminated and truncated")
+
+
+def missing(
+    count: Counter[str], whose: tuple[str, ...] = ("original", "new goal"), strategy: str = "future"
+) -> set[str]:
+    """The cases that did not come up."""
+    cases = {f"{who}: {case}" for who in whose for case in CASES}
+    if strategy in ("future", "final"):  # a goal that is ahead is reached before the episode ends
+        cases -= {"new goal: truncated"}
+    return cases - {case for case, times in count.items() if times}
+
+
+WALK = Stream(
+    n=3,
+    gamma=0.9,
+    lanes=3,
+    chunk=7,
+    writes=30,
+    lengths=((7, "truncated"), (4, "terminated"), (3, "both"), (1, "truncated")),
+    cells=(0, 1, 0, 2, 3, 1, 1, 2),
+    layout="[lanes, time] with ids",
+    her_ratio=0.8,
+)
+STREAMS = [
+    WALK,
+    replace(WALK, cells=None, tells_terminated=False, her_ratio=1.0),
+    replace(WALK, n=4, gamma=0.5, lengths=((9, "truncated"), (2, "both")), her_ratio=1.0),
+    replace(WALK, strategy="episode", her_ratio=1.0, capacity=40),  # windows whose first steps have left the table
+    replace(WALK, compact=True),
+]
+
+
+def check_often(rb: ReplayBuffer, oracle: NStepOracle) -> Counter[str]:
+    """Check every transition ten times: goals are drawn at every sample."""
+    torch.manual_seed(0)
+    return sum((oracle.check(rb[:]) for _ in range(10)), Counter())
+
+
+def run(package: Any) -> None:
+    """Write streams through a transform of ``package``, and check every transition as it goes, and at the end often."""
+    for stream in STREAMS:
+        rb = make_buffer(stream, make_transform(stream, package=package))
+        oracle = NStepOracle(stream)
+        for lanes in stream:
+            write(rb, lanes, stream.layout, oracle)
+            if len(rb):
+                oracle.check(rb[:])
+        check_often(rb, oracle)

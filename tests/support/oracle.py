@@ -1,0 +1,289 @@
+"""A slow, obvious oracle in plain Python: which goals a transition may have, and what it has to be with one of them.
+
+It keeps every episode in a list and looks at nothing that the package stamps: each transition carries its ``uid``.
+`Oracle` checks single steps, `support.n_step_oracle` n-step returns, and `support.augmentation_oracle` what hindsight
+at write time writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from tensordict import TensorDictBase
+
+from support.factories import make_buffer, make_transform
+from support.goals import reached, reward_of
+from support.streams import ROOT_FLAGS, Goal, Stream, Transition, write
+
+Row = dict[Any, Any]
+
+
+def expected_of(
+    window: Sequence[Transition],
+    goal: Goal | None = None,
+    gamma: float | None = None,
+    tells_terminated: bool = True,
+) -> Row:
+    """The entries of a sampled transition: a single step, or the window of an n-step return.
+
+    Args:
+        window: consecutive transitions, of which the last may end the episode; one of them for a single step.
+        goal: what it was relabelled with, None if it was not.
+        gamma: the discount of an n-step return; None leaves out its own entries.
+        tells_terminated: whether reaching a new goal terminates.
+    """
+    first, last = window[0], window[-1]
+    desired = first.desired if goal is None else goal
+    total, count, stops = 0.0, 0, False
+    for step in window:
+        total += (1.0 if gamma is None else gamma) ** count * reward_of(step.outcome, desired)
+        count += 1
+        if goal is not None and tells_terminated and reached(step.outcome, goal):
+            stops = True
+            break
+    terminated = last.terminated if goal is None or not tells_terminated else stops
+    truncated = last.truncated and count == len(window)
+    row: Row = {
+        "uid": first.uid,
+        "observation": first.observation,
+        "achieved_goal": first.achieved,
+        "desired_goal": desired,
+        **dict.fromkeys(ROOT_FLAGS, False),
+        ("next", "observation"): last.next_observation,
+        ("next", "achieved_goal"): last.outcome,
+        ("next", "desired_goal"): desired,
+        ("next", "reward"): total,
+        ("next", "terminated"): terminated,
+        ("next", "truncated"): truncated,
+        ("next", "done"): terminated or truncated,
+    }
+    if gamma is not None:
+        row |= {
+            "steps_to_next_obs": count,
+            "gamma": gamma**count,
+            "nonterminal": count > 1,  # TorchRL's name for a window of several steps
+            ("next", "original_reward"): reward_of(first.outcome, desired),
+        }
+    return row
+
+
+_ANY = Transition(0, 0, 0, 0, (0, 0), (0, 1), (0, -1), False, False)
+ENTRIES = list(expected_of([_ANY]))
+N_STEP_ENTRIES = list(expected_of([_ANY], gamma=1.0))
+RELABELLED = ("hindsight", "relabelled")
+
+
+def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[Row]:
+    """Transitions ``[*batch]`` as dictionaries, in which vectors are tuples and all else is a number."""
+    rows = sample.reshape(-1)
+    columns = {}
+    for key in keys:
+        values = rows[key].reshape(len(rows), -1).tolist()
+        columns[key] = [tuple(value) if len(value) > 1 else value[0] for value in values]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+class RunningEpisodes:
+    """Follows the episodes that run, and notices those that nothing continues any more.
+
+    An episode is idle when it has waited twice as long as any that went on ever did, and longer than ``patience``.
+    """
+
+    def __init__(self, patience: int = 0):
+        self.patience = patience
+        self.count = 0  # of transitions that were written
+        self.waits_since: dict[int, int] = {}  # running episode -> how many were written up to its last
+        self.longest_wait = 0  # of an episode that went on, in transitions that were written meanwhile
+
+    def write(self, rows: Sequence[Transition]) -> Any:
+        """Record the transitions of one write."""
+        before = self.count
+        self.count += len(rows)
+        continued: dict[int, None] = {}
+        for row in rows:
+            if row.episode in self.waits_since and row.episode not in continued:
+                waited = min(before - self.waits_since[row.episode], 2 * self.longest_wait + len(rows))
+                self.longest_wait = max(self.longest_wait, waited)
+            continued[row.episode] = None
+            if self._ends_with(row):
+                self.waits_since.pop(row.episode, None)
+                del continued[row.episode]
+        for episode in continued:
+            self.waits_since[episode] = self.count
+            self._goes_on(episode)
+        for episode, since in list(self.waits_since.items()):
+            if self.count - since > max(2 * self.longest_wait, self.patience):
+                self._is_idle(episode)
+
+    def _ends_with(self, row: Transition) -> bool:
+        """Add a transition to its episode, and return whether the episode ends with it."""
+        raise NotImplementedError
+
+    def _goes_on(self, episode: int) -> None:
+        """An episode was continued and did not end."""
+
+    def _is_idle(self, episode: int) -> None:
+        """Nothing continued an episode for too long."""
+        raise NotImplementedError
+
+
+class StreamOracle(RunningEpisodes):
+    """Every episode in a list, and in another every goal that the table may hold."""
+
+    entries: Sequence[Any] = ENTRIES
+
+    def __init__(self, stream: Stream):
+        super().__init__()
+        self.stream = stream
+        self.transitions: dict[int, Transition] = {}  # by uid
+        self.episodes: dict[int, list[Transition]] = {}
+        self.published: dict[int, int] = {}  # episode -> number of published steps
+        # The transitions whose outcomes went to the table, a list for each write: the order in which the episodes
+        # of one write arrive is not specified.
+        self.table: list[list[Transition]] = []
+
+    def write(self, rows: Sequence[Transition]) -> None:
+        """Record the transitions of one write, in its order."""
+        self.table.append([])
+        self.transitions |= {row.uid: row for row in rows}
+        super().write(rows)
+
+    def end_episodes(self) -> None:
+        """What flush() does: episodes end where they are."""
+        self.table.append([])
+        for episode in self.episodes:
+            self._publish(episode)
+        self.waits_since.clear()
+
+    def _ends_with(self, row: Transition) -> bool:
+        self.episodes.setdefault(row.episode, []).append(row)
+        if row.done:
+            self._publish(row.episode)
+        return row.done
+
+    def _goes_on(self, episode: int) -> None:
+        if len(self.episodes[episode]) >= max(self.stream.first_publication, 2 * self.published.get(episode, 0)):
+            self._publish(episode)
+
+    def _is_idle(self, episode: int) -> None:
+        self._publish(episode)
+
+    def _publish(self, episode: int) -> None:
+        if self.published.get(episode, 0) < len(self.episodes[episode]):
+            self.published[episode] = len(self.episodes[episode])
+            self.table[-1].extend(self.episodes[episode])
+
+    def allowed_goals(self, row: Transition) -> list[Goal]:
+        """The goals that the strategy may draw for a transition whose outcome is known."""
+        return [other.outcome for other in self._allowed(row)]
+
+    def _allowed(self, row: Transition) -> list[Transition]:
+        """The transitions whose outcomes the strategy may draw for this one."""
+        length = self.published.get(row.episode, 0)
+        if row.step >= length:
+            return []
+        if self.stream.strategy == "random":
+            return [other for episode, end in self.published.items() for other in self.episodes[episode][:end]]
+        begin = {"future": row.step, "final": length - 1, "episode": 0}[self.stream.strategy]
+        return self.episodes[row.episode][begin:length]
+
+    def _check_rows(self, sample: TensorDictBase) -> Iterator[tuple[list[Transition], Goal | None, Row]]:
+        """Check transitions one by one, and yield the window, the new goal or None, and the entries of each."""
+        relabelled = sample[RELABELLED]
+        assert relabelled.shape == (*sample.batch_size, 1)
+        assert relabelled.dtype == torch.bool
+        assert sample["desired_goal"].dtype == sample["next", "reward"].dtype == torch.float32
+        possible, certain = self._in_table()
+        for row in as_dicts(sample, [*self.entries, RELABELLED]):
+            is_relabelled = row.pop(RELABELLED)
+            window = self._window(row["uid"])
+            goal = row["desired_goal"] if is_relabelled else None
+            assert row == self._expected(window, goal), f"{window} {goal=} came back as {row}"
+            if goal is not None:
+                self._check_goal(window, goal, possible)
+            elif self.stream.her_ratio == 1.0 and self.stream.capacity >= len(self.transitions):
+                # The table is so large that no episode's record was replaced by a later one's.
+                needed = window if self.stream.strategy == "random" else [*window, *self._allowed(window[0])]
+                missing = not self._is_known(window) or any(each.uid not in certain for each in needed)
+                assert missing, f"{window} was not relabelled"
+            yield window, goal, row
+
+    def _check_goal(self, window: list[Transition], goal: Goal, possible: set[Goal]) -> None:
+        assert self._is_known(window), f"{window} was given {goal}, and its outcomes are not in the table"
+        assert goal in possible, f"{window} was given {goal}, which is not in the table"
+        if self.stream.strategy != "random":
+            allowed = self.allowed_goals(window[0])
+            assert goal in allowed, f"{window} was given {goal}, not one of {allowed}"
+
+    def _is_known(self, window: list[Transition]) -> bool:
+        return window[-1].step < self.published.get(window[-1].episode, 0)
+
+    def _in_table(self) -> tuple[set[Goal], set[int]]:
+        """The goals that may be in the table, and the uids of the transitions whose outcomes have to be."""
+        possible: set[Goal] = set()
+        certain: set[int] = set()
+        newer = 0
+        for published in reversed(self.table):
+            if newer >= self.stream.capacity:
+                break
+            possible.update(row.outcome for row in published)
+            newer += len(published)
+            if newer <= self.stream.capacity:
+                certain.update(row.uid for row in published)
+        return possible, certain
+
+    def _window(self, uid: int) -> list[Transition]:
+        return [self.transitions[uid]]
+
+    def _expected(self, window: list[Transition], goal: Goal | None) -> Row:
+        return expected_of(window, goal, tells_terminated=self.stream.tells_terminated)
+
+
+class Oracle(StreamOracle):
+    """The oracle for single steps."""
+
+    def check(self, sample: TensorDictBase) -> int:
+        """Check transitions ``[*batch]`` one by one, and return how many were relabelled."""
+        return sum(goal is not None for _, goal, _ in self._check_rows(sample))
+
+
+def run(stream: Stream, package: Any) -> tuple[int, int]:
+    """Write a stream through a transform of ``package``, sample as it goes and check every transition.
+
+    Returns:
+        How many transitions were sampled, and how many of them were relabelled.
+    """
+    rb = make_buffer(stream, make_transform(stream, package=package))
+    oracle = Oracle(stream)
+    sampled = relabelled = 0
+    with mock.patch.object(package.episodes.tracker, "FIRST_PUBLICATION", stream.first_publication):
+        for lanes in stream:
+            write(rb, lanes, stream.layout, oracle)
+            stored = rb.storage[:].clone()
+            if stream.compact:
+                left_out = {*ROOT_FLAGS, ("next", "desired_goal")}
+                assert left_out.isdisjoint(stored.keys(True)), "what is left out is stored"
+            sample = rb.sample()
+            sampled += sample.numel()
+            relabelled += oracle.check(sample)
+            oracle.check(rb[:])
+            now = rb.storage[:]
+            assert set(now.keys(True)) == set(stored.keys(True)), "sampling changed which entries are stored"
+            assert (now == stored).all(), "sampling changed what is stored"
+    return sampled, relabelled
+
+
+def check_share(package: Any) -> None:
+    """Check that ``her_ratio`` of the transitions are relabelled, wherever in the batch they are."""
+    stream = Stream(2, ((9, "truncated"),), 9, 2, "flat with ids", rows=18, capacity=36, her_ratio=0.3)
+    rb = make_buffer(stream, make_transform(stream, package=package))
+    for lanes in stream:
+        write(rb, lanes, stream.layout)
+    torch.manual_seed(0)
+    relabelled = torch.stack([rb.sample(100)[RELABELLED].squeeze(-1) for _ in range(400)])
+    deviation = (0.3 * 0.7 / 400) ** 0.5
+    share = relabelled.float().mean(dim=0)  # by position in the batch
+    assert ((share - 0.3).abs() < 5 * deviation).all(), "a position in the batch is relabelled too often or too rarely"

@@ -1,0 +1,115 @@
+"""Bad writes: what they are made of, and the check that a refused one leaves no trace.
+
+A bad write is tried between good ones: afterwards the buffer is compared with a twin that never saw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import gymnasium
+import torch
+from tensordict import NestedKey, TensorDict
+from torch import Tensor
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import Compose, GymEnv, Transform
+
+from support.factories import check_refused, make_transform, same, seeded_sample, state_of
+from support.rewards import distance
+
+NEXT_ACHIEVED = ("next", "achieved_goal")
+NEXT_DESIRED = ("next", "desired_goal")
+REWARD = ("next", "reward")
+ACHIEVED_GOALS = ("achieved_goal", NEXT_ACHIEVED)
+DESIRED_GOALS = ("desired_goal", NEXT_DESIRED)
+
+Change = Callable[[TensorDict], TensorDict]
+
+
+def transitions(first: int = 0, count: int = 10, length: int = 25) -> TensorDict:
+    """Consecutive transitions ``[count]`` of episodes of so many steps, with goals ``[count, 2]``."""
+    time = torch.arange(first, first + count)
+    episode, step = (time // length)[:, None], (time % length)[:, None]
+    achieved = torch.cat([episode, step], dim=1).float()
+    outcome = achieved + torch.tensor([0.0, 1.0])
+    desired = (-1 - episode).expand(-1, 2).float()
+    done = step == length - 1
+    under_next = {"achieved_goal": outcome, "desired_goal": desired, "reward": distance(outcome, desired)[:, None]}
+    flags = {"done": done, "terminated": torch.zeros_like(done), "truncated": done}
+    data = {"achieved_goal": achieved, "desired_goal": desired, "next": under_next | flags}
+    return TensorDict(data, batch_size=count).clone()
+
+
+def make_small_buffer(
+    reward: Any = distance,
+    *,
+    before: Iterable[Callable[[], Transform]] = (),
+    after: Iterable[Callable[[], Transform]] = (),
+    size: int = 100,
+    **options: Any,
+) -> TensorDictReplayBuffer:
+    """A buffer of so many rows, with HERTransform between the transforms that ``before`` and ``after`` make."""
+    hindsight = make_transform(reward=reward, **({"capacity": size} | options))
+    transforms = [*(make() for make in before), hindsight, *(make() for make in after)]
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=Compose(*transforms))
+
+
+def check_leaves_no_trace(
+    bad: Change, error: type[Exception], message: str, *, good_before: int = 0, **options: Any
+) -> None:
+    """Check that a bad write is refused, and that all goes on as if it had never been tried.
+
+    ``bad`` makes it from the good write that is next, after ``good_before`` of three. Options: of `make_small_buffer`.
+    """
+    with mock.patch("secrets.randbelow", return_value=0):  # the same episode ids in both tables
+        rb, twin = make_small_buffer(**options), make_small_buffer(**options)
+        good = [transitions(first) for first in (0, 10, 20)]  # an episode ends within the last
+        for number, chunk in enumerate(good):
+            if number == good_before:
+                spoiled = bad(chunk.clone())
+                write = rb.extend if spoiled.ndim else rb.add
+                check_refused(rb, lambda: write(spoiled), error, message)  # noqa: B023
+            for each in (rb, twin):
+                each.extend(chunk.clone())
+    assert same(state_of(rb), state_of(twin))
+    sample = seeded_sample(rb, 50)
+    assert same(sample, seeded_sample(twin, 50))
+    assert sample["hindsight", "relabelled"].any()
+
+
+# Changes of a write
+
+
+def without(*keys: NestedKey) -> Change:
+    """A write without some entries."""
+    return lambda data: data.exclude(*keys)
+
+
+def changed(change: Callable[[Tensor], Any], *keys: NestedKey) -> Change:
+    """A write with other entries under some keys."""
+    return lambda data: data.update({key: change(data.get(key)) for key in keys})
+
+
+def with_nan(row: int) -> Change:
+    """A write with NaN in an achieved goal."""
+    place = (torch.tensor(row), torch.tensor(1))
+    return changed(lambda goals: goals.index_put(place, torch.full_like(goals[0, 0], torch.nan)), NEXT_ACHIEVED)
+
+
+def both(first: Change, second: Change) -> Change:
+    """A write with two changes."""
+    return lambda data: second(first(data))
+
+
+def wider(goals: Tensor) -> Tensor:
+    """Goals with one more number, ``[n, 3]``."""
+    return torch.nn.functional.pad(goals, (0, 1))
+
+
+class VectorizedInProcess(GymEnv):
+    """GymEnv(..., num_envs=n) without its processes; it loses the last steps of episodes, as the original does."""
+
+    def _async_env(self, makers: Any) -> Any:
+        return gymnasium.vector.SyncVectorEnv(makers)

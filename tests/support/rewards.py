@@ -1,0 +1,98 @@
+"""Rewards of relabelled transitions: sampled from a buffer and compared, row by row, with plain functions of a row."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import EnvBase, GymEnv
+
+import torchrl_her.envs  # noqa: F401  # registers PointReach
+from support.factories import make_transform, seeded_sample
+
+POINT_REACH = "torchrl_her/PointReach-v0"
+
+
+def distance(achieved: Tensor, desired: Tensor) -> Tensor:
+    """The Euclidean distances ``[batch]`` of goals ``[batch, goal]``."""
+    return (achieved - desired).norm(dim=-1)
+
+
+def distance_of_row(row: TensorDictBase) -> float:
+    """The distance of a single transition's outcome from its desired goal, in plain Python."""
+    return math.dist(row["next", "achieved_goal"].tolist(), row["desired_goal"].tolist())
+
+
+def goals_of(achieved: Tensor, desired: Tensor) -> TensorDict:
+    """The entries that a `GoalReward` reads, ``[batch]``."""
+    return TensorDict({"desired_goal": desired, "next": {"achieved_goal": achieved}}, batch_size=len(desired))
+
+
+def rollout(env: EnvBase, steps: int = 120, seed: int = 0) -> TensorDictBase:
+    """The transitions ``[steps]`` of a random policy, over several episodes."""
+    env.set_seed(seed)
+    torch.manual_seed(seed)
+    return env.rollout(steps, break_when_any_done=False)
+
+
+def point_reach() -> TensorDictBase:
+    """A rollout in PointReach, ``[120]``, free to be changed."""
+    return _point_reach().clone()
+
+
+@functools.cache
+def _point_reach() -> TensorDictBase:
+    return rollout(GymEnv(POINT_REACH))
+
+
+def sample_of(written: TensorDictBase, reward: Any, count: int = 200, her_ratio: float = 0.6, **options: Any) -> Any:
+    """A sample of a buffer that holds these transitions; its ``"index"`` is the row in ``written``."""
+    transform = make_transform(reward=reward, her_ratio=her_ratio, capacity=1000, **options)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
+    rb.extend(written.clone())
+    transform.flush()
+    return seeded_sample(rb, count)
+
+
+def check_relabelled(
+    reward: Any,
+    expected: Callable[[TensorDictBase], float],
+    terminated: Callable[[TensorDictBase], bool] | None = None,
+    *,
+    written: TensorDictBase | None = None,
+    **options: Any,
+) -> Any:
+    """Sample transitions and check that those relabelled have the right reward and flags, and others are as stored.
+
+    Args:
+        reward: of the transform.
+        expected: the reward of a single transition.
+        terminated: whether a single transition ends its episode; None where the flags stay as stored.
+        written: the transitions, by default of PointReach.
+        options: of `sample_of`, which makes the sample that is returned.
+    """
+    written = point_reach() if written is None else written
+    batch = sample_of(written, reward, **options)
+    changed = {"desired_goal", ("next", "desired_goal"), ("next", "reward")}
+    if terminated is not None:
+        changed |= {("next", "terminated"), ("next", "done")}
+    relabelled = batch["hindsight", "relabelled"][:, 0]
+    assert 0 < relabelled.sum() < len(batch)
+    stored = written[batch["index"]]
+    for key in stored.keys(include_nested=True, leaves_only=True):
+        as_stored = ~relabelled if key in changed else slice(None)
+        assert torch.equal(batch[key][as_stored], stored[key][as_stored]), key
+        assert batch[key].dtype == stored[key].dtype, key
+    for row in batch[relabelled].unbind(0):
+        after = row["next"]
+        assert math.isclose(after["reward"].item(), expected(row), rel_tol=1e-5, abs_tol=1e-12)
+        if terminated is not None:
+            assert after["terminated"].item() == terminated(row)
+            assert after["done"].item() == (terminated(row) or after["truncated"].item())
+    return batch

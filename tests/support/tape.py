@@ -1,0 +1,187 @@
+"""An environment whose every goal says where it was achieved, and a check that needs nothing else.
+
+Goals and observations are ``(environment, episode, state)``: in whatever order, process or copy a transition comes
+back, it can be checked by itself. The check shares no code with the package and reads nothing that it stamps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete
+from tensordict import TensorDictBase
+from torchrl.envs import GymWrapper
+
+from support.goals import reached, reward_of
+from support.oracle import ENTRIES, N_STEP_ENTRIES, RELABELLED, Row, as_dicts, expected_of
+from support.streams import NEXT_FLAGS, ROOT_FLAGS, Goal, Transition
+
+LENGTHS = (5, 9, 2, 7, 1, 12)
+ASKED = 200  # the state that every episode is asked for, and that none reaches
+
+
+def length_of(number: int, episode: int, lengths: tuple[int, ...] = LENGTHS) -> int:
+    """How long an episode of an environment is: not the same in two environments at a time."""
+    return lengths[(episode + number) % len(lengths)]
+
+
+class Tape(gymnasium.Env):
+    """Counts its steps whatever the action is; episodes end by termination and by truncation in turn."""
+
+    def __init__(self, number: int, lengths: tuple[int, ...] = LENGTHS, discrete: bool = False):
+        goal = Box(-1, 2**16, (3,), np.float32)
+        self.observation_space = Dict({"observation": goal, "achieved_goal": goal, "desired_goal": goal})
+        self.action_space = Discrete(2) if discrete else Box(-1, 1, (2,), np.float32)
+        self.number, self.lengths = number, lengths
+        self.episode, self.state = -1, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.episode += 1
+        self.state = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        self.state += 1
+        last = self.state == length_of(self.number, self.episode, self.lengths)
+        observation = self._observation()
+        reward = float(reward_of(observation["achieved_goal"], observation["desired_goal"]))
+        terminates = self.episode % 2 == 0
+        return observation, reward, last and terminates, last and not terminates, {}
+
+    def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+        return reward_of(achieved_goal, desired_goal)
+
+    def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+        return reached(achieved_goal, desired_goal)
+
+    def _observation(self) -> dict[str, np.ndarray]:
+        state = np.array([self.number, self.episode, self.state], np.float32)
+        goal = np.array([self.number, self.episode, ASKED], np.float32)
+        return {"observation": state, "achieved_goal": state.copy(), "desired_goal": goal}
+
+
+def make_tape(number: int = 0, lengths: tuple[int, ...] = LENGTHS, discrete: bool = False) -> GymWrapper:
+    """The environment as TorchRL has it; ``functools.partial(make_tape, number)`` makes it in other processes."""
+    return GymWrapper(Tape(number, lengths, discrete))
+
+
+@dataclass
+class Count:
+    """What a check went over."""
+
+    sampled: int = 0
+    relabelled: int = 0
+    reached_on_the_way: int = 0  # new goals inside the window of an n-step return
+
+    def __iadd__(self, other: Count) -> Count:
+        self.sampled += other.sampled
+        self.relabelled += other.relabelled
+        self.reached_on_the_way += other.reached_on_the_way
+        return self
+
+    @property
+    def share(self) -> float:
+        """Of the transitions that were relabelled."""
+        return self.relabelled / self.sampled
+
+
+def window_from(state: Goal, steps: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[Transition]:
+    """The transition from a state and those after it, up to so many or to the end of the episode."""
+    number, episode, first = map(int, state)
+    length = length_of(number, episode, lengths)
+    assert 0 <= first < length, f"{state} cannot be: the episode has {length} steps"
+    return [
+        Transition(
+            uid=-1,
+            trajectory=-1,
+            episode=episode,
+            step=step,
+            achieved=(number, episode, step),
+            outcome=(number, episode, step + 1),
+            desired=(number, episode, ASKED),
+            terminated=step + 1 == length and episode % 2 == 0,
+            truncated=step + 1 == length and episode % 2 == 1,
+        )
+        for step in range(first, min(first + steps, length))
+    ]
+
+
+def expected_row(
+    state: Goal, goal: Goal | None = None, n: int = 0, gamma: float = 1.0, lengths: tuple[int, ...] = LENGTHS
+) -> Row:
+    """The entries of a transition from a state: relabelled with a goal, or with None as it was.
+
+    With ``n``, those of an n-step return; sums are exact if ``gamma`` is a power of two.
+    """
+    window = window_from(state, n or 1, lengths)
+    row = expected_of(window, goal, gamma if n else None)
+    del row["uid"]
+    return row | {"observation": window[0].achieved, ("next", "observation"): window[-1].outcome}
+
+
+def check(
+    batch: TensorDictBase,
+    strategy: str = "future",
+    lengths: tuple[int, ...] = LENGTHS,
+    flags: bool = True,
+    n: int = 0,
+    gamma: float = 1.0,
+) -> Count:
+    """Check transitions ``[*batch]``, one by one, and count them.
+
+    Args:
+        batch: what a buffer returned.
+        strategy: of "future", "final", "episode" and "random". Episodes that still run are known in part: of
+            "final", too, any step from the transition's own on is accepted then.
+        lengths: those that the environments were made with.
+        flags: whether to check the done flags, which a SliceSampler overwrites in TensorDict buffers.
+        n: the steps of a MultiStepTransform's returns; 0 if there is none.
+        gamma: the discount of these returns, of which sums are exact: 0.5 or 1.
+    """
+    assert gamma in (0.5, 1.0), "with halves and whole numbers sums are exact"
+    ignored = {"uid", *ROOT_FLAGS, *(() if flags else NEXT_FLAGS)} - set(ROOT_FLAGS if n else ())
+    keys = [key for key in (N_STEP_ENTRIES if n else ENTRIES) if key not in ignored]
+    count = Count()
+    for row in as_dicts(batch, [*keys, RELABELLED]):
+        state, goal = row["observation"], row["desired_goal"]
+        goal_or_none = goal if row.pop(RELABELLED) else None
+        if goal_or_none is not None:
+            _check_goal(state, goal, strategy, lengths)
+        expected = expected_row(state, goal_or_none, n, gamma, lengths)
+        assert row == {key: expected[key] for key in keys}, f"{row} must be {expected}"
+        count.sampled += 1
+        count.relabelled += goal_or_none is not None
+        if n and goal_or_none is not None:
+            count.reached_on_the_way += expected["next", "terminated"] and expected["steps_to_next_obs"] > 1
+    return count
+
+
+def _check_goal(state: Goal, goal: Goal, strategy: str, lengths: tuple[int, ...]) -> None:
+    """Check that a goal was achieved, and that the strategy may draw it for a transition from a state."""
+    number, episode, step = goal
+    what = f"a transition from {state} has the goal {goal}"
+    assert 1 <= step <= length_of(int(number), int(episode), lengths), f"{what}, which no episode achieves"
+    if strategy != "random":
+        assert (number, episode) == state[:2], f"{what} of another episode"
+    if strategy in ("future", "final"):
+        assert step > state[2], f"{what} of the past"
+
+
+def places(rows: TensorDictBase) -> list[tuple[int, int, int]]:
+    """Where transitions ``[*batch]`` start: environment, episode and state of each."""
+    return [tuple(place) for place in rows["observation"].reshape(-1, 3).long().tolist()]
+
+
+def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, int, int]]:
+    """Where the first transitions of an environment start, in their order."""
+    episodes = (
+        (number, episode, state)
+        for episode in itertools.count()
+        for state in range(length_of(number, episode, lengths))
+    )
+    return list(itertools.islice(episodes, steps))

@@ -1,0 +1,121 @@
+"""CompactGoals: redundant entries are not stored, and are in samples again."""
+
+import pytest
+import torch
+from support.factories import check_refused, make_augmentation, make_transform
+from support.refused import transitions
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import Compose, DoubleToFloat, MultiStepTransform, RenameTransform
+
+from torchrl_her import CompactGoals
+
+FLAGS = ("done", "terminated", "truncated")
+LEFT_OUT = {*FLAGS, ("next", "desired_goal")}
+
+
+def written(count=50):
+    """Transitions with flags at the root, as collectors write them."""
+    data = transitions(count=count)
+    return data.update(dict.fromkeys(FLAGS, torch.zeros(count, 1, dtype=torch.bool)))
+
+
+def buffer(*transforms, kind=ReplayBuffer):
+    rb = kind(storage=LazyTensorStorage(1000), transform=Compose(*transforms), batch_size=64)
+    rb.extend(written())
+    return rb
+
+
+def hindsight(**options):
+    return make_transform(capacity=1000, **options)
+
+
+@pytest.mark.parametrize("n_step", [[], [MultiStepTransform(3, 0.9)]], ids=["one step", "three steps"])
+def test_redundant_entries_are_not_stored_and_restored_in_samples(n_step):
+    rb = buffer(CompactGoals(), *n_step, hindsight())
+    assert LEFT_OUT.isdisjoint(rb.storage[:].keys(True))
+    sample = rb.sample()
+    assert torch.equal(sample["desired_goal"], sample["next", "desired_goal"])
+    for flag in FLAGS:
+        assert sample[flag].shape == sample["next", flag].shape
+        assert not sample[flag].any()
+    assert sample["hindsight", "relabelled"].any()
+
+
+def test_the_copies_of_an_augmentation_are_stored_without_them_too():
+    rb = buffer(CompactGoals(), make_augmentation(n_sampled_goal=2))
+    assert len(rb) == 150
+    assert LEFT_OUT.isdisjoint(rb.storage[:].keys(True))
+    sample = rb.sample()
+    assert torch.equal(sample["desired_goal"], sample["next", "desired_goal"])
+
+
+def test_alone_it_changes_nothing_but_the_storage():
+    rb = buffer(CompactGoals())
+    expected = written()
+    sample = rb[:]
+    assert set(sample.keys(True, True)) == set(expected.keys(True, True))
+    assert (sample == expected).all()
+
+
+def test_a_sample_is_not_written_into():
+    compact = CompactGoals()
+    stored = compact.inv(written())
+    before = set(stored.keys(True, True))
+    compact(stored)
+    assert set(stored.keys(True, True)) == before
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        (lambda: (hindsight(), CompactGoals()), "listed after HERTransform .* list it before"),
+        (lambda: (CompactGoals(desired_goal_key="goal"), hindsight()), "the same desired_goal_key and done_key"),
+        (lambda: (CompactGoals(done_key=("agents", "done")), hindsight()), "the same desired_goal_key and done_key"),
+        (
+            lambda: (RenameTransform(["done"], ["ended"]), CompactGoals(), hindsight()),
+            r"RenameTransform is listed before HERTransform and works on \['done'\]",
+        ),
+    ],
+)
+def test_a_wrong_order_and_other_keys_are_refused(transforms, message):
+    with pytest.raises(ValueError, match=message):
+        buffer(*transforms())
+
+
+def test_transforms_between_the_two_see_the_restored_entries():
+    rb = buffer(CompactGoals(), RenameTransform(["done"], ["ended"]), hindsight())
+    assert "ended" in rb.sample().keys()
+    buffer(CompactGoals(), DoubleToFloat(in_keys=["observation"]), hindsight()).sample()
+
+
+def different_goals(data):
+    data["next", "desired_goal"] = data["next", "desired_goal"] + 1
+    return data
+
+
+def flag_at_root(data):
+    data["terminated"] = data["terminated"].clone()
+    data["terminated"][3] = True
+    return data
+
+
+@pytest.mark.parametrize(("change", "message"), [(different_goals, "goal changes"), (flag_at_root, "'terminated' out")])
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_entries_that_are_not_redundant_are_refused_and_leave_no_trace(change, message, kind):
+    rb = buffer(CompactGoals(), hindsight(), kind=kind)
+    check_refused(rb, lambda: rb.extend(change(written())), ValueError, message)
+
+
+def test_a_checkpoint_is_not_loaded_with_other_entries(tmp_path):
+    with_it, without = buffer(CompactGoals(), hindsight()), buffer(hindsight())
+    with pytest.raises(ValueError, match="saved with CompactGoals"):
+        without.load_state_dict(with_it.state_dict())
+    with pytest.raises(ValueError, match="saved without CompactGoals"):
+        with_it.load_state_dict(without.state_dict())
+
+
+def test_rows_stored_with_it_are_not_sampled_without_it():
+    stored = buffer(CompactGoals(), hindsight()).storage
+    rb = ReplayBuffer(storage=stored, transform=hindsight(), batch_size=64)
+    with pytest.raises(KeyError, match="read with it"):
+        rb.sample()
