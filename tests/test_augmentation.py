@@ -241,7 +241,7 @@ def test_an_entry_that_contains_the_desired_goal_is_refused_unless_sampling_reco
     rb = make()
     for goal in range(7):
         rb.extend(data(-2.0 * goal))
-    with pytest.raises(ValueError, match="'both' contains the desired goal"):
+    with pytest.warns(UserWarning, match="'both' contains the desired goal"):
         rb.extend(data(-14.0))
     rb = make(transform=envs.Compose(make_augmentation(), recompute(), recompute("next")))
     for goal in range(8):
@@ -481,7 +481,6 @@ def test_held_back_transitions_are_bounded_by_the_lanes_and_the_steps_of_an_epis
     for lanes in Stream(8, ((700, "truncated"),), chunk=10, writes=60, layout="flat with ids"):
         rb.extend(make_tensordict(rows_of(lanes)))
         assert hindsight.held_back < 8 * 50
-        assert len(hindsight._held._arrival) <= 2 * (8 * 50 + 80)
 
 
 # Saving, copies, processes
@@ -521,7 +520,7 @@ def test_held_back_transitions_survive(way, flushed, strategy, tmp_path):
         assert (batches[0] is None) == (batches[1] is None)
         if batches[0] is not None:
             assert_same(*batches)
-    assert same(rb.transform[0].get_extra_state()["rows"], twin.transform[0].get_extra_state()["rows"])
+    assert same(rb.transform[0].get_extra_state()["held"], twin.transform[0].get_extra_state()["held"])
 
 
 def test_numbers_may_be_numpys(tmp_path):

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from support.factories import make_transform
-from support.refused import transitions
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 from torchrl.envs import Compose, MultiStepTransform, RenameTransform
 
+from support.factories import make_transform
+from support.refused import transitions
 from torchrl_her import PackedStorage, _torchrl
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer, Unbounded
-from torchrl.envs import GymEnv, Transform
+from torchrl.envs import Compose, GymEnv, Transform
 
 import torchrl_her
 import torchrl_her.envs
@@ -20,7 +20,7 @@ from support.factories import WAYS_TO_COPY, make_buffer, same, seeded_sample
 from support.goals import reached
 from support.oracle import run
 from support.streams import LAYOUTS, Stream, make_episode, write
-from torchrl_her import HERTransform, SparseReward
+from torchrl_her import CompactGoals, HERTransform, SparseReward
 
 ENDS = st.sampled_from(["terminated", "truncated", "silent"])
 RELABELLED = ("hindsight", "relabelled")
@@ -368,7 +368,11 @@ def test_entries_that_compact_restores_are_not_written_into_the_storage():
         td["next", "agents", name] = td["next"].pop(name)
     td["agents"] = td["next", "agents"].apply(torch.zeros_like)
     td["agents", "mask"] = torch.ones(20, 1)
-    rb = buffer_with(hindsight(done_key=("agents", "done"), compact=True, capacity=20), td, size=20)
+    rb = buffer_with(
+        Compose(CompactGoals(done_key=("agents", "done")), hindsight(done_key=("agents", "done"), capacity=20)),
+        td,
+        size=20,
+    )
     assert not rb[:]["agents", "done"].any()
     assert set(rb.storage[:]["agents"].keys()) == {"mask"}
 
@@ -382,7 +386,7 @@ def test_a_draw_is_counted_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(500 * 16):
-            rb.transform[0]._capacity_watch.after_write(table.last_draw)
+            rb.transform[0]._eviction_warning.after_write(table.last_draw)
 
 
 def test_its_representation_names_the_settings():

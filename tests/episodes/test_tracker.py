@@ -19,6 +19,7 @@ def written(rows, ids=None, begins=None):
         done=np.array([done for _, _, done in rows]),
         begins=np.zeros(len(rows), dtype=bool) if begins is None else np.array(begins),
         trajectory=None if ids is None else np.array(ids),
+        mask=None,
     )
 
 
@@ -26,14 +27,15 @@ class Tracking:
     """A tracker whose episodes are numbered from 1 on."""
 
     def __init__(self, capacity=100):
-        self.tracker = EpisodeTracker(capacity)
+        self.tracker = EpisodeTracker(capacity, patience=capacity - 1)
         self.opened = 0
 
     def write(self, *rows, ids=None, begins=None):
         """Track a write; returns the episodes, the steps, and the goals of the episodes that were published."""
-        tracked = self.tracker.track(written(rows, ids, begins), first_episode=self.opened + 1)
+        transitions = written(rows, ids, begins)
+        tracked = self.tracker.track(transitions, transitions.goals, first_episode=self.opened + 1)
         self.opened += tracked.opened
-        published = {p.episode: p.goals.flatten().tolist() for p in tracked.publications}
+        published = {episode.episode: episode.kept.flatten().tolist() for episode in tracked.episodes}
         return tracked.stamps[:, 0].tolist(), tracked.stamps[:, 1].tolist(), published
 
     def write_others(self, count, first):
@@ -129,7 +131,7 @@ def test_a_running_episode_is_published_at_64_steps_and_each_time_it_has_doubled
     tracking = Tracking(capacity=1000)
     published = [tracking.write((step, step + 1, False), ids=[0])[2] for step in range(200)]
     assert [len(goals) for episodes in published for goals in episodes.values()] == [64, 128]
-    assert [len(publication.goals) for publication in tracking.tracker.flush()] == [200]
+    assert [len(episode.kept) for episode in tracking.tracker.flush()] == [200]
     assert tracking.tracker.flush() == []
 
 
@@ -137,8 +139,9 @@ def test_an_episode_that_is_published_twice_in_one_write_is_handed_over_once():
     tracking = Tracking(capacity=1000)
     tracking.write(*[(step, step + 1, False) for step in range(64)], ids=[0] * 64)
     rows = [(step, step + 1, False) for step in range(64, 130)] + [(200, 201, True)]
-    tracked = tracking.tracker.track(written(rows, ids=[0] * 67), first_episode=2)
-    assert [(p.episode, len(p.goals), p.before) for p in tracked.publications] == [(1, 130, 64), (2, 1, 0)]
+    transitions = written(rows, ids=[0] * 67)
+    tracked = tracking.tracker.track(transitions, transitions.goals, first_episode=2)
+    assert [(each.episode, len(each.kept), each.before) for each in tracked.episodes] == [(1, 130, 64), (2, 1, 0)]
 
 
 def test_the_work_is_per_run_and_not_per_transition():

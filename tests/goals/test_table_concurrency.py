@@ -6,10 +6,12 @@ import itertools
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.envs import MultiStepTransform
 
 from support.factories import make_transform
 from support.traffic import Source, check, check_one_by_one, reward_of
-from torchrl_her.n_step import NStepReturn
+from torchrl_her.n_step import STEPS, NStepReward
+from torchrl_her.relabel import SampledBatch
 
 
 class Between(TorchDispatchMode):
@@ -90,9 +92,11 @@ def test_whatever_is_written_between_two_operations_the_steps_of_a_window_are_it
     steps_of_rows = torch.randint(1, 4, (360,))
 
     def read_windows(transform, stored):
-        n_step = NStepReturn(transform.reward, transform.keys, has_goal_fn=False)
-        episode, step = stored["hindsight_stamp"].unbind(1)
-        return n_step.outcomes(transform.table, episode, step, steps_of_rows[: len(stored)], longest=3)
+        n_step = NStepReward(transform.reward, transform.keys, False, MultiStepTransform(3, 0.9))
+        windows = {STEPS: steps_of_rows[: len(stored)]}
+        batch = SampledBatch(stored, windows, transform.table, *stored["hindsight_stamp"].unbind(1), longest_window=3)
+        whole = n_step.available(batch)
+        return batch.outcomes, whole
 
     whole_windows = 0
     for stored, (outcomes, whole) in reads_with_a_write_between(*table_that_wraps_round(), read_windows):

@@ -377,11 +377,11 @@ def shared_rb():
 
 
 def test_a_process_killed_while_it_writes_to_the_table_is_an_error_for_the_next_writer(shared_rb, monkeypatch):
-    monkeypatch.setattr("torchrl_her.goals.table.PATIENCE", 0.1)
+    monkeypatch.setattr("torchrl_her.goals.table.LOCK_TIMEOUT", 0.1)
     shared_rb.extend(episode(3))
     kill_while_holding(shared_rb.transform[0]._lock._lock)
     write_again = in_thread(shared_rb.extend, episode(3))
-    message = r"was killed or stopped while it wrote\. Start anew from the last checkpoint"
+    message = r"was killed or stopped while it wrote\. Restart from the last checkpoint"
     with pytest.raises(RuntimeError, match=message):
         write_again.result(timeout=5)
     assert shared_rb[3:]["hindsight", "relabelled"].all()  # readers take no lock

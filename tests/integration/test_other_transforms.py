@@ -6,6 +6,7 @@ with the same statistics, and entries that contain a copy of the goal are refuse
 
 import functools
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,6 @@ from torchrl.objectives import TD3Loss
 from support import tape
 from support.factories import make_transform
 from torchrl_her import HERTransform
-from torchrl_her.diagnosis import goal_copies as copies
 
 NEXT_GOAL, NEXT_OBSERVATION, NEXT_REWARD = ("next", "desired_goal"), ("next", "observation"), ("next", "reward")
 OUTCOME = ("next", "achieved_goal")
@@ -358,17 +358,18 @@ INSUFFICIENT = {
 
 
 @pytest.mark.parametrize("name", [*COPIES, *INSUFFICIENT])
-def test_an_entry_that_contains_the_desired_goal_is_refused(name):
+def test_a_warning_names_an_entry_that_contains_the_desired_goal(name):
     has_images = name in ("an image among others", "flattened")
     transform = HERTransform(image_reward) if has_images else hindsight()
     if name in INSUFFICIENT:
         transform = Compose(transform, INSUFFICIENT[name]())
     data = COPIES.get(name, COPIES["before the observation"])()
-    refuses(transform, data, r"contains the desired goal .*keep the original one.*CatTensors")
+    with pytest.warns(UserWarning, match=r"contains the desired goal .*keep the original one.*CatTensors"):
+        buffer(transform, data)
 
 
 @pytest.mark.parametrize("how", ["add", "lazily stacked", "[lanes, time]"])
-def test_it_is_refused_however_it_is_written_once_the_goal_has_changed_often_enough(how):
+def test_it_warns_however_data_is_written_once_the_goal_has_changed_often_enough(how):
     data = collect(concatenating())
     writes = {
         "add": list(data),
@@ -384,26 +385,13 @@ def test_it_is_refused_however_it_is_written_once_the_goal_has_changed_often_eno
             (rb.add if how == "add" else rb.extend)(rows)
             written += rows.numel()
 
-    with pytest.raises(ValueError, match="contains the desired goal"):
-        write()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="contains the desired goal"):
+            write()
     goals = {tuple(goal) for goal in data["desired_goal"][: written + 1].tolist()}
     assert how != "add" or len(goals) == 8
     assert len(rb) == written
-
-
-def test_another_thread_may_find_at_the_same_time_that_nothing_is_a_copy(monkeypatch):
-    looking, data = copies.GoalCopies(), collect(concatenating())
-    keys = ("achieved_goal", "desired_goal", set())
-    looking.check(data[:1], *keys)
-    places = copies._places
-
-    def places_after_the_other(*arguments):
-        looking._suspects = {}
-        return places(*arguments)
-
-    monkeypatch.setattr(copies, "_places", places_after_the_other)
-    looking.check(data[1:2], *keys)
-    assert looking._suspects.keys() == {"both"}
 
 
 def test_a_goal_that_is_stored_in_a_concatenation_alone_is_refused():

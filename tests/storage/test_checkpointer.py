@@ -76,7 +76,7 @@ def test_a_checkpoint_takes_the_room_of_what_was_written(ndim, tmp_path):
     write(rb, 0)
     rb.dumps(tmp_path / "rb")
     assert 50 * 1_000 < room() < 1_000_000
-    with pytest.raises(ValueError, match=r"has room for .* and this one for .*: make it as large as it was"):
+    with pytest.raises(ValueError, match=r"has room for .* and this one for .*: make this one as large"):
         packed_buffer(ndim=ndim).loads(tmp_path / "rb")
     write(twin, 5_000)
     write(twin, 6_000)

@@ -36,9 +36,12 @@ class AugmentationOracle(RunningEpisodes):
         self.goals: set[Goal] = set()  # of all parts that ended
 
     def write(self, rows: Sequence[Transition]) -> list[list[Transition]]:
-        """Return the parts of episodes that are due when these transitions have been written."""
+        """Return the parts of episodes that are due when these transitions have been written.
+
+        After a write of one transition, nothing is: it could be ``rb.add``, which stores one.
+        """
         super().write(rows)
-        due, self.due = self.due, []
+        due, self.due = ([], self.due) if len(rows) == 1 else (self.due, [])
         self.goals.update(row.outcome for part in due for row in part)
         return due
 

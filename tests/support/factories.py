@@ -48,14 +48,18 @@ def make_transform(stream: Stream | None = None, reward: Any = None, package: An
         stream: gives strategy, her_ratio, capacity, compact, n and gamma; by default those of HERTransform.
         reward: by default `support.goals.reward_of`, with terminations unless the stream says otherwise.
         package: the package or a mutant of it.
-        options: arguments of HERTransform, which override the stream's.
+        options: arguments of HERTransform, which override the stream's, and ``compact``: True for a CompactGoals.
     """
     reward = reward or make_reward(stream is None or stream.tells_terminated, package)
-    if stream is None:
-        return package.HERTransform(reward, **options)
-    arguments = {name: getattr(stream, name) for name in ("strategy", "her_ratio", "capacity", "compact")}
-    hindsight = package.HERTransform(reward, **(arguments | options))
-    return Compose(MultiStepTransform(stream.n, stream.gamma), hindsight) if stream.n else hindsight
+    before: list[Transform] = []
+    if stream is not None:
+        options = {name: getattr(stream, name) for name in ("strategy", "her_ratio", "capacity", "compact")} | options
+        before = [MultiStepTransform(stream.n, stream.gamma)] if stream.n else []
+    if options.pop("compact", False):
+        done_key = options.get("done_key", "done")
+        before.insert(0, package.CompactGoals(done_key=done_key))
+    hindsight = package.HERTransform(reward, **options)
+    return Compose(*before, hindsight) if before else hindsight
 
 
 def make_augmentation(reward: Any = None, package: Any = torchrl_her, **options: Any) -> Any:
