@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import Compose, DoubleToFloat, MultiStepTransform, RenameTransform
+from torchrl.envs import Compose, MultiStepTransform, RenameTransform
 
 from support.factories import check_refused, make_augmentation, make_transform
 from support.refused import transitions
@@ -85,7 +85,6 @@ def test_a_wrong_order_and_other_keys_are_refused(transforms, message):
 def test_transforms_between_the_two_see_the_restored_entries():
     rb = buffer(CompactGoals(), RenameTransform(["done"], ["ended"]), hindsight())
     assert "ended" in rb.sample()
-    buffer(CompactGoals(), DoubleToFloat(in_keys=["observation"]), hindsight()).sample()
 
 
 def different_goals(data):

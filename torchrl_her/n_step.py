@@ -115,6 +115,10 @@ class NStepReward:
         flags = [tensordict.get(key).reshape(*tensordict.batch_size, 1) for key in keys]
         tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
 
+    def longest(self, window: int) -> int:
+        """Return the longer of a window and the present one: the number of steps can change during training."""
+        return max(window, self.multi_step.n_steps)
+
     def forget_rows(self) -> None:
         """Let the next write begin new rows."""
         self._last, self.may_restart = None, True

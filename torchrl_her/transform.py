@@ -155,6 +155,7 @@ class HERTransform(RelabelTransform):
             self._reset_after_fork()
             if self._n_step is not None:
                 self._n_step.check_write(written, batch)
+                self.longest_window = self._n_step.longest(self.longest_window)
             goals, table = written.goals, self.table
             if table is None:
                 table = self.table = GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
@@ -180,8 +181,6 @@ class HERTransform(RelabelTransform):
                 check_n_step_keys(multi_step, self.keys)
                 self._n_step = NStepReward(self.reward, self.keys, self.goal_fn is not None, multi_step)
             self._neighbours = neighbours
-        if self._n_step is not None:  # the number of steps can change during training
-            self.longest_window = max(self.longest_window, self._n_step.multi_step.n_steps)
         return neighbours
 
     def flush(self) -> None:
@@ -235,7 +234,8 @@ class HERTransform(RelabelTransform):
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
         data = tensordict.exclude(*replaced, RELABELLED)
-        return SampledBatch(data, stored, table, episode, step, self.longest_window)
+        longest = self.longest_window if self._n_step is None else self._n_step.longest(self.longest_window)
+        return SampledBatch(data, stored, table, episode, step, longest)
 
     def _draw(self, batch: SampledBatch) -> tuple[Tensor, Tensor]:
         """Draw goals ``[n, *goal]``, one per transition or sequence, and which transitions get one, ``bool [n]``."""

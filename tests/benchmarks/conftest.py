@@ -5,4 +5,5 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "examples")]
-collect_ignore_glob = [] if find_spec("hydra") and find_spec("tensorboard") else ["*.py"]  # the extra 'examples'
+# Doctests would import a second module `conftest`; without the extra 'examples' there is nothing to test.
+collect_ignore_glob = ["conftest.py" if find_spec("hydra") and find_spec("tensorboard") else "*.py"]

@@ -9,7 +9,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
-collect_ignore_glob = [] if find_spec("hydra") and find_spec("tensorboard") else ["*.py"]  # the extra 'examples'
+# Doctests would import a second module `conftest`; without the extra 'examples' there is nothing to test.
+collect_ignore_glob = ["conftest.py" if find_spec("hydra") and find_spec("tensorboard") else "*.py"]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     folder = tmp_path / "run"
     began = [*SMALL, *BITS, "total_steps=100"]
     command = [sys.executable, EXAMPLES / "dqn.py", *began, f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert not done.returncode, done.stderr
     assert "100 steps: success" in done.stdout.splitlines()[-1]
     # The other settings are those of the run.

@@ -19,8 +19,11 @@ RUNS = [
     "td3 buffer.prioritized=error hindsight.strategy=episode",
     "td3 updates_per_step=0.02 logger.interval=50",  # logs the last known values: updates are at 100, 150, 200
     "sac loss=tqc",
-    "sac env.num_envs=2 env.parallel=true normalization.enabled=true buffer.prioritized=error env.clip_observation=200"
-    " evaluation.parallel=false",
+    pytest.param(
+        "sac env.num_envs=2 env.parallel=true normalization.enabled=true buffer.prioritized=error"
+        " env.clip_observation=200 evaluation.parallel=false",
+        marks=pytest.mark.slow,  # it starts four processes
+    ),
 ]
 
 

@@ -11,11 +11,7 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
 from torchrl.data import Sequence as SequenceUnit
-from torchrl.data.replay_buffers.samplers import (
-    PrioritizedSliceSampler,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-)
+from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from torchrl.envs import BurnInTransform, Compose, InitTracker, SerialEnv, TransformedEnv
 from torchrl.modules import MLP, GRUModule, QValueModule, set_recurrent_mode
 from torchrl.objectives import DQNLoss, SoftUpdate

@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,21 +17,9 @@ from torchrl.envs import Compose, MultiStepTransform, Transform
 
 import torchrl_her
 from support.goals import reached, reward_of
-from support.streams import Stream, Transition, write
+from support.streams import Stream, write
 
-
-class WritesAndChecks(Protocol):
-    """An oracle."""
-
-    def write(self, rows: list[Transition]) -> Any:
-        """Record the transitions of one write."""
-
-    def check(self, sample: TensorDictBase) -> Any:
-        """Check transitions one by one."""
-
-
-AnOracle = TypeVar("AnOracle", bound=WritesAndChecks)
-
+AnOracle = TypeVar("AnOracle")
 
 # Transforms and buffers
 

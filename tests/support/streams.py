@@ -128,18 +128,18 @@ class Stream:
         return list(visited), (*self.cells, -1)[episode % (len(self.cells) + 1)]
 
 
-def random_stream(seed: int, layouts: Sequence[str] = LAYOUTS) -> Stream:
-    """A one-step stream drawn from a seed, for where hypothesis is not at hand."""
-    draw = random.Random(seed)
-    lanes, chunk, writes = draw.randint(1, 4), draw.randint(2, 7), draw.randint(4, 12)
-    ends = ["terminated", "truncated", "silent"]
+def random_stream(draw: random.Random, layout: str) -> Stream:
+    """A one-step stream; draw from hypothesis' ``randoms(use_true_random=False)``, or from ``random.Random(seed)``."""
+    # Chunks have two steps or more: TorchRL's two-dimensional storage does not take [lanes, 1].
+    lanes, chunk, writes = draw.randint(1, 4), draw.randint(2, 7), draw.randint(1, 12)
     stored = draw.randint(1, writes)  # in chunks
+    ends = ["terminated", "truncated", "silent"]
     return Stream(
         lanes=lanes,
-        lengths=tuple((draw.randint(1, 9), draw.choice(ends)) for _ in range(6)),
-        chunk=chunk,  # at least 2: TorchRL's two-dimensional storage does not take [lanes, 1]
+        lengths=tuple((draw.randint(1, 9), draw.choice(ends)) for _ in range(draw.randint(1, 6))),
+        chunk=chunk,
         writes=writes,
-        layout=layouts[seed % len(layouts)],
+        layout=layout,
         rows=stored * chunk,
         capacity=draw.choice([10, max(10, stored * lanes * chunk), 10_000]),
         strategy=draw.choice(["future", "final", "episode", "random"]),
