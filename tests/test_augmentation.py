@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from functools import partial
 
 import numpy as np
@@ -138,17 +139,47 @@ def test_adding_and_setting_single_transitions_is_refused_with_the_remedy(kind):
     rb, data = make(KINDS[kind]), make_tensordict(EPISODE)
     rb.extend(data)
     rb.extend(data[:2])
-    for index, write in enumerate((lambda: rb.add(data[2]), lambda: rb.__setitem__(0, data[2]))):
-        check_not_written(rb, write, USE_EXTEND)
-        assert len(rb.extend(data[2 + index : 3 + index])) == 0  # a batch of one is none of these
-    assert len(rb.extend(data[4:])) == 25
+    check_not_written(rb, lambda: rb.__setitem__(0, data[2]), USE_EXTEND)
+    if isinstance(rb, TensorDictReplayBuffer):
+        check_not_written(rb, lambda: rb.add(data[2]), USE_EXTEND)
+    assert len(rb.extend(data[2:])) == 25
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_episode_that_one_transition_completes_waits_for_a_larger_or_an_empty_write(kind):
+    rb, data = make(KINDS[kind]), make_tensordict(EPISODE)
+    hindsight = rb.transform[0]
+    assert [len(rb.extend(row)) for row in data.split(1)] == [0] * 5
+    assert hindsight.held_back == 5
+    assert len(rb.extend(data[:2])) == 25
+    assert len(rb.extend(data[2:4])) == len(rb.extend(data[4:])) == 0
+    assert len(rb.extend(data[:0])) == 25
+    assert hindsight.held_back == 0
+
+
+def test_a_plain_buffer_adds_transitions_to_an_episode_that_waits():
+    rb, data = make(ReplayBuffer), make_tensordict(EPISODE)
+    for row in data:
+        rb.add(row)
+    assert len(rb) == 0
+    assert len(rb.extend(data[:0])) == 25
+
+
+def test_a_warning_says_that_nothing_is_stored_if_all_writes_are_single_transitions():
+    rb, data = make(), make_tensordict(EPISODE)
+    for row in (*data.split(1), *data[:4].split(1)):
+        rb.extend(row)
+    with pytest.warns(UserWarning, match=r"2 episodes have ended .* cannot tell such a write from rb\.add"):
+        rb.extend(data[4:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for row in data.split(1):
+            rb.extend(row)
 
 
 @pytest.mark.parametrize(
     ("kind", "ndim", "write", "match"),
     [
-        ("TensorDictReplayBuffer", 1, lambda rb, data: rb.add(data), USE_EXTEND),
-        ("TensorDictPrioritizedReplayBuffer", 1, lambda rb, data: rb.add(data), USE_EXTEND),
         ("TensorDictReplayBuffer", 2, lambda rb, data: rb.extend(data.reshape(1, 5)), r"as \[1, 5\].*HERTransform"),
         (
             "TensorDictReplayBuffer",
@@ -157,7 +188,7 @@ def test_adding_and_setting_single_transitions_is_refused_with_the_remedy(kind):
             "n-step transitions",
         ),
     ],
-    ids=["a batch as one item", "a batch as one prioritized item", "several dimensions", "n steps"],
+    ids=["several dimensions", "n steps"],
 )
 def test_data_of_other_shapes_and_of_n_steps_is_refused(kind, ndim, write, match):
     rb = make(KINDS[kind], partial(LazyTensorStorage, ndim=ndim))
@@ -339,6 +370,7 @@ def test_a_strategy_that_leaves_the_episode_makes_no_copies_there(ahead, expecte
     rb = make(strategy=Wrong(), n_sampled_goal=1)
     for part in written_by_one_lane(((5, "terminated"), (4, "terminated")), 9 // chunk, chunk):
         rb.extend(make_tensordict(part))
+    rb.extend(rb.transform[0].flush())
     assert rb[:][GOAL_STEP].flatten().tolist() == expected
 
 

@@ -128,10 +128,10 @@ class Stream:
         return list(visited), (*self.cells, -1)[episode % (len(self.cells) + 1)]
 
 
-def random_stream(draw: random.Random, layout: str) -> Stream:
+def random_stream(draw: random.Random, layout: str, least_chunk: int = 2) -> Stream:
     """A one-step stream; draw from hypothesis' ``randoms(use_true_random=False)``, or from ``random.Random(seed)``."""
-    # Chunks have two steps or more: TorchRL's two-dimensional storage does not take [lanes, 1].
-    lanes, chunk, writes = draw.randint(1, 4), draw.randint(2, 7), draw.randint(1, 12)
+    # By default, chunks have two steps or more: TorchRL's two-dimensional storage does not take [lanes, 1].
+    lanes, chunk, writes = draw.randint(1, 4), draw.randint(least_chunk, 7), draw.randint(1, 12)
     stored = draw.randint(1, writes)  # in chunks
     ends = ["terminated", "truncated", "silent"]
     return Stream(
