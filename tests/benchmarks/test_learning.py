@@ -21,6 +21,7 @@ POINT_REACH = "torchrl_her/PointReach-v0"
 TASK = "PointReach, DDPG"
 
 
+@pytest.mark.slow
 def test_both_libraries_train_and_meet_the_same_starts_and_goals(tmp_path, monkeypatch):
     command = ["learning.py", "--tasks", TASK, "--settings", EQUAL, "--seeds", "0", "1"]
     command += ["--steps", "600", "--interval", "200", "--episodes", "4", "--output", str(tmp_path)]

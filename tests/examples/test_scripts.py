@@ -19,6 +19,15 @@ def test_updates_are_exact(updates_per_step, updates, tmp_path):
     assert training.counters["updates"] == updates  # 0.82 * 150 is a little less than 123
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("her_ratio", "lowest", "highest"), [(0.8, 0.95, 1.0), (0.0, 0.0, 0.1)])
+def test_dqn_flips_15_bits_with_hindsight_and_not_without(her_ratio, lowest, highest, tmp_path):
+    """Plain DQN cannot do it. These are the script's own settings."""
+    config = configure("dqn", f"hindsight.her_ratio={her_ratio}", "evaluation.interval=5000", "evaluation.episodes=200")
+    training = importlib.import_module("dqn").train(config, tmp_path)
+    assert lowest <= training.history["evaluation/success"][-1][1] <= highest
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac"])

@@ -101,10 +101,7 @@ REFUSED = [
     ("dqn env.name=OtherSpaces-v0 '+env.kwargs.actions=from one on'", r"Discrete\(4, start=1\).*numbers from 0 on"),
     ("ddpg env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "Actions of OtherSpaces-v0 have no bounds"),
     ("td3 env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "Actions of OtherSpaces-v0 have no bounds"),
-    (
-        "ddpg env.name=OtherScale-v0 +env.kwargs.shift=1.0",
-        "OtherScale-v0 gives 1 at the goal and 0 elsewhere: use clip",
-    ),
+    ("ddpg env.name=OtherScale-v0 +env.kwargs.shift=1.0", "OtherScale-v0 gives 1 at the goal and 0 elsewhere: use"),
     ("ddpg env.name=OtherScale-v0 +env.kwargs.scale=10.0", "gives 0 at the goal and -10 elsewhere: use clip_target"),
     ("ddpg env.name=OtherRewards-v0 env.success=at_goal", "gives 1 at the goal and 0 elsewhere: use clip_target=false"),
     ("ddpg env.name=OtherRewards-v0 clip_target=false", r"no .* 'is_success', but \['at_goal'\].*env\.success="),

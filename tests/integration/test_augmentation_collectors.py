@@ -8,10 +8,12 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import SerialEnv
 
-from support.factories import make_augmentation
+from support.factories import make_augmentation, start_processes_from_a_server
 from support.oracle import RELABELLED
 from support.tape import check, length_of, make_tape, places
 from torchrl_her import EnvReward
+
+quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_a_server)
 
 
 def make_buffer(kind=TensorDictReplayBuffer, mask_key=None, **options):

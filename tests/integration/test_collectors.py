@@ -12,7 +12,9 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
+import os
 import re
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -81,7 +83,8 @@ def of(count: int, pattern: str):
 @pytest.fixture(scope="module", autouse=True)
 def quick_start():
     """Fork processes from one that has imported everything; they get what "spawn", TorchRL's default, gives them."""
-    with started_by("forkserver"):
+    with pytest.MonkeyPatch.context() as patch, started_by("forkserver"):
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server does not get sys.path itself
         multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])
         yield
 
@@ -122,11 +125,7 @@ BUFFERS = {
     "PrioritizedReplayBuffer": functools.partial(PrioritizedReplayBuffer, alpha=0.7, beta=0.5),
     "TensorDictPrioritizedReplayBuffer": functools.partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5),
 }
-STORAGES = {
-    "LazyTensorStorage": LazyTensorStorage,
-    "LazyMemmapStorage": LazyMemmapStorage,
-    "PackedStorage": PackedStorage,
-}
+STORAGES = {kind.__name__: kind for kind in (LazyTensorStorage, LazyMemmapStorage, PackedStorage)}
 GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
 
 
@@ -216,7 +215,7 @@ def until(is_true: Callable[[], bool], things: Iterable = itertools.repeat(None)
 def run_in_the_background(running, rb) -> None:
     """Let a collector write in the background, and sample meanwhile."""
     running.start()
-    for _ in until(lambda: len(rb) >= 800):
+    for _ in until(lambda: len(rb) >= 400):
         if len(rb):
             check(rb.sample(64))
         time.sleep(0.01)
@@ -245,10 +244,10 @@ def taken_with_resets(number: int, steps: int, every: int) -> list[tuple[int, in
     return found[:steps]
 
 
-def ended(taken: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def ended(steps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """The steps of episodes whose last step is among them."""
-    ends = {place[:2] for place in taken if place[2] + 1 == length_of(*place[:2])}
-    return [place for place in taken if place[:2] in ends]
+    ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
+    return [place for place in steps if place[:2] in ends]
 
 
 def check_nothing_is_lost(
@@ -320,9 +319,9 @@ def test_steps_of_environments_in_any_order_without_trajectory_ids(row):
     makers = [functools.partial(make_tape, number) for number in range(NUMBER)]
     collector = AsyncBatchedCollector(makers, policy=policy, frames_per_batch=NUMBER * STEPS, total_frames=-1)
     rb = make_buffer(row.buffer)
-    for batch in itertools.islice(collector, BATCHES):
-        rb.extend(batch)
-    collector.shutdown()
+    with shut_down_after(collector):
+        for batch in itertools.islice(collector, BATCHES):
+            rb.extend(batch)
     assert "collector" not in list(unpadded(rb[:]).keys())
     check_buffer(rb, NUMBER)
 

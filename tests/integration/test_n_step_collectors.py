@@ -12,10 +12,11 @@ from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform, SerialEnv
 
-from support.factories import check_refused, make_transform
+from support.factories import check_refused, make_transform, start_processes_from_a_server
 from support.tape import check, make_tape
 from torchrl_her import EnvReward
 
+quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_a_server)
 check_windows = functools.partial(check, n=3, gamma=0.5)
 is_refused = functools.partial(check_refused, error=(ValueError, TypeError), message="MultiStep")
 SPEC = make_tape().observation_spec["achieved_goal"]

@@ -368,7 +368,6 @@ class TestCuda:
         storage = PackedStorage(20, device="cuda")
         storage.set(torch.arange(15, device="cuda"), make_transitions(15).cuda())
         index = torch.tensor([3, 1, 4], device="cuda")
-        storage.get(index)
         torch.cuda.synchronize()
         return storage, index
 
@@ -383,6 +382,7 @@ class TestCuda:
 
     def test_it_is_captured_in_a_graph(self, storage_and_index):
         storage, index = storage_and_index
+        storage.get(index)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             batch = storage.get(index)

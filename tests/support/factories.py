@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,3 +179,14 @@ WAYS_TO_COPY: dict[str, Callable[[Any, Any, Path], Any]] = {
     "pickle": lambda rb, twin, path: pickle.loads(pickle.dumps(rb)),
     "deepcopy": lambda rb, twin, path: copy.deepcopy(rb),
 }
+
+
+def start_processes_from_a_server() -> Iterator[None]:
+    """A fixture: processes are forked from one that has imported everything, and get what "spawn" gives them."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["support.tape", "torchrl.collectors", "torchrl_her", "torch._dynamo"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server does not get sys.path itself
+        yield
+    multiprocessing.set_start_method(before, force=True)
