@@ -1,104 +1,113 @@
-"""Mutants of the package that the oracle of HindsightAugmentation must find."""
+"""Wrong versions of HindsightAugmentation that its oracle must find, each with a function replaced."""
 
 import pytest
 
 import torchrl_her
 from support import augmentation_oracle
-from support.mutants import first_failure, load
+from support.mutants import COMMON, all_of, first_failure, future_from, ones, replaced
+from torchrl_her import HindsightAugmentation, augmentation
+from torchrl_her.episodes.held_transitions import HeldTransitions
+from torchrl_her.episodes.tracker import Lane
+from torchrl_her.goals import draw
 
-# The oracle is tested, too: it tells the transform from wrong ones.
-# A mutant is a list of changes: file, what stands there once, what instead.
-MUTANTS = {
-    "reads the achieved goal at the root": [
-        ("augmentation.py", "rows.get(self.keys.next_achieved)", "rows.get(self.keys.achieved)"),
-    ],
-    "draws the future from t+1 on": [
-        ("goals/strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
-    ],
-    "never draws the last step": [
-        (
-            "goals/strategies.py",
-            "choice.start + uniform(choice.step, choice.length)",
-            "choice.start + uniform(choice.step, torch.maximum(choice.length - 1, choice.step + 1))",
-        ),
-    ],
-    "takes all episodes to start at the first row": [
-        ("augmentation.py", "steps[-count:], starts, of_length", "steps[-count:], starts * 0, of_length"),
-    ],
-    "forgets the goal under next": [("relabel.py", "in self._goal_keys:", "in self._goal_keys[:1]:")],
-    "forgets the goal at the root": [("relabel.py", "in self._goal_keys:", "in self._goal_keys[1:]:")],
-    "computes the reward before the goal is set": [
-        (
-            "augmentation.py",
-            "        self._set_goals(rows, relabelled, goals, stored)\n",
-            "        self._step_reward.recompute(rows, relabelled, stored)\n"
-            "        self._set_goals(rows, relabelled, goals, stored)\n"
-            "        self._step_reward.recompute = lambda *_: None\n",
-        ),
-    ],
-    "forgets that a new goal ends the episode": [
-        ("relabel.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
-    ],
-    "stores a copy less": [
-        ("augmentation.py", "copies, desired = self.n_sampled_goal", "copies, desired = self.n_sampled_goal - 1")
-    ],
-    "relabels the originals": [("augmentation.py", "relabelled = goal_step >= 0", "relabelled = goal_step >= -1")],
-    "gives the copies of one transition to others": [
-        ("augmentation.py", "chosen = originals.unsqueeze(1)", "chosen = originals.flip(0).unsqueeze(1)"),
-    ],
-    "tells the step after the one that achieved the goal": [
-        ("augmentation.py", "steps.index_select(0, rows)", "(steps + 1).index_select(0, rows)")
-    ],
-    "writes episodes that run": [
-        ("episodes/tracker.py", '"""Leave it: it goes on."""', "lane.publish_into(publications)"),
-    ],
-    "never cuts long episodes": [
-        ("episodes/tracker.py", "self.max_steps = max_episode_steps", "self.max_steps = 10**9")
-    ],
-    "waits for an end that nothing tells": [
-        ("episodes/tracker.py", "if self.written - lane.written <= patience:", "if True:")
-    ],
-    "takes every lane that waits for ended": [
-        ("episodes/tracker.py", "max(2 * self.longest_wait, self.capacity)", "0"),
-    ],
-    "joins episodes across a seam": [
-        ("episodes/tracker.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
-    ],
-    "forgets what was flushed": [
-        ("augmentation.py", "ended, self._flushed = self._flushed, []", "ended, self._flushed = [], []")
-    ],
-    "mixes up what arrives and what was held back": [
-        ("augmentation.py", "np.arange(len(held)) + len(arriving)", "np.arange(len(held))"),
-    ],
-    "gives a slot away twice": [
-        ("augmentation.py", "np.concatenate([leaving, self._free])", "np.concatenate([leaving, arriving, self._free])"),
-    ],
-    "takes what was held back for what arrives": [
-        ("augmentation.py", "        self._arrival[arriving] = -1\n", ""),
-    ],
-    "keeps what the caller goes on to use": [
-        ("augmentation.py", "value.index_select(0, index)\n", "value[: len(index)]\n"),
-    ],
+
+def augmented_with(**changes):
+    """A mutant whose attributes are others while episodes are augmented; each function gets the attribute."""
+
+    def make(augment):
+        def mutated(self, ended):
+            kept = {name: getattr(self, name) for name in changes}
+            for name, change in changes.items():
+                setattr(self, name, change(kept[name]))
+            rows = augment(self, ended)
+            for name, value in kept.items():
+                setattr(self, name, value)
+            return rows
+
+        return mutated
+
+    return replaced(HindsightAugmentation, "_augment", make)
+
+
+def drawn_and(change):
+    return replaced(
+        augmentation, "draw_from_episodes", lambda original: lambda *arguments: change(original(*arguments))
+    )
+
+
+def tracked_with(**changes):
+    """A mutant whose tracker has other settings."""
+
+    def make(tracker):
+        def mutated(max_episode_steps, patience, **options):
+            return tracker(**({"max_episode_steps": max_episode_steps, "patience": patience} | options | changes))
+
+        return mutated
+
+    return replaced(augmentation, "EpisodeTracker", make)
+
+
+def starts_at_the_first_row(columns_of):
+    def mutated(*arguments):
+        columns = columns_of(*arguments)
+        columns[2] = 0
+        return columns
+
+    return mutated
+
+
+def forgets_what_was_flushed(flush):
+    def mutated(self):
+        empty = flush(self)
+        self._held.ended = []
+        return empty
+
+    return mutated
+
+
+MUTANTS = COMMON | {
+    "reads the achieved goal at the root": augmented_with(keys=lambda keys: keys._replace(next_achieved=keys.achieved)),
+    "never draws the last step": future_from(
+        lambda given: given.step, lambda given: (given.length - 1).maximum(given.step + 1)
+    ),
+    "takes all episodes to start at the first row": replaced(draw, "_columns_of", starts_at_the_first_row),
+    "stores a copy less": augmented_with(n_sampled_goal=lambda copies: copies - 1),
+    "relabels the originals": replaced(
+        HindsightAugmentation,
+        "_set_goals",
+        lambda set_goals: lambda self, batch, goals, relabelled: set_goals(self, batch, goals, ones(relabelled)),
+    ),
+    "gives the copies of one transition to others": drawn_and(
+        lambda drawn: drawn._replace(goals=drawn.goals.flip(0), steps=drawn.steps.flip(0))
+    ),
+    "stores the step after the one that achieved the goal": drawn_and(
+        lambda drawn: drawn._replace(steps=drawn.steps + 1)
+    ),
+    "writes episodes that run": all_of(
+        tracked_with(publish_running=True), replaced(Lane, "has_doubled", lambda _: property(lambda lane: True))
+    ),
+    "never cuts long episodes": tracked_with(max_episode_steps=10**9),
+    "forgets what was flushed": replaced(HindsightAugmentation, "flush", forgets_what_was_flushed),
+    "stores ended episodes twice": replaced(HeldTransitions, "take_ended", lambda take: lambda self: list(self.ended)),
+    "stores what a single transition completes at once": replaced(
+        HeldTransitions, "warn_if_episodes_wait", lambda _: lambda self: self.ended.clear()
+    ),
 }
+FAULTS = (AssertionError, KeyError, IndexError, RuntimeError)
 
 
-def check_augmentation(package):
+def check_augmentation():
     for seed in range(60):
         stream, options = augmentation_oracle.random_stream(seed)
-        augmentation_oracle.run(stream, package, **options)
-    augmentation_oracle.check_draws(package)
+        augmentation_oracle.run(stream, torchrl_her, **options)
+    augmentation_oracle.check_draws(torchrl_her)
 
 
-def first_fault(package):
-    return first_failure(check_augmentation, package, (AssertionError, KeyError, IndexError, RuntimeError))
-
-
-def test_the_augmentation_oracle_finds_no_fault_in_an_unchanged_copy(tmp_path, monkeypatch):
-    package = load([], tmp_path, monkeypatch, "unchanged_augmentation")
-    assert package.HindsightAugmentation is not torchrl_her.HindsightAugmentation
-    assert first_fault(package) is None
+def test_the_augmentation_oracle_finds_no_fault_in_the_package():
+    assert first_failure(check_augmentation, FAULTS) is None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_augmentation_oracle_kills_the_mutant_that(mutant, tmp_path, monkeypatch):
-    assert first_fault(load(MUTANTS[mutant], tmp_path, monkeypatch, f"augmentation_{mutant}")) is not None
+def test_the_augmentation_oracle_kills_the_mutant_that(mutant, monkeypatch):
+    MUTANTS[mutant](monkeypatch)
+    assert first_failure(check_augmentation, FAULTS) is not None

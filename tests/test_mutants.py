@@ -1,201 +1,259 @@
-"""The oracles are tested: they distinguish the package from wrong copies of it, each made by changing some lines."""
+"""The oracles are tested: they distinguish the package from wrong versions of it, each with a function replaced."""
 
+import dataclasses
 import random
 
+import numpy as np
 import pytest
+import torch
 
 import torchrl_her
 from support import n_step_oracle, oracle
-from support.mutants import first_failure, load
+from support.mutants import COMMON, all_of, first_failure, future_from, ones, read_as, replaced, without_seams
 from support.streams import LAYOUTS, random_stream
+from torchrl_her import CompactGoals, Final, HERTransform, StrategyInput, n_step, relabel, transform
+from torchrl_her.episodes import tracker
+from torchrl_her.episodes.tracker import EpisodeTracker, Lane
+from torchrl_her.goals.table import GoalTable
+from torchrl_her.n_step import FIRST_REWARD, GAMMA, LAST_FLAGS, STEPS, NStepReward
+from torchrl_her.relabel import OneStepReward, where
 
 STREAMS = 40
 
-# A mutant is a list of changes: file, what stands there once, what stands there instead.
-MUTANTS = {
-    "reads the achieved goal at the root": [
-        ("episodes/transitions.py", "goals = next_achieved.reshape(", "goals = achieved.reshape("),
-    ],
-    "draws the future from t+1 on": [
-        ("goals/strategies.py", "uniform(choice.step, choice.length)", "uniform(choice.step + 1, choice.length)"),
-    ],
-    "draws the future from t-1 on": [
-        (
-            "goals/strategies.py",
-            "uniform(choice.step, choice.length)",
-            "uniform((choice.step - 1).clamp(min=0), choice.length)",
-        ),
-    ],
-    "takes the last step but one for the last": [
-        ("goals/strategies.py", "choice.start + choice.length - 1", "choice.start + (choice.length - 2).clamp(min=0)"),
-    ],
-    "ignores lanes": [
-        ("episodes/transitions.py", "done, begins, trajectory)", "done, begins, None)"),
-        ("episodes/tracker.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
-        ("episodes/transitions.py", "np.arange(count) % row_length == 0", "np.zeros(count, bool)"),
-    ],
-    "joins episodes across a seam": [
-        ("episodes/tracker.py", "begins[1:] |= written.start[1:] != written.outcome[:-1]", ""),
-    ],
-    "joins episodes across a seam between two writes": [
-        (
-            "episodes/tracker.py",
-            "self._take((trajectory, written.start[begin].tobytes()))",
-            'self._take((trajectory, b""))',
-        ),
-        ("episodes/tracker.py", "return self.trajectory, self.outcome", 'return self.trajectory, b""'),
-    ],
-    "ignores the end of episodes": [
-        ("episodes/tracker.py", "if written.done[cut - 1] or", "if"),
-        ("episodes/tracker.py", "begins[1:] |= written.done[:-1]", ""),
-    ],
-    "reads a lane backwards": [
-        (
-            "episodes/tracker.py",
-            'np.argsort(trajectory, kind="stable")',
-            'np.argsort(-trajectory, kind="stable")[::-1].copy()',
-        ),
-    ],
-    "serves stale rows": [
-        ("transform.py", "wanted & (owners == episode) & table.start_at(episode, start)", "wanted"),
-    ],
-    "forgets the goal under next": [
-        (
-            "relabel.py",
-            "for key in self._goal_keys:",
-            "tensordict.set(self.keys.next_desired, stored[self.keys.next_desired])\n"
-            "        for key in (self.keys.desired,):",
-        ),
-    ],
-    "forgets the goal at the root": [
-        (
-            "relabel.py",
-            "for key in self._goal_keys:",
-            "tensordict.set(self.keys.desired, stored[self.keys.desired])\n"
-            "        for key in (self.keys.next_desired,):",
-        ),
-    ],
-    "computes the reward before the goal is set": [
-        (
-            "transform.py",
-            "        relabelled = relabelled.view(*tensordict.batch_size, 1)\n",
-            "        relabelled = relabelled.view(*tensordict.batch_size, 1)\n"
-            "        tensordict.update({key: stored[key] for key in stored})\n"
-            "        self._step_reward.recompute(tensordict, relabelled, stored)\n"
-            "        self._step_reward.recompute = lambda *_: None\n",
-        ),
-    ],
-    "relabels a fixed prefix of the batch": [
-        (
-            "transform.py",
-            "(torch.rand(step.shape, device=step.device) < self.her_ratio)",
-            "(torch.arange(len(step)) < self.her_ratio * len(step))",
-        ),
-    ],
-    "relabels everything": [
-        ("transform.py", "(torch.rand(step.shape, device=step.device) < self.her_ratio)", "(step >= 0)"),
-    ],
-    "writes into the storage's own tensordict": [
-        (
-            "transform.py",
-            "tensordict = tensordict.exclude(*stored, RELABELLED, *(repeats or ()))",
-            "tensordict = tensordict",
-        ),
-    ],
-    "recomputes rewards that keep their goal": [
-        ("relabel.py", "where(relabelled, computed[key].detach(), stored[key])", "computed[key]"),
-    ],
-    "forgets that a new goal ends the episode": [
-        ("relabel.py", "where(relabelled, ended, stored[self.keys.done])", "stored[self.keys.done]"),
-    ],
-    "relabels what is not in the table yet": [
-        ("transform.py", " & (step < length)", ""),
-    ],
-    "brings the flags of the next step back for those at the root": [
-        ("compact.py", "torch.zeros_like(flag)", "flag"),
-    ],
-    "brings back another goal under next": [
-        ("compact.py", "] = stored[keys.desired]", "] = torch.zeros_like(stored[keys.desired])"),
-    ],
-    "stores what it says it leaves out": [
-        ("compact.py", "return tensordict.exclude(keys.next_desired, *flags)", "return tensordict"),
-    ],
-    "publishes running episodes at every write": [
-        ("episodes/tracker.py", "max(FIRST_PUBLICATION, 2 * self.published)", "1"),
-    ],
-    "waits for an end that nothing tells": [
-        ("episodes/tracker.py", "if self.written - lane.written <= patience:", "if True:"),
-    ],
-    "takes every lane that waits for idle": [
-        ("episodes/tracker.py", "patience = min(2 * self.longest_wait, self.capacity - 1)", "patience = 0"),
-    ],
-    "hands the goals over in another order": [
-        (
-            "goals/table.py",
-            "goals = torch.cat([goals.to(self.device) for _, goals, _ in publications])",
-            "goals = torch.cat([goals.to(self.device).flip(0) for _, goals, _ in publications])",
-        ),
-    ],
+
+def goals_of_the_root(read):
+    def mutated(tensordict, keys, *others):
+        written = read(tensordict, keys, *others)
+        return written._replace(goals=tensordict.get(keys.achieved).reshape(written.goals.shape))
+
+    return mutated
+
+
+def drawn_with(checks_owner, checks_length):
+    """`draw_from_table` without one of its checks."""
+
+    def mutated(strategy, table, her_ratio, episode, step):
+        start, length = table.find(episode)
+        rows = strategy.select(StrategyInput(episode, step, start, length, table.owners, table.size))
+        drawn = torch.rand(step.shape) < her_ratio
+        if checks_length:
+            drawn &= step < length
+        goals, owners = table.read(rows)
+        if checks_owner and strategy.same_episode:
+            drawn &= (owners == episode) & table.start_at(episode, start)
+        return goals, drawn
+
+    return replaced(transform, "draw_from_table", lambda _: mutated)
+
+
+def drawn_for_everything(draw):
+    return lambda strategy, table, her_ratio, episode, step: draw(strategy, table, 1.0, episode, step)
+
+
+def drawn_for_a_prefix(draw):
+    def mutated(strategy, table, her_ratio, episode, step):
+        goals, drawn = draw(strategy, table, 1.0, episode, step)
+        return goals, drawn & (torch.arange(len(step)) < her_ratio * len(step))
+
+    return mutated
+
+
+def ordered_backwards(_):
+    def mutated(written):
+        if written.trajectory is None or (written.trajectory[1:] >= written.trajectory[:-1]).all():
+            return None, written
+        order = np.argsort(-written.trajectory, kind="stable")[::-1].copy()
+        columns = ("start", "outcome", "done", "begins", "trajectory")
+        return order, written._replace(**{name: getattr(written, name)[order] for name in columns})
+
+    return mutated
+
+
+def restored_with(change):
+    """CompactGoals restores other entries."""
+
+    def make(forward):
+        def mutated(self, tensordict):
+            tensordict = forward(self, tensordict)
+            change(tensordict)
+            return tensordict
+
+        return mutated
+
+    return replaced(CompactGoals, "forward", make)
+
+
+MUTANTS = COMMON | {
+    "reads the achieved goal at the root": replaced(relabel, "read_transitions", goals_of_the_root),
+    "draws the future from t-1 on": future_from(
+        lambda given: (given.step - 1).clamp(min=0), lambda given: given.length
+    ),
+    "takes the last step but one for the last": replaced(
+        Final, "select", lambda _: lambda self, given: given.start + (given.length - 2).clamp(min=0)
+    ),
+    "ignores lanes": read_as(
+        lambda written: without_seams(written)._replace(begins=np.zeros_like(written.begins), trajectory=None)
+    ),
+    "joins episodes across a seam between two writes": all_of(
+        replaced(EpisodeTracker, "_take", lambda take: lambda self, key: take(self, (key[0], b""))),
+        replaced(Lane, "key", lambda _: property(lambda lane: (lane.trajectory, b""))),
+    ),
+    "ignores the end of episodes": read_as(lambda written: written._replace(done=np.zeros_like(written.done))),
+    "reads a lane backwards": replaced(tracker, "_order_by_lane", ordered_backwards),
+    "serves stale rows": drawn_with(checks_owner=False, checks_length=True),
+    "relabels what is not in the table yet": drawn_with(checks_owner=True, checks_length=False),
+    "relabels a fixed prefix of the batch": replaced(transform, "draw_from_table", drawn_for_a_prefix),
+    "relabels everything": replaced(transform, "draw_from_table", drawn_for_everything),
+    "writes into the storage's own tensordict": replaced(
+        HERTransform,
+        "_unpack",
+        lambda unpack: lambda self, data, rewards: dataclasses.replace(unpack(self, data, rewards), data=data),
+    ),
+    "recomputes rewards that keep their goal": replaced(
+        OneStepReward,
+        "recompute",
+        lambda recompute: lambda self, batch, relabelled: recompute(self, batch, ones(relabelled)),
+    ),
+    "restores the flags of the next step at the root": restored_with(
+        lambda sample: [sample.set(flag, sample["next", flag]) for flag in ("done", "terminated", "truncated")]
+    ),
+    "restores another goal under next": restored_with(
+        lambda sample: sample.set(("next", "desired_goal"), sample["desired_goal"] * 0)
+    ),
+    "stores entries that it says it leaves out": replaced(CompactGoals, "_inv_call", lambda _: lambda self, data: data),
+    "publishes running episodes at every write": replaced(Lane, "has_doubled", lambda _: property(lambda lane: True)),
+    "publishes goals in another order": replaced(
+        GoalTable,
+        "publish",
+        lambda publish: lambda self, episodes: publish(self, [(e, goals.flip(0), n) for e, goals, n in episodes]),
+    ),
 }
 
 
-# Of the returns of several steps.
+def recomputed_and(change):
+    """A mutant that changes the entries of windows after their returns are recomputed."""
+
+    def make(recompute):
+        def mutated(self, batch, relabelled):
+            recompute(self, batch, relabelled)
+            change(self, batch, relabelled)
+
+        return mutated
+
+    return replaced(NStepReward, "recompute", make)
+
+
+def keep_stored(*keys):
+    return lambda self, batch, relabelled: [batch.data.set(key, batch.stored[key]) for key in keys]
+
+
+def keep_flags_of_first_step(self, batch, relabelled):
+    for key in self.keys.flags:
+        batch.data.set(key, where(relabelled, batch.data.get(key), batch.stored[key]))
+
+
+def truncate_after_the_end(self, batch, relabelled):
+    last = batch.data.get(LAST_FLAGS)[..., 2:]
+    batch.data.set(self.keys.truncated, where(relabelled, last, batch.data.get(self.keys.truncated)))
+
+
+def take_last_reward(self, batch, relabelled):
+    rewards, _ = self._evaluate(batch.data.get(self.keys.desired), batch.outcomes)
+    batch.data.set(FIRST_REWARD, where(relabelled, rewards[:, -1:], batch.data.get(FIRST_REWARD)))
+
+
+def flipped_flags(keep_flags):
+    def mutated(self, tensordict):
+        keep_flags(self, tensordict)
+        tensordict.set(LAST_FLAGS, tensordict.get(LAST_FLAGS).flip(-1))
+
+    return mutated
+
+
+def first_end_alone(evaluate):
+    def mutated(self, desired, outcomes):
+        rewards, ends = evaluate(self, desired, outcomes)
+        ends[:, 1:] = False
+        return rewards, ends
+
+    return mutated
+
+
+def outcomes_of_a_step_later(available):
+    def mutated(self, batch):
+        later = dataclasses.replace(batch, step=batch.step + 1)
+        available(self, later)
+        whole = available(self, batch)
+        batch.outcomes = later.outcomes
+        return whole
+
+    return mutated
+
+
+def available_by_the_last_step(available):
+    def mutated(self, batch):
+        available(self, batch)
+        start, length = batch.table.find(batch.episode)
+        end = batch.step + batch.stored[STEPS].reshape(-1)
+        return (batch.table.owners_of(start + end - 1) == batch.episode) & (end <= length)
+
+    return mutated
+
+
+def always_available(available):
+    return lambda self, batch: ones(available(self, batch))
+
+
+def ahead(ends):
+    return torch.arange(ends.shape[1])
+
+
+def counted(count):
+    return replaced(n_step, "steps_that_count", lambda _: count)
+
+
 N_STEP_MUTANTS = {
-    "sums on after the end": [
-        ("n_step.py", "(ahead < steps) & (ends.cumsum(1) - ends.long() == 0)", "ahead < steps"),
-    ],
-    "leaves the end out of the sum": [
-        ("n_step.py", "ends.cumsum(1) - ends.long() == 0", "ends.cumsum(1) == 0"),
-    ],
-    "does not discount": [("n_step.py", "rewards * discounts", "rewards")],
-    "sums over the outcomes of a step later": [
-        ("n_step.py", "(start + step).unsqueeze(1) + ahead", "(start + step).unsqueeze(1) + ahead + 1"),
-    ],
-    "counts the repeated last step": [("n_step.py", "(ahead < steps) & ", "")],
-    "keeps the flags of the first step": [
-        ("n_step.py", "kept = last[key].view_as(value) if key in last else value", "kept = value"),
-    ],
-    "takes the flags of the last step for another's": [
-        ("n_step.py", "split(1, dim=1)", "flip(1).split(1, dim=1)"),
-    ],
-    "truncates where the new goal ends it before": [
-        ("n_step.py", "last[self.keys.truncated] & (taken == steps)", "last[self.keys.truncated]"),
-    ],
-    "sees an end at the first step alone": [
-        ("n_step.py", "= ends.any(1, keepdim=True)", "= ends[:, :1]"),
-    ],
-    "keeps the number of steps": [("n_step.py", "STEPS: taken,", "STEPS: steps,")],
-    "keeps gamma of all steps": [("n_step.py", "gamma ** taken.double()", "gamma ** steps.double()")],
-    "takes the last reward for the first": [("n_step.py", "rewards[:, :1]", "rewards[:, -1:]")],
-    "relabels windows that have left the table in part": [
-        ("n_step.py", ".all(1) & table.start_at(episode, start)", ".any(1)"),
-    ],
-    "relabels windows whatever is in the table": [
-        ("transform.py", "relabelled = relabelled & whole", "relabelled = relabelled"),
-    ],
+    "sums on after the end": counted(lambda steps, ends: ahead(ends) < steps),
+    "leaves the end out of the sum": counted(lambda steps, ends: (ahead(ends) < steps) & (ends.cumsum(1) == 0)),
+    "counts the repeated last step": counted(lambda steps, ends: ends.cumsum(1) - ends.long() == 0),
+    "does not discount": replaced(
+        n_step, "discounted_sum", lambda total: lambda rewards, counts, gamma: total(rewards, counts, 1.0)
+    ),
+    "sums over the outcomes of a step later": replaced(NStepReward, "available", outcomes_of_a_step_later),
+    "keeps the flags of the first step": recomputed_and(keep_flags_of_first_step),
+    "takes one flag of the last step for another": replaced(NStepReward, "keep_flags", flipped_flags),
+    "truncates where the new goal ends it before": recomputed_and(truncate_after_the_end),
+    "sees an end at the first step alone": replaced(NStepReward, "_evaluate", first_end_alone),
+    "keeps the number of steps": recomputed_and(keep_stored(STEPS)),
+    "keeps gamma of all steps": recomputed_and(keep_stored(GAMMA)),
+    "takes the last reward for the first": recomputed_and(take_last_reward),
+    "relabels windows that have left the table in part": replaced(NStepReward, "available", available_by_the_last_step),
+    "relabels windows whatever is in the table": replaced(NStepReward, "available", always_available),
 }
 
 
-def check_streams(package):
+def check_streams():
     """Run streams, and check each transition."""
     for seed in range(STREAMS):
-        oracle.run(random_stream(random.Random(seed), LAYOUTS[seed % len(LAYOUTS)]), package)
-    oracle.check_share(package)
+        oracle.run(random_stream(random.Random(seed), LAYOUTS[seed % len(LAYOUTS)]), torchrl_her)
+    oracle.check_share(torchrl_her)
 
 
-CHECKS = {check_streams: MUTANTS, n_step_oracle.run: N_STEP_MUTANTS}
+def check_n_step_streams():
+    n_step_oracle.run(torchrl_her)
+
+
+CHECKS = {check_streams: MUTANTS, check_n_step_streams: N_STEP_MUTANTS}
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_oracle_finds_no_fault_in_an_unchanged_copy(check, tmp_path, monkeypatch):
-    package = load([], tmp_path, monkeypatch, "unchanged_copy")
-    assert package.HERTransform is not torchrl_her.HERTransform
-    assert first_failure(check, package) is None
+def test_the_oracle_finds_no_fault_in_the_package(check):
+    assert first_failure(check) is None
 
 
 @pytest.mark.parametrize(
     ("check", "mutant"), [(check, mutant) for check, mutants in CHECKS.items() for mutant in mutants]
 )
-def test_the_oracle_kills_the_mutant_that(check, mutant, tmp_path, monkeypatch):
-    package = load(CHECKS[check][mutant], tmp_path, monkeypatch, f"mutant_{mutant}")
-    assert first_failure(check, package) is not None
+def test_the_oracle_kills_the_mutant_that(check, mutant, monkeypatch):
+    CHECKS[check][mutant](monkeypatch)
+    assert first_failure(check) is not None

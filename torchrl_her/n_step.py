@@ -156,12 +156,10 @@ class NStepReward:
         assert outcomes is not None, "available() comes first"
         steps, gamma = stored[STEPS].reshape(-1, 1), self.multi_step.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes)
-        ahead = torch.arange(rewards.shape[1], device=steps.device)
-        counts = (ahead < steps) & (ends.cumsum(1) - ends.long() == 0)  # up to the first end, inclusive
-        discounts = gamma ** ahead.double()
+        counts = steps_that_count(steps, ends)
         taken = counts.sum(1, keepdim=True)  # [n, 1]
         new = {
-            self.keys.reward: torch.where(counts, rewards * discounts, 0).sum(1, keepdim=True),
+            self.keys.reward: discounted_sum(rewards, counts, gamma),
             FIRST_REWARD: rewards[:, :1],
             STEPS: taken,
             GAMMA: gamma ** taken.double(),
@@ -197,6 +195,23 @@ class NStepReward:
         if not self._writes_terminated:
             return rewards, torch.zeros_like(rewards, dtype=torch.bool)
         return rewards, steps.get(self.keys.terminated).reshape(shape).bool()
+
+
+def steps_that_count(steps: Tensor, ends: Tensor) -> Tensor:
+    """Return the steps of windows up to the first end, inclusive: ``bool [n, longest]``.
+
+    Args:
+        steps: the number of steps of each window, ``int64 [n, 1]``.
+        ends: whether a step ends the episode, ``bool [n, longest]``.
+    """
+    ahead = torch.arange(ends.shape[1], device=steps.device)
+    return (ahead < steps) & (ends.cumsum(1) - ends.long() == 0)
+
+
+def discounted_sum(rewards: Tensor, counts: Tensor, gamma: float) -> Tensor:
+    """Return the discounted sum ``[n, 1]`` of the rewards ``float64 [n, longest]`` that count."""
+    discounts = gamma ** torch.arange(rewards.shape[1], device=rewards.device).double()
+    return torch.where(counts, rewards * discounts, 0).sum(1, keepdim=True)
 
 
 def present_flags(tensordict: TensorDictBase | dict[NestedKey, Tensor], keys: HERKeys) -> list[NestedKey]:

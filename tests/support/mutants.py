@@ -1,49 +1,133 @@
-"""Copies of the package with lines changed, to show that an oracle finds the fault."""
+"""Wrong versions of the package, each made by replacing a function, to show that an oracle finds the fault."""
 
 from __future__ import annotations
 
-import importlib
-import shutil
-import sys
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tensordict import NestedKey
+from torch import Tensor
 
-import torchrl_her
+from torchrl_her import Future, StrategyInput, relabel, uniform
+from torchrl_her.episodes.tracker import EpisodeTracker, Lane
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.keys import HERKeys
+from torchrl_her.relabel import Batch, OneStepReward, RelabelTransform
 
-SOURCE = Path(torchrl_her.__file__).parent
-Changes = Sequence[tuple[str, str, str]]  # file, what it has once, what it gets instead
-
-
-def load(changes: Changes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
-    """Import a copy of the package with changes made in it, under a name of its own."""
-    name = "".join(character if character.isalnum() else "_" for character in name)
-    shutil.copytree(SOURCE, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "envs"))
-    for file, old, new in changes:
-        path = tmp_path / name / file
-        text = path.read_text()
-        assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times: renew the mutant"
-        path.write_text(text.replace(old, new))
-    for path in (tmp_path / name).rglob("*.py"):
-        path.write_text(path.read_text().replace("torchrl_her", name))
-    monkeypatch.syspath_prepend(tmp_path)
-    package = importlib.import_module(name)
-    for module in [m for m in sys.modules if m.split(".")[0] == name]:
-        monkeypatch.delitem(sys.modules, module)
-    return package
+Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def first_failure(
-    check: Callable[[Any], Any], package: Any, faults: tuple[type[Exception], ...] = (AssertionError,)
+    check: Callable[[], Any], faults: tuple[type[Exception], ...] = (AssertionError,)
 ) -> Exception | None:
-    """Run a check of a package until it finds a fault, and return it."""
+    """Run a check until it finds a fault, and return the fault."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a table too small for the storage is meant here
         try:
-            check(package)
+            check()
         except faults as fault:
             return fault
     return None
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Mutant:
+    """A mutant in which a function of a class or module is replaced; ``make`` gets the original one."""
+
+    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+
+    return apply
+
+
+def all_of(*mutants: Mutant) -> Mutant:
+    """Several mutants at once."""
+
+    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
+        for mutant in mutants:
+            mutant(monkeypatch)
+
+    return apply
+
+
+def future_from(low: Callable[[StrategyInput], Tensor], high: Callable[[StrategyInput], Tensor]) -> Mutant:
+    """The strategy "future" with other bounds."""
+    return replaced(Future, "select", lambda _: lambda self, given: given.start + uniform(low(given), high(given)))
+
+
+def read_as(change: Callable[[WrittenTransitions], WrittenTransitions]) -> Mutant:
+    """Written transitions are changed after they are read."""
+    return replaced(relabel, "read_transitions", lambda read: lambda *arguments: change(read(*arguments)))
+
+
+def without_seams(written: WrittenTransitions) -> WrittenTransitions:
+    """Let each transition of a write start from the outcome of the previous one."""
+    return written._replace(start=np.concatenate([written.start[:1], written.outcome[:-1]]))
+
+
+def restored_after_goals_are_set(key: Callable[[HERKeys], NestedKey]) -> Mutant:
+    """A goal entry keeps its stored value."""
+
+    def make(set_goals: Any) -> Any:
+        def mutated(self: RelabelTransform, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
+            set_goals(self, batch, goals, relabelled)
+            batch.data.set(key(self.keys), batch.stored[key(self.keys)])
+
+        return mutated
+
+    return replaced(RelabelTransform, "_set_goals", make)
+
+
+def _rewards_of_stored_goals(recompute: Any) -> Any:
+    def mutated(self: OneStepReward, batch: Batch, relabelled: Tensor) -> None:
+        keys = (self.keys.desired, self.keys.next_desired)
+        new = {key: batch.data.get(key) for key in keys}
+        for key in keys:
+            batch.data.set(key, batch.stored[key])
+        recompute(self, batch, relabelled)
+        for key in keys:
+            batch.data.set(key, new[key])
+
+    return mutated
+
+
+def _keeps_done(recompute: Any) -> Any:
+    def mutated(self: OneStepReward, batch: Batch, relabelled: Tensor) -> None:
+        recompute(self, batch, relabelled)
+        batch.data.set(self.keys.done, batch.stored[self.keys.done])
+
+    return mutated
+
+
+def _idle_at_once(waiting: Any) -> Any:
+    def mutated(self: EpisodeTracker, lanes: dict[int, Lane], patience: int) -> Iterator[Lane]:
+        return waiting(self, lanes, 0 if lanes is self._lanes else patience)
+
+    return mutated
+
+
+# Mutants of what both transforms use.
+COMMON: dict[str, Mutant] = {
+    "draws the future from t+1 on": future_from(lambda given: given.step + 1, lambda given: given.length),
+    "joins episodes across a seam": read_as(without_seams),
+    "forgets the goal under next": restored_after_goals_are_set(lambda keys: keys.next_desired),
+    "forgets the goal at the root": restored_after_goals_are_set(lambda keys: keys.desired),
+    "computes the reward before the goal is set": replaced(OneStepReward, "recompute", _rewards_of_stored_goals),
+    "forgets that a new goal ends the episode": replaced(OneStepReward, "recompute", _keeps_done),
+    "waits for an end that carries no flag": replaced(EpisodeTracker, "_waiting", lambda _: lambda *_: iter(())),
+    "takes every lane that waits for idle": replaced(EpisodeTracker, "_waiting", _idle_at_once),
+    "keeps the pieces of an episode in another order": replaced(
+        Lane, "extend", lambda extend: lambda self, kept: (extend(self, kept), self.kept.reverse())
+    ),
+    "keeps zeros of the steps of an episode": replaced(
+        Lane, "extend", lambda extend: lambda self, kept: extend(self, kept * 0)
+    ),
+}
+
+
+def ones(relabelled: Tensor) -> Tensor:
+    """As if all transitions were relabelled."""
+    return torch.ones_like(relabelled)
