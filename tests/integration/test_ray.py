@@ -118,6 +118,11 @@ def check_nothing_is_lost(stored):
     assert stored_at == [place for number in sorted(counts) for place in taken(number, counts[number])]
 
 
+def check_ids_collided(stored):
+    episodes = stored["observation"][:, :2].unique(dim=0)
+    assert len(stored["collector", "traj_ids"].unique()) < len(episodes), "no trajectory ids collided"
+
+
 def share_relabelled(buffer, batches=20):
     """Check samples, and return the share that was relabelled of those from episodes that ended."""
     rows = torch.cat([buffer.sample().reshape(-1) for _ in range(batches)])
@@ -133,7 +138,8 @@ def share_relabelled(buffer, batches=20):
 # Collectors
 
 
-def test_collectors_that_write_lose_nothing_and_get_right_goals(at_the_end):
+@pytest.mark.slow
+def test_collectors_of_several_environments_lose_nothing_and_get_right_goals(at_the_end):
     buffer = make_buffer(at_the_end, ReplayBuffer, storage=partial(LazyTensorStorage, ndim=2))
     pairs = [partial(make_pair, 0), partial(make_pair, 2)]
     for nothing in make_collector(at_the_end, pairs, replay_buffer=buffer, total_frames=600):
@@ -142,8 +148,7 @@ def test_collectors_that_write_lose_nothing_and_get_right_goals(at_the_end):
     assert len(stored) >= 600
     check(stored)
     check_nothing_is_lost(stored)
-    episodes = stored["observation"][:, :2].unique(dim=0)
-    assert len(stored["collector", "traj_ids"].unique()) < len(episodes), "no ids collided"
+    check_ids_collided(stored)
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
@@ -156,6 +161,7 @@ def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end
     stored = buffer[:]
     assert stored["observation"][:, 0].unique().tolist() == [0, 1, 2], "one of the collectors did not write"
     check_nothing_is_lost(stored)
+    check_ids_collided(stored)
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
