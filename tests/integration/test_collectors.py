@@ -5,8 +5,6 @@ with `of`, or else by one of the three tests at the end. Its words say how to bu
 extend_buffer=False`` are arguments of the collector, ``shared=True`` is an argument of the buffer.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -16,14 +14,12 @@ import os
 import re
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
@@ -56,11 +52,11 @@ class Row(NamedTuple):
     buffer: str
     result: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "-".join(self)
 
 
-def read_docs() -> list[Row]:
+def read_docs():
     """The rows of all tables; a line for two collectors is two rows."""
     page = (Path(__file__).parents[2] / "docs" / "collectors.md").read_text()
     lines = re.findall(r"^\| (?!collector )(.+) \|$", page.replace("`", ""), flags=re.MULTILINE)
@@ -69,10 +65,10 @@ def read_docs() -> list[Row]:
 
 
 DOCUMENTED = read_docs()
-SELECTED: list[Row] = []
+SELECTED = []
 
 
-def of(count: int, pattern: str):
+def of(count, pattern):
     """Parametrize a test with the rows that match a pattern and that no test before it has selected."""
     own = [row for row in DOCUMENTED if row not in SELECTED and re.search(pattern, str(row))]
     assert len(own) == count, f"docs/collectors.md has {len(own)} rows like {pattern!r}, not {count}"
@@ -90,7 +86,7 @@ def quick_start():
 
 
 @contextlib.contextmanager
-def started_by(method: str) -> Iterator[None]:
+def started_by(method):
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method(method, force=True)
     yield
@@ -129,7 +125,7 @@ STORAGES = {kind.__name__: kind for kind in (LazyTensorStorage, LazyMemmapStorag
 GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
 
 
-def read(words: str) -> tuple[list[str], dict]:
+def read(words):
     """``"by hand, [B, T], split_trajs=True"`` is ``["by hand", "[B, T]"], {"split_trajs": True}``."""
     parts = re.split(r", (?![^\[(]*[\])])", words)
     options = [part for part in parts if "=" in part and part != "replay_buffer=rb"]
@@ -137,7 +133,7 @@ def read(words: str) -> tuple[list[str], dict]:
     return [part for part in parts if part not in options], {k: ast.literal_eval(v) for k, v in values.items()}
 
 
-def make_buffer(words: str, hindsight: bool = True, capacity: int | None = None):
+def make_buffer(words, hindsight=True, capacity=None):
     """A buffer that relabels every transition that it can."""
     (kind, *storage), options = read(words)
     size = options.pop("size", SIZE)
@@ -150,7 +146,7 @@ def make_buffer(words: str, hindsight: bool = True, capacity: int | None = None)
 
 
 @contextlib.contextmanager
-def shut_down_after(*running: Collector) -> Iterator[None]:
+def shut_down_after(*running):
     """Leave no process behind, even if a test fails."""
     try:
         yield
@@ -164,7 +160,7 @@ def shut_down_after(*running: Collector) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collecting(collector: str, environments: str, **options) -> Iterator[Collector]:
+def collecting(collector, environments, **options):
     """A collector in this process, or one with two processes, each with environments of its own."""
     make, number = ENVIRONMENTS[environments]
     frames = STEPS * number * (2 if collector == "MultiSyncCollector" else 1)
@@ -176,13 +172,13 @@ def collecting(collector: str, environments: str, **options) -> Iterator[Collect
 
 
 @functools.cache
-def yielded(collector: str, environments: str, options: tuple) -> list[TensorDict]:
+def yielded(collector, environments, options):
     """The batches of a collector, shared by the rows that differ in the buffer alone."""
     with collecting(collector, environments, **dict(options)) as running:
         return [batch.clone() for batch in itertools.islice(running, BATCHES)]
 
 
-def fill(row: Row, rb) -> None:
+def fill(row, rb):
     """Collect transitions into the buffer in the way that the row describes."""
     (how, *layout), options = read(row.data)
     if how == "by hand":
@@ -196,23 +192,23 @@ def fill(row: Row, rb) -> None:
             run(running)
 
 
-def run(collector) -> None:
+def run(collector):
     """Let a collector that writes into a buffer write ``BATCHES`` times."""
     for _ in itertools.islice(collector, BATCHES):
         pass
 
 
-def until(is_true: Callable[[], bool], things: Iterable = itertools.repeat(None)) -> Iterator:
+def until(is_true, things=None):
     """Yield the things until the condition holds, for two minutes at most."""
     deadline = time.monotonic() + 120
-    for thing in things:
+    for thing in things or itertools.repeat(None):
         if is_true():
             return
         assert time.monotonic() < deadline, "not after two minutes"
         yield thing
 
 
-def run_in_the_background(running, rb) -> None:
+def run_in_the_background(running, rb):
     """Let a collector write in the background, and sample meanwhile."""
     running.start()
     for _ in until(lambda: len(rb) >= 400):
@@ -225,13 +221,13 @@ def run_in_the_background(running, rb) -> None:
 # The oracle
 
 
-def unpadded(batch: TensorDict) -> TensorDict:
+def unpadded(batch):
     """The transitions of a batch, ``[n]``."""
     rows = batch.reshape(-1)
     return rows[rows[MASK].reshape(-1)] if MASK in rows.keys(True) else rows
 
 
-def taken_with_resets(number: int, steps: int, every: int) -> list[tuple[int, int, int]]:
+def taken_with_resets(number, steps, every):
     """The first steps of an environment that a collector resets, once in its constructor and every so many steps."""
     found, episode = [], 0
     for _ in range(0, steps, every):
@@ -244,31 +240,26 @@ def taken_with_resets(number: int, steps: int, every: int) -> list[tuple[int, in
     return found[:steps]
 
 
-def ended(steps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def ended(steps):
     """The steps of episodes whose last step is among them."""
     ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
     return [place for place in steps if place[:2] in ends]
 
 
-def check_nothing_is_lost(
-    rows: TensorDict,
-    environments: int,
-    steps: int | None = None,
-    only_whole: bool = False,
-    reset_every: int | None = None,
-) -> None:
+def check_nothing_is_lost(rows, environments, steps=None, only_whole=False, reset_every=None):
     """Every environment's first ``steps`` steps are stored once; by default, all steps up to its last one."""
-    stored = defaultdict(list)
-    for place in sorted(places(rows)):
-        stored[place[0]].append(place)
-    assert list(stored) == list(range(environments))
-    for number, those in stored.items():
-        count = steps or len(those)
-        expected = taken_with_resets(number, count, reset_every) if reset_every else taken(number, count)
-        assert those == (ended(expected) if only_whole else expected)
+    stored = sorted(places(rows))
+    counts = Counter(number for number, _, _ in stored)
+    assert sorted(counts) == list(range(environments))
+    expected = []
+    for number in range(environments):
+        count = steps or counts[number]
+        those = taken_with_resets(number, count, reset_every) if reset_every else taken(number, count)
+        expected += ended(those) if only_whole else those
+    assert stored == expected
 
 
-def check_hindsight(rb, least: float = 0.6, **kwargs) -> None:
+def check_hindsight(rb, least=0.6, **kwargs):
     """No goal is wrong, and transitions of episodes that are over are relabelled: all of them, or a share of 0.8."""
     stored = rb[:]
     rows = unpadded(stored)
@@ -290,7 +281,7 @@ def check_hindsight(rb, least: float = 0.6, **kwargs) -> None:
     assert abs(batch["hindsight", "relabelled"].reshape(-1)[of_over].float().mean() - 0.8) < 0.06
 
 
-def check_buffer(rb, environments: int, **kwargs) -> None:
+def check_buffer(rb, environments, **kwargs):
     """Nothing is lost, no goal is wrong, and hindsight happens."""
     check_nothing_is_lost(unpadded(rb[:]), environments, **kwargs)
     check_hindsight(rb)

@@ -115,67 +115,59 @@ def goal_distance(td):
     return td.set("distance", (td[OUTCOME] - td["desired_goal"]).norm(dim=-1))
 
 
+def both(place):
+    """The concatenation of the goal and the observation at the root or under "next"."""
+    return torch.cat([place["desired_goal"], place["observation"]], dim=-1)
+
+
 def standardized(batch, keys, loc, scale):
     return {key: (batch[key] - loc) / scale for key in keys}
 
 
 OBSERVATIONS = ["observation", NEXT_OBSERVATION]
-# By name: what is written, what makes the transforms, and the entries by key that they make of a relabelled batch,
-# computed by hand; None for entries that are removed.
+# By name: what makes the transforms, and the entries by key that they make of a relabelled batch, computed by hand;
+# None for entries that are removed.
 AFTER = {
     "ObservationNorm": (
-        collected,
         lambda: [ObservationNorm(3.0, 2.0, in_keys=READ_BY_NETWORKS, standard_normal=True)],
         lambda batch: standardized(batch, READ_BY_NETWORKS, 3.0, 2.0),
     ),
     "VecNormV2": (
-        collected,
         lambda: [ObservationNorm(*statistics(), in_keys=OBSERVATIONS, standard_normal=True)],
         lambda batch: standardized(batch, OBSERVATIONS, *statistics()),
     ),
     "CatTensors": (
-        collected,
         lambda: [
             CatTensors(in_keys=["observation", "desired_goal"], out_key="both"),
             CatTensors(in_keys=[NEXT_OBSERVATION, NEXT_GOAL], out_key=("next", "both"), del_keys=False),
         ],
         lambda batch: {
-            "both": torch.cat([batch["desired_goal"], batch["observation"]], dim=-1),
-            ("next", "both"): torch.cat([batch[NEXT_GOAL], batch[NEXT_OBSERVATION]], dim=-1),
-            "observation": None,
-            "desired_goal": None,
+            "both": both(batch),
+            ("next", "both"): both(batch["next"]),
+            **dict.fromkeys(["observation", "desired_goal"]),
         },
     ),
     "RewardScaling": (
-        collected,
         lambda: [RewardScaling(loc=1.0, scale=0.5, in_keys=[NEXT_REWARD])],
         lambda batch: {NEXT_REWARD: batch[NEXT_REWARD] * 0.5 + 1.0},
     ),
     "ToTensorImage": (
-        with_images,
         lambda: [ToTensorImage(in_keys=GOALS)],
         lambda batch: {key: as_floats(batch[key]) for key in GOALS},
     ),
     "DoubleToFloat": (
-        in_double_precision,
         lambda: [DoubleToFloat()],
         lambda batch: {key: value.float() for key, value in batch.items(True, True) if value.dtype == torch.float64},
     ),
     "RenameTransform": (
-        collected,
         lambda: [RenameTransform(in_keys=GOALS, out_keys=["goal", ("next", "goal")])],
         lambda batch: {"goal": batch["desired_goal"], ("next", "goal"): batch[NEXT_GOAL], **dict.fromkeys(GOALS)},
     ),
     "ExcludeTransform": (
-        collected,
         lambda: [ExcludeTransform("achieved_goal", OUTCOME)],
         lambda batch: {"achieved_goal": None, OUTCOME: None},
     ),
-    "a function": (
-        collected,
-        lambda: [goal_distance],
-        lambda batch: {"distance": goal_distance(batch.copy())["distance"]},
-    ),
+    "a function": (lambda: [goal_distance], lambda batch: {"distance": goal_distance(batch.copy())["distance"]}),
 }
 
 
@@ -186,12 +178,14 @@ def image_reward(achieved, desired):
 @pytest.mark.parametrize("appended", [False, True], ids=["in a Compose", "appended"])
 @pytest.mark.parametrize("name", AFTER)
 def test_a_transform_after_it_sees_the_relabelled_transition(name, appended):
-    written, transforms, by_hand = AFTER[name]
-    make, draw = (hindsight, relabelled_sample)
-    if written is with_images:
-        make, draw = functools.partial(HERTransform, image_reward), sample
-    raw = draw(make(), written())
-    rb = buffer(make() if appended else Compose(make(), *transforms()), written())
+    transforms, by_hand = AFTER[name]
+    make, draw, data = hindsight, relabelled_sample, collected()
+    if name == "ToTensorImage":
+        make, draw, data = functools.partial(HERTransform, image_reward), sample, with_images()
+    elif name == "DoubleToFloat":
+        data = in_double_precision()
+    raw = draw(make(), data)
+    rb = buffer(make() if appended else Compose(make(), *transforms()), data)
     for transform in transforms() if appended else []:
         rb.append_transform(transform)
     torch.manual_seed(1)
@@ -289,9 +283,8 @@ def test_statistics_by_key_make_two_numbers_of_one_goal():
     """This is why VecNormV2 is not for goals in the environment."""
     norm = VecNormV2(in_keys=["achieved_goal", "desired_goal"], out_keys=["a", "d"], decay=1.0)
     TransformedEnv(tape.make_tape(), norm).rollout(FRAMES, break_when_any_done=False)
-    same = torch.ones(3)
-    goals = TensorDict({"a": same, "d": same})
-    assert (norm.denorm(goals)["achieved_goal"] != norm.denorm(goals)["desired_goal"]).any()
+    goals = norm.denorm(TensorDict({"a": torch.ones(3), "d": torch.ones(3)}))
+    assert (goals["achieved_goal"] != goals["desired_goal"]).any()
 
 
 @pytest.mark.filterwarnings("ignore:No target network updater")
@@ -327,11 +320,7 @@ COPIES = {
     "between others": lambda: collect(concatenating(["observation", "achieved_goal", "desired_goal"])),
     "alone": lambda: with_copy("target", lambda place: place["desired_goal"]),
     "in a nested entry": lambda: with_copy(("agent", "both"), lambda place: place["desired_goal"].repeat(1, 2)),
-    "in lower precision": lambda: with_copy(
-        "both",
-        lambda place: torch.cat([place["observation"], place["desired_goal"]], -1).float(),
-        in_double_precision(),
-    ),
+    "in lower precision": lambda: with_copy("both", lambda place: both(place).float(), in_double_precision()),
     "in higher precision": lambda: with_copy("both", lambda place: place["desired_goal"].double()),
     "an image among others": lambda: with_copy(
         "frames", lambda place: torch.cat([place["achieved_goal"], place["desired_goal"]], dim=1), with_images()
@@ -402,19 +391,19 @@ def test_a_goal_that_is_stored_in_a_concatenation_alone_is_refused():
 def test_an_entry_that_is_written_again_after_relabelling_holds_the_new_goal():
     got = relabelled_sample(Compose(hindsight(), *cat_again().values()), collect(concatenating()))
     for place in (got, got["next"]):
-        assert torch.equal(place["both"], torch.cat([place["desired_goal"], place["observation"]], dim=-1))
+        assert torch.equal(place["both"], both(place))
 
 
 def test_without_relabelling_a_copy_of_the_goal_is_as_right_as_the_goal():
     got = sample(hindsight(her_ratio=0.0), collect(concatenating()))
-    assert torch.equal(got["both"], torch.cat([got["desired_goal"], got["observation"]], dim=-1))
+    assert torch.equal(got["both"], both(got))
 
 
 def test_a_copy_may_be_renamed_or_left_out():
     data = with_copy("target", lambda place: place["desired_goal"])
-    both = ["target", ("next", "target")]
-    assert "target" not in relabelled_sample(Compose(hindsight(), ExcludeTransform(*both)), data)
-    got = sample(Compose(hindsight(), RenameTransform(both, ["given_goal", ("next", "given_goal")])), data)
+    keys = ["target", ("next", "target")]
+    assert "target" not in relabelled_sample(Compose(hindsight(), ExcludeTransform(*keys)), data)
+    got = sample(Compose(hindsight(), RenameTransform(keys, ["given_goal", ("next", "given_goal")])), data)
     tape.check(got)
     assert torch.equal(got["given_goal"], data["desired_goal"][got["index"]])
 
@@ -435,11 +424,10 @@ def with_goals(function):
 
 
 def ragged():
-    rows = [
-        row.clone().update({"x": torch.ones(at % 3 + 1), "next": {"x": torch.ones(1)}})
-        for at, row in enumerate(collected())
-    ]
-    return LazyStackedTensorDict.lazy_stack(rows)
+    """Transitions with an entry "x" of another shape in each row."""
+    sizes = [{"x": torch.ones(at % 3 + 1), "next": {"x": torch.ones(1)}} for at in range(FRAMES)]
+    rows = zip(collected(), sizes, strict=True)
+    return LazyStackedTensorDict.lazy_stack([row.clone().update(entries) for row, entries in rows])
 
 
 NO_COPIES = {
