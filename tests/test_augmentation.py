@@ -459,7 +459,7 @@ BAD = {
         ValueError,
         "other entries than those that were written before",
     ),
-    "text": (with_entry("text", NonTensorStack(*"abcde")), TypeError, r"takes tensors, and \['text'\] are none"),
+    "text": (with_entry("text", NonTensorStack(*"abcde")), TypeError, r"supports only tensors; \['text'\] are none"),
     "an entry more": (with_entry("more", torch.zeros(5, 1)), ValueError, "'more': None before"),
     "goals of another kind": (with_double_goals, ValueError, "float64"),
 }

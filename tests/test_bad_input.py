@@ -124,7 +124,7 @@ def test_a_nan_goal_in_double_precision_is_refused():
 
 @pytest.mark.parametrize("good_before", [1, 2])
 def test_goals_of_another_shape_than_before_are_refused_and_leave_no_trace(good_before):
-    message = r"One goal has the shape \(3,\), and goal_spec, or the first write, \(2,\)"
+    message = r"Goals have the shape \(3,\), but goal_spec or an earlier write has \(2,\)"
     bad = changed(wider, *ACHIEVED_GOALS, *DESIRED_GOALS)
     check_leaves_no_trace(bad, ValueError, message, good_before=good_before)
 
@@ -142,10 +142,10 @@ REFUSED_OPTIONS = {  # an argument with which the first write is refused
     "goal_fn that returns nothing": ("goal_fn", lambda state: None, TypeError,
         "goal_fn must return a tensor.*returned NoneType"),
     "goal_spec of another shape": ("goal_spec", Unbounded((3,)), ValueError,
-        r"One goal has the shape \(2,\), and goal_spec, or the first write, \(3,\)\. goal_spec is"),
+        r"Goals have the shape \(2,\), but goal_spec or an earlier write has \(3,\)\. goal_spec is"),
     "goal_spec of a batch of environments": ("goal_spec", Unbounded((4, 2)), ValueError,
-        r"or the first write, \(4, 2\)\. .*without the batch of environments"),
-    "goal_spec of a number": ("goal_spec", Unbounded(()), ValueError, r"or the first write, \(\)\."),
+        r"or an earlier write has \(4, 2\)\. .*without the batch of environments"),
+    "goal_spec of a number": ("goal_spec", Unbounded(()), ValueError, r"or an earlier write has \(\)\."),
     "goal_spec of integers": ("goal_spec", Unbounded((2,), dtype=torch.int64), ValueError, other_dtype("int64")),
     "goal_spec of doubles": ("goal_spec", Unbounded((2,), dtype=torch.float64), ValueError, other_dtype("float64")),
 }  # fmt: skip

@@ -29,7 +29,7 @@ from torchrl_her.relabel import RELABELLED, Batch, RelabelTransform, check_at_le
 
 # The step whose achieved goal a copy was given, int64 [batch, 1]; -1 for transitions with their own goal.
 GOAL_STEP = ("hindsight", "goal_step")
-# A lane that nothing continued for so many transitions can count as ended.
+# The transitions written meanwhile after which a waiting lane can be ended.
 PATIENCE = 10_000
 
 
@@ -237,7 +237,7 @@ class HindsightAugmentation(RelabelTransform):
         return self
 
     def _reset_after_fork(self) -> None:
-        """Leave what is held back to the process that wrote it, if this one was forked from it."""
+        """After a fork, start without the held transitions of the parent process."""
         if self._process != os.getpid():
             self._process = os.getpid()
             if self._is_shared:

@@ -14,8 +14,8 @@ from torchrl_her.keys import HERKeys, get_entry
 class CompactGoals(Transform):
     """Leaves redundant entries out of the storage, and restores them in samples.
 
-    The desired goal under ``"next"`` equals the one at the root, and the done flags at the root, those of the step
-    before, are False. List it before `HERTransform`, and before ``MultiStepTransform``:
+    The desired goal under ``"next"`` equals the one at the root, and the done flags at the root are always False. List it before
+    `HERTransform`, and before ``MultiStepTransform``:
     ``Compose(CompactGoals(), MultiStepTransform(...), HERTransform(...))``.
 
     Keyword Args:
@@ -85,8 +85,8 @@ class CompactGoals(Transform):
             flag = tensordict.get(key, None)
             if flag is not None and bool(flag.any()):
                 raise ValueError(
-                    f"CompactGoals leaves {key!r} out, and it is True in a transition of this write, which begins "
-                    "where its episode has ended. Nothing was stored: leave CompactGoals out, or reset what is done."
+                    f"CompactGoals leaves {key!r} out, and it is True in a transition of this write, a step after "
+                    "the end of an episode. Nothing was stored: leave CompactGoals out, or reset the environment."
                 )
 
     def _inv_call(self, tensordict: Any) -> TensorDictBase | None:
@@ -112,7 +112,7 @@ class CompactGoals(Transform):
         return tensordict
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the keys that are left out, so that a buffer without CompactGoals does not load the state."""
+        """Return a marker, so that loading into a buffer without CompactGoals fails."""
         return {"compact": True}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

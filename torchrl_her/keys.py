@@ -73,8 +73,8 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
         return value
     if value is not None:
         raise TypeError(
-            f"The entry {key!r} is a {type(value).__name__}, and one tensor is needed. Of a goal in several parts make "
-            "one, with CatTensors in the environment, and name it."
+            f"The entry {key!r} is a {type(value).__name__}, and one tensor is needed. Concatenate the parts of a "
+            "goal with CatTensors in the environment, and pass the key of the result."
         )
     found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
     advice = f"Name the right one with {argument}=..."
@@ -82,7 +82,7 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
         advice = f"Give {argument} without 'next', which is added"
     elif "goal" in argument and key[0] == "next" and tensordict.get(key[1:], None) is not None:
         advice = (
-            "It stands at the root alone: a collector with compact_obs=True leaves it out (use False), and so does "
+            "It exists only at the root: a collector with compact_obs=True leaves it out (use False), and so does "
             "NextObservationDelta (give it in_keys without the goals)"
         )
-    raise KeyError(f"There is no entry {key!r} in what is written. {advice}; there are {', '.join(found)}.")
+    raise KeyError(f"There is no entry {key!r} in these transitions. {advice}. Present: {', '.join(found)}.")

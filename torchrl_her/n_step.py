@@ -60,7 +60,7 @@ class NStepReward:
     Writing checks that the steps in a row continue each other, since a window takes consecutive steps of a row.
 
     Sampling asks the reward module for each outcome in a window. If one of them ends the episode, the sum stops there.
-    A window gets the done flags of its last step: ``MultiStepTransform`` leaves those of the first step, and a loss
+    A window gets the done flags of its last step: ``MultiStepTransform`` keeps those of the first step, and a loss
     would bootstrap through the end of an episode.
 
     Args:
@@ -116,7 +116,7 @@ class NStepReward:
         tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
 
     def longest(self, window: int) -> int:
-        """Return the longer of a window and the present one: the number of steps can change during training."""
+        """Return the larger of a window and the present number of steps, which can change during training."""
         return max(window, self.multi_step.n_steps)
 
     def forget_rows(self) -> None:
@@ -224,14 +224,14 @@ def check_reads_goals_alone(reward: TensorDictModuleBase, goals: set[NestedKey],
     others = [key for key in reward.in_keys if key not in goals]
     if others:
         raise ValueError(
-            f"With MultiStepTransform, the reward of each step in a window is computed from its goals, which are all "
-            f"that is kept of it, and {type(reward).__name__} reads {others} too. Pass a reward of the goals, "
+            f"With MultiStepTransform, the reward of each step in a window is computed from its goals, since nothing "
+            f"else is kept of it, and {type(reward).__name__} reads {others} too. Pass a reward of the goals, "
             "GoalReward(reward_fn), or leave MultiStepTransform out."
         )
     if has_goal_fn and not isinstance(reward, GoalReward):
         raise ValueError(
             f"With MultiStepTransform, the reward of each step in a window is computed from goals that goal_fn has "
-            f"mapped, and {type(reward).__name__} reads them as they were before: pass GoalReward(reward_fn)."
+            f"mapped, and {type(reward).__name__} reads unmapped goals: pass GoalReward(reward_fn)."
         )
 
 
@@ -264,8 +264,8 @@ def check_same_rows(rows: torch.Size, before: torch.Size) -> None:
     if rows != before:
         raise ValueError(
             f"This write has {rows.numel()} row(s), {list(rows)}, and the one before had {before.numel()}, "
-            f"{list(before)}: MultiStepTransform makes its windows along the rows, so each environment needs its own. "
-            "Extend with [environments, steps], always the same."
+            f"{list(before)}: MultiStepTransform makes its windows along the rows, so each environment needs its own "
+            "row. Extend with [environments, steps], with the same environments in every write."
         )
 
 
@@ -276,6 +276,6 @@ def check_one_lane_per_row(continues: np.ndarray) -> None:
         raise ValueError(
             f"Row {row} of this write has transitions that do not follow each other, with no done flag between them: "
             "windows of MultiStepTransform would mix episodes. Extend with [environments, steps] and ndim=2 in the "
-            "storage, not flattened, from environments that advance together, and reset them when they are done. Once "
-            "they go on elsewhere (a write was refused or lost, say), call flush() of HERTransform first."
+            "storage, not flattened, from environments that advance together, and reset them when they are done. After "
+            "a refused or lost write, call flush() of HERTransform first."
         )

@@ -63,7 +63,7 @@ class Neighbours(NamedTuple):
         return keys
 
     def check(self, replaced: set[NestedKey], keys: HERKeys) -> None:
-        """Check that no transform undoes the work of HERTransform, or the other way round.
+        """Check that no transform undoes the work of HERTransform, and that HERTransform undoes none of theirs.
 
         Args:
             replaced: the entries that relabelling replaces.
@@ -143,7 +143,7 @@ class Neighbours(NamedTuple):
         if any(isinstance(transform, Reward2GoTransform) for transform in flatten([*self.before, *self.after])):
             raise ValueError(
                 "Reward2GoTransform sums the rewards of episodes when they are written, and relabelling gives their "
-                "transitions other goals and rewards, each its own: leave it out."
+                "transitions other goals and rewards: leave it out."
             )
 
 

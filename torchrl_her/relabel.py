@@ -28,7 +28,7 @@ from torchrl_her.rewards.goal_reward import GoalReward
 RELABELLED = ("hindsight", "relabelled")
 # The entry of the stamps, int64 [*batch, 2]: episode and step. Two entries would make writing slower.
 STAMP = "hindsight_stamp"
-FIRST_ROWS = 64  # of the first write, whose rewards are compared with the reward module's
+FIRST_ROWS = 64  # rows of the first write on which the reward module is checked
 
 Self = TypeVar("Self", bound="RelabelTransform")
 
@@ -37,7 +37,7 @@ Self = TypeVar("Self", bound="RelabelTransform")
 class Batch:
     """Transitions that are being relabelled."""
 
-    data: TensorDictBase  # [*batch], without the entries of `stored`, which are set again
+    data: TensorDictBase  # [*batch], a shallow copy that the new entries are set in
     stored: dict[NestedKey, Tensor]  # the entries that relabelling replaces, as stored
 
 
@@ -53,7 +53,7 @@ class SampledBatch(Batch):
 
 
 class Rewards(Protocol):
-    """The rewards of relabelled transitions: of one step, or of several."""
+    """Recomputes the rewards of relabelled transitions: one-step or n-step rewards."""
 
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries that `recompute` replaces."""
@@ -137,7 +137,7 @@ class RelabelTransform(Transform):
         self._one_step = OneStepReward(self.reward, keys)
         self._goal_keys = (keys.desired, keys.next_desired)
         self._lock = WriteLock()
-        self._process = os.getpid()  # whose lanes are open
+        self._process = os.getpid()  # the process that owns the open lanes
         self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
         self._is_checked = False  # whether the reward module was checked on the first write
         self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
@@ -150,8 +150,8 @@ class RelabelTransform(Transform):
         Args:
             tensordict: the transitions.
             earlier_goal: a goal ``[*goal]`` of an earlier write, if there was one.
-            rewritten: entries that other transforms write or drop in every sample; None if copies of the desired goal
-                do no harm.
+            rewritten: entries that other transforms write or drop in every sample; None to skip the search for copies
+                of the desired goal.
         """
         written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goal)
         if not self._is_checked:
@@ -270,7 +270,7 @@ def warn_if_rewards_differ(computed: Tensor, stored: Tensor) -> None:
         row = int(differs.nonzero()[0])
         warnings.warn(
             f"The reward module gives {new[row]:.6g} for a transition whose stored reward is {old[row]:.6g}: "
-            "relabelled transitions would have rewards of another kind than the others. Use the environment's own, "
+            "relabelled and original rewards would be inconsistent. Use the environment's own, "
             "EnvReward(env), and scale rewards after HERTransform.",
             stacklevel=2,
         )
@@ -292,12 +292,12 @@ def check_are_sampled(stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
     """Check that the goals and the reward are in a sample."""
     if stored[keys.next_desired] is None and stored[keys.desired] is not None:
         raise KeyError(
-            f"There is no entry {keys.next_desired!r} in what is sampled. Transitions that were stored with "
-            "CompactGoals are read with it: Compose(CompactGoals(), HERTransform(...))."
+            f"The sample has no entry {keys.next_desired!r}. If the transitions were written with CompactGoals, list it "
+            "here, too: Compose(CompactGoals(), HERTransform(...))."
         )
     for key in (keys.desired, keys.reward):
         if stored[key] is None:
             raise KeyError(
-                f"There is no entry {key!r} in what is sampled, and it was written: list the transform that takes it "
-                "away after HERTransform."
+                f"The sample has no entry {key!r}, although it was written: list the transform that drops it after "
+                "HERTransform."
             )

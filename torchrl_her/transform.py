@@ -210,7 +210,7 @@ class HERTransform(RelabelTransform):
         return batch.data.set(RELABELLED, relabelled)
 
     def _rewards_for(self, tensordict: TensorDictBase) -> Rewards:
-        """Return what recomputes the rewards of sampled transitions: of one step, or of several."""
+        """Return the object that recomputes the rewards of sampled transitions: one-step or n-step rewards."""
         if tensordict.get(STEPS, None) is None:
             return self._one_step
         if self._n_step is None:
@@ -294,7 +294,7 @@ class HERTransform(RelabelTransform):
         return self
 
     def _reset_after_fork(self) -> None:
-        """Leave the open lanes of a shared buffer to the process that opened them, if this one was forked from it."""
+        """After a fork, start without the open lanes of the parent process if the buffer is shared."""
         if self._process != os.getpid():
             self._process = os.getpid()
             if self._lock.is_shared:

@@ -278,7 +278,7 @@ def test_goals_of_another_shape_are_refused_after_loading_without_goal_spec(tmp_
     saved.extend(episode(5))
     saved.dumps(tmp_path / "rb")
     resumed.loads(tmp_path / "rb")
-    with pytest.raises(ValueError, match=r"One goal has the shape \(2,\), and goal_spec, or the first write, \(1,\)"):
+    with pytest.raises(ValueError, match=r"Goals have the shape \(2,\), but goal_spec or an earlier write has \(1,\)"):
         resumed.extend(episode(3, desired=torch.tensor([-1.0, -1.0])))
     assert resumed[:]["hindsight", "relabelled"].all()
 

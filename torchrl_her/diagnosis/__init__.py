@@ -1,1 +1,1 @@
-"""What tells a user that hindsight does not work."""
+"""Warnings about configurations in which hindsight does not work."""

@@ -60,9 +60,9 @@ def warn_if_goal_is_copied(
         names = " and ".join(map(repr, places))
         warnings.warn(
             f"The entry {names} contains the desired goal (it followed {len(goals)} different ones, bit for bit) and "
-            f"would keep the original one where HERTransform replaces it. Let the networks read {keys.desired!r} "
-            "besides the observation and do not concatenate in the environment; or list transforms after HERTransform "
-            f"that write the entry anew at the root and under 'next' (CatTensors) or take it away (ExcludeTransform).",
+            f"would keep the original one: relabelling does not replace this copy. Let networks read {keys.desired!r} "
+            "besides the observation and do not concatenate in the environment. Or list transforms after the one that "
+            "relabels that rewrite the entry at the root and under 'next' (CatTensors) or drop it (ExcludeTransform).",
             stacklevel=2,
         )
     is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES

@@ -1,4 +1,4 @@
-"""The transitions of episodes that are stored when they have ended."""
+"""Transitions that are held back until their episode ends."""
 
 from __future__ import annotations
 
@@ -107,15 +107,15 @@ def check_same_entries(tensordict: TensorDictBase, before: dict[NestedKey, Any] 
     leaves = list(tensordict.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
     if other := [key for key, value in leaves if is_non_tensor(value)]:
         raise TypeError(
-            f"HindsightAugmentation holds transitions back and copies them, which takes tensors, and {other} are none: "
-            "exclude() them from what is written, or use HERTransform."
+            f"HindsightAugmentation copies the transitions that it holds back, and supports only tensors; {other} "
+            "are none: exclude() them, or use HERTransform."
         )
     entries = {key: (value.shape[1:], value.dtype) for key, value in leaves}
     if before is not None and entries != before:
         differing = [key for key in {**before, **entries} if before.get(key) != entries.get(key)]
         changes = ", ".join(f"{key!r}: {before.get(key)} before, {entries.get(key)} now" for key in differing)
         raise ValueError(
-            f"These transitions have other entries than those that were written before ({changes}), and episodes of "
-            "both are held back: write the same entries each time."
+            f"The entries differ from those of the transitions that are held back ({changes}): write the same entries "
+            "each time."
         )
     return entries

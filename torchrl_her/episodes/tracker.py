@@ -22,7 +22,7 @@ class EpisodeSteps(NamedTuple):
     """The steps of an episode that ended, grew or became idle."""
 
     episode: int
-    kept: Tensor  # [steps, ...], what the lane kept of each step from the first on: its achieved goal, or all of it
+    kept: Tensor  # [steps, ...], the per-step data from the first step on: achieved goals, or packed transitions
     before: int  # how many of the steps were handed over before
 
 
@@ -42,13 +42,13 @@ class Lane:
     trajectory: int | None  # the collector's id
     outcome: bytes = b""  # both goals under "next" in the last transition
     written: int = 0  # the tracker's count of transitions when the lane was last continued
-    kept: list[Tensor] = field(default_factory=list)  # pieces [steps, ...], what is kept of the episode's steps
+    kept: list[Tensor] = field(default_factory=list)  # pieces [steps, ...], the per-step data of the running episode
     steps: int = 0
     published: int = 0  # how many steps were handed over
 
     @property
     def key(self) -> tuple[int | None, bytes]:
-        """What a transition that continues the lane has in common with it."""
+        """The trajectory id and the last goals, which the next transition of the lane must match."""
         return self.trajectory, self.outcome
 
     def extend(self, kept: Tensor) -> None:
@@ -86,10 +86,10 @@ class EpisodeTracker:
 
     Args:
         max_episode_steps (int): the length after which an episode is ended.
-        patience (int): a lane that nothing continued for more than this many transitions is closed.
+        patience (int): the number of transitions written meanwhile after which a waiting lane is closed.
         publish_running (bool): whether the steps of an episode are handed over while it runs: when its length has
             doubled, and when its lane becomes idle. Otherwise they are handed over once, when the episode ends, and a
-            lane is closed only when it is idle as well. Default: True.
+            waiting lane is closed when it is past ``patience`` and idle. Default: True.
     """
 
     def __init__(self, max_episode_steps: int, patience: int, *, publish_running: bool = True):

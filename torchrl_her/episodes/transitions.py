@@ -148,25 +148,25 @@ def check_same_kind(name: str, at_root: Tensor, under_next: Tensor) -> None:
         )
     if at_root.dtype != under_next.dtype:
         raise ValueError(
-            f"The {name} is {at_root.dtype} at the root and {under_next.dtype} under 'next': both must be the same, so "
-            "that one step is found to follow another."
+            f"The {name} is {at_root.dtype} at the root and {under_next.dtype} under 'next': both must be the same. "
+            "Consecutive steps are matched by comparing their bytes."
         )
 
 
-def check_goals(achieved: Tensor, desired: Tensor, table: Tensor | None) -> None:
+def check_goals(achieved: Tensor, desired: Tensor, earlier: Tensor | None) -> None:
     """Check that achieved goals can replace desired ones, and that goals have the shape and dtype of earlier writes."""
     if achieved.shape != desired.shape:
         raise ValueError(
             f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
             "achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
-    if table is not None and desired.shape != table.shape:
+    if earlier is not None and desired.shape != earlier.shape:
         raise ValueError(
-            f"One goal has the shape {tuple(desired.shape)}, and goal_spec, or the first write, {tuple(table.shape)}. "
-            "goal_spec is that of one goal, without the batch of environments."
+            f"Goals have the shape {tuple(desired.shape)}, but goal_spec or an earlier write has "
+            f"{tuple(earlier.shape)}. goal_spec is the spec of one goal, without the batch of environments."
         )
-    if table is not None and desired.dtype != table.dtype:
-        raise ValueError(f"Goals are {desired.dtype}, and {table.dtype} in goal_spec, or the first write.")
+    if earlier is not None and desired.dtype != earlier.dtype:
+        raise ValueError(f"Goals are {desired.dtype}, but {earlier.dtype} in goal_spec or an earlier write.")
 
 
 def check_finite(goals: Tensor) -> None:
@@ -183,8 +183,8 @@ def check_exact(goals: Tensor, stored: Tensor) -> None:
     """Check that achieved goals ``[n, *goal]`` keep their values in the dtype of desired goals."""
     if goals.is_floating_point() and not stored.is_floating_point() and not torch.equal(stored.to(goals.dtype), goals):
         raise ValueError(
-            f"Achieved goals are {goals.dtype} and desired ones {stored.dtype}, in which those of this write would be "
-            "others. Nothing was stored: store both in one dtype, or map them with goal_fn."
+            f"Achieved goals are {goals.dtype} and desired ones {stored.dtype}: converting the achieved goals of this "
+            "write would change them. Nothing was stored: store both in one dtype, or map them with goal_fn."
         )
 
 
@@ -205,9 +205,8 @@ def check_last_steps(tensordict: TensorDictBase, keys: HERKeys, ends: np.ndarray
         lost &= ~value.reshape(len(ends), -1).any(1)
     if observed and bool(lost.any()):
         raise ValueError(
-            "After the last step of an episode, all that was observed is zeros, and the desired goal was another: what "
-            "was achieved there is lost. GymEnv(..., num_envs=n) does that: use SerialEnv or ParallelEnv. Nothing was "
-            "stored."
+            "The final observation of an episode is all zeros, although its desired goal is not: the environment "
+            "dropped it. GymEnv(..., num_envs=n) does that: use SerialEnv or ParallelEnv. Nothing was stored."
         )
 
 

@@ -49,7 +49,7 @@ class DrawnGoals(NamedTuple):
 
     goals: Tensor  # [n, copies, *goal]
     steps: Tensor  # int64 [n, copies], the steps that achieved the goals
-    left_out: Tensor | None  # bool [n, copies], copies whose goal is of another episode; None if there are none
+    left_out: Tensor | None  # bool [n, copies], copies without a valid goal; None if all are valid
 
 
 def draw_from_episodes(

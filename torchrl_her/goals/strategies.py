@@ -20,7 +20,7 @@ class StrategyInput(NamedTuple):
     step: Tensor  # [batch], the transition's step t in its episode
     start: Tensor  # [batch], the row of the table at which the episode starts; step j is at start + j
     length: Tensor  # [batch], how many steps of the episode are in the table
-    owners: Tensor  # [capacity], the episode in which the goal of each row was achieved, -1 for an empty row
+    owners: Tensor  # [rows], the episode in which the goal of each row was achieved, -1 for an empty row
     size: Tensor  # [], how many rows of the table are filled, from row 0 on
 
 
@@ -84,8 +84,8 @@ class Random(GoalStrategy):
     same_episode = False
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        # At most two thirds of the rows are empty, where a running episode was published before. So the first of 32
-        # draws that is not empty is used.
+        # Running episodes that are published again leave up to two thirds of the rows empty, so draw 32 rows and use
+        # the first that is not empty.
         rows = uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)  # [32, batch]
         hits = (choice.owners.take(rows) > 0).to(torch.uint8)
         return rows.gather(0, hits.argmax(dim=0, keepdim=True)).squeeze(0)

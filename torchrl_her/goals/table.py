@@ -58,9 +58,9 @@ class GoalTable:
         # Ids begin at a random number, so that a transition that another table stamped is not mistaken for one of this
         # table, and at a multiple of the capacity, so that they fill the rings from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
-        # The rows and the episode ids given away so far, and the id before the first.
+        # The numbers of rows and of episode ids used so far, and the id before the first one.
         self.counters = torch.tensor([0, 0, before_first], device="cpu")
-        # bool [batch] each: the transitions of the last sample that were to be relabelled, and those that were.
+        # bool [batch] each: transitions of the last sample drawn for relabelling, and those actually relabelled.
         self.last_draw = (torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
 
     @classmethod
@@ -91,12 +91,12 @@ class GoalTable:
 
     @property
     def next_episode(self) -> int:
-        """The next episode id to be given away."""
+        """The next unused episode id."""
         _, given_away, before_first = self.counters.tolist()
         return before_first + given_away + 1
 
     def open_episodes(self, count: int) -> int:
-        """Give away ``count`` consecutive new episode ids and return the first. No id is 0."""
+        """Reserve ``count`` consecutive episode ids and return the first. No id is 0."""
         first = self.next_episode
         self._reserve(1, count)
         for ring, _ in _slices(self.capacity, first, count):
@@ -148,7 +148,7 @@ class GoalTable:
     def find(self, episodes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the starts and lengths of episodes ``int64 [batch]``; arbitrary values for evicted episodes."""
         index = episodes % self.capacity
-        # The length is written last and read first: a shorter length is valid with the start of a longer episode.
+        # The length is written last and read first, so it is never longer than the episode at the start that is read.
         lengths = self.lengths.index_select(0, index)
         return self.starts.index_select(0, index), lengths
 
@@ -179,7 +179,7 @@ class GoalTable:
             setattr(self, name, getattr(self, name).to(device))
 
     def clear(self) -> None:
-        """Remove all goals. Ids and rows are not given away a second time."""
+        """Remove all goals. Ids are not reused."""
         self.owners.fill_(-1)
         self.lengths.fill_(0)
 
@@ -299,7 +299,7 @@ class EvictionWarning:
         self._writes = 0
         self._is_done = False
         self._last_draw: tuple[Tensor, Tensor] | None = None
-        self._counts = np.zeros(2)  # transitions that were to be relabelled, and those that were
+        self._counts = np.zeros(2)  # transitions drawn for relabelling, and those actually relabelled
 
     def after_write(self, last_draw: tuple[Tensor, Tensor]) -> None:
         """Read the last draw at every 16th write.
@@ -324,8 +324,8 @@ class EvictionWarning:
         warnings.warn(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
             f"the goal table: HERTransform(capacity={self.capacity}) is too small for what the storage holds. Pass the "
-            "max_size of the storage, or up to three times that where episodes have 64 steps and more; it takes at "
-            f"least {least}.",
+            "max_size of the storage, or up to three times that for episodes of 64 steps and more, and at least "
+            f"{least}.",
             stacklevel=2,
         )
 

@@ -84,7 +84,7 @@ class _Info(dict):
 
     def __missing__(self, key: str) -> np.ndarray:
         raise KeyError(
-            f"{self.asking} asks info for {key!r}, and info has {list(self) or 'nothing'}: name the stored entry with "
+            f"{self.asking} reads info[{key!r}], and info has {list(self) or 'nothing'}: name the stored entry with "
             "info_keys=[...]."
         )
 

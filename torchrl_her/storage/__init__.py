@@ -1,1 +1,1 @@
-"""A storage whose transitions are rows of one matrix."""
+"""Where transitions are stored: as rows of one matrix."""

@@ -155,15 +155,15 @@ class RowLayout:
     def _differences(self, transitions: TensorDictBase, dimensions: int, but: Set[NestedKey]) -> str:
         found = entries_of(transitions, dimensions)
         stored = {key: (column.dtype, column.shape) for key, column in self.columns.items()}
-        told = [f"{key!r} is missing" for key in stored if key not in found and key not in but]
-        told += [f"{key!r} is new" for key in found if key not in stored]
-        told += [
+        differences = [f"{key!r} is missing" for key in stored if key not in found and key not in but]
+        differences += [f"{key!r} is new" for key in found if key not in stored]
+        differences += [
             f"{key!r} is {_describe(*found[key])} and was {_describe(*entry)}"
             for key, entry in stored.items()
             if key in found and found[key] != entry
         ]
         return (
-            f"PackedStorage has rows for the entries of the first write, and these are others: {'; '.join(told)}. "
+            f"The entries differ from those of the first write: {'; '.join(differences)}. "
             "Nothing was stored: exclude() what is new and give what is missing, or make a new buffer."
         )
 
