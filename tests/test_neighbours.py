@@ -99,7 +99,7 @@ def test_a_sample_without_an_entry_that_relabelling_replaces_is_refused(key):
     rb = make_small_buffer(before=[partial(SelectTransform, *kept, "hindsight_stamp", keep_rewards=False)])
     rb.extend(transitions(count=25))
     with pytest.raises(
-        KeyError, match="The sample has no entry .* although it was written: list the transform that drops it"
+        KeyError, match=r"The sample has no entry .* although it was written: list the transform that drops it"
     ):
         rb.sample(5)
 

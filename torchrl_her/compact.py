@@ -14,8 +14,8 @@ from torchrl_her.keys import HERKeys, get_entry
 class CompactGoals(Transform):
     """Leaves redundant entries out of the storage, and restores them in samples.
 
-    The desired goal under ``"next"`` equals the one at the root, and the done flags at the root are always False. List it before
-    `HERTransform`, and before ``MultiStepTransform``:
+    The desired goal under ``"next"`` equals the one at the root, and the done flags at the root are always False. List
+    ``CompactGoals`` before `HERTransform`, and before ``MultiStepTransform``:
     ``Compose(CompactGoals(), MultiStepTransform(...), HERTransform(...))``.
 
     Keyword Args:

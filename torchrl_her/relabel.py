@@ -292,8 +292,8 @@ def check_are_sampled(stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
     """Check that the goals and the reward are in a sample."""
     if stored[keys.next_desired] is None and stored[keys.desired] is not None:
         raise KeyError(
-            f"The sample has no entry {keys.next_desired!r}. If the transitions were written with CompactGoals, list it "
-            "here, too: Compose(CompactGoals(), HERTransform(...))."
+            f"The sample has no entry {keys.next_desired!r}. If the transitions were written with CompactGoals, list "
+            "it here, too: Compose(CompactGoals(), HERTransform(...))."
         )
     for key in (keys.desired, keys.reward):
         if stored[key] is None:
