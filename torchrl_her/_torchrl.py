@@ -81,6 +81,10 @@ class CustomTensorStorage(TensorStorage):
         """Raise an error if ``data`` cannot be stored. Called before the writer moves its cursor."""
         raise NotImplementedError
 
+    def make_checkpointer(self) -> TensorStorageCheckpointer:
+        """Return the checkpointer of a buffer that is given none."""
+        return TensorStorageCheckpointer()
+
     # Private state under public names
 
     @property
@@ -120,6 +124,9 @@ class CustomTensorStorage(TensorStorage):
         return state
 
     # TorchRL's private methods
+
+    def _default_checkpointer(self) -> TensorStorageCheckpointer:
+        return self.make_checkpointer()
 
     def _init(self, data: TensorDictBase) -> None:
         self.allocate(data)

@@ -96,7 +96,7 @@ def test_a_checkpoint_of_no_tensordicts_is_refused(data, tmp_path):
     saved = ReplayBuffer(storage=LazyTensorStorage(10))
     saved.extend(data)
     saved.dumps(tmp_path)
-    with pytest.raises(TypeError, match=r"tensors in no TensorDict.*load it into a LazyTensorStorage"):
+    with pytest.raises(TypeError, match=r"tensors outside of a TensorDict.*load it into a LazyTensorStorage"):
         packed_buffer(10).loads(tmp_path)
 
 

@@ -277,7 +277,7 @@ def test_rows_are_in_the_file_that_is_named(tmp_path):
     assert len(content) % 1000 == 0
     with pytest.raises(FileExistsError, match="holds the rows of another storage"):
         PackedStorage(1000, scratch_dir=tmp_path / "new" / "rows").set(torch.arange(5), make_transitions(5))
-    with pytest.raises(ValueError, match="leave out device='meta', or scratch_dir"):
+    with pytest.raises(ValueError, match="leave out device='meta' or scratch_dir"):
         PackedStorage(10, device="meta", scratch_dir=tmp_path)
 
 

@@ -139,12 +139,18 @@ FIRST = {
     "nested text": (three(next={"text": TEXT}), r"\('next', 'text'\) is a"),
     "ragged": (RAGGED, "stores tensors of one shape each, and 'a' has several"),
     "jagged": (three(a=JAGGED), "'a' is a NestedTensor"),
-    "a tensorclass inside": (three(next={"state": STATE}), r"\('next', 'state'\) is a Transition"),
     "nothing": (three(), "a tensordict without entries"),
     "a tensor": (torch.zeros(3, 2), "stores TensorDicts, got a Tensor"),
     "a dict": ({"a": torch.zeros(3, 2)}, "stores TensorDicts, got a dict"),
     "a tensorclass": (STATE, "stores TensorDicts, got a Transition"),
 }
+
+
+def test_a_tensorclass_inside_comes_back_as_one():
+    data, rb = three(next={"state": STATE}), packed_buffer()
+    rb.extend(data)
+    assert type(rb[:]["next", "state"]) is type(rb[[1, 2]]["next", "state"]) is type(STATE)
+    assert (rb[:] == data).all()
 
 
 @pytest.mark.parametrize("first", FIRST)

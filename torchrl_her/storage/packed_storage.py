@@ -64,13 +64,16 @@ class PackedStorage(CustomTensorStorage):
         compilable: bool = False,
     ):
         super().__init__(None, max_size, device=device or "cpu", ndim=ndim, compilable=compilable)
-        self.checkpointer = PackedStorageCheckpointer()
         if scratch_dir is not None and self.device != torch.device("cpu"):
             raise ValueError(f"A memory-mapped file is on the CPU: leave out device={device!r} or scratch_dir.")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._layout: RowLayout
         self._rows: Tensor  # int64 [size, *lanes, words]
         self._lanes: int
+
+    def make_checkpointer(self) -> PackedStorageCheckpointer:
+        """Return a checkpointer that takes no disk space for rows that were not written."""
+        return PackedStorageCheckpointer()
 
     # Writing
 
