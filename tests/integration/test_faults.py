@@ -108,7 +108,7 @@ class InProcess(SPAWN.Process):
 
 
 @pytest.mark.usefixtures("frequent_switches")
-@pytest.mark.parametrize("count", [60_000, pytest.param(500_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30_000, pytest.param(500_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("start", "samplers", "strategy", "options"),
     [

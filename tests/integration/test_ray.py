@@ -152,6 +152,7 @@ def test_collectors_of_several_environments_lose_nothing_and_get_right_goals(at_
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
+@pytest.mark.slow
 def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end):
     buffer = make_buffer(at_the_end)
     kinds = [{}, {"trajs_per_batch": 4}, {"extend_buffer": False}]
@@ -165,6 +166,7 @@ def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
+@pytest.mark.slow
 def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_copies(at_the_end):
     buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
     for _ in make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=480):
@@ -178,7 +180,8 @@ def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_cop
     check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)])
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, pytest.param(PackedStorage, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
 def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
     size = 300
     # Two calls at a time: samples are taken while a collector's transitions are being written.
@@ -321,6 +324,7 @@ def ended(processes, seconds=10.0):
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc (Linux)")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_the_example_ends_and_leaves_no_process():
     with run_example("--steps", "1100") as (script, processes):
