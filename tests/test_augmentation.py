@@ -457,7 +457,7 @@ BAD = {
     "another shape": (
         with_entry("observation", torch.zeros(5, 3)),
         ValueError,
-        "other entries than those that were written before",
+        "entries differ from those of the transitions that are held back",
     ),
     "text": (with_entry("text", NonTensorStack(*"abcde")), TypeError, r"supports only tensors; \['text'\] are none"),
     "an entry more": (with_entry("more", torch.zeros(5, 1)), ValueError, "'more': None before"),
@@ -488,7 +488,7 @@ def loaded_after(steps):
 
 @pytest.mark.parametrize(
     ("spoil", "match"),
-    [(with_double_goals, "other entries"), (lambda data: data[3:].exclude("observation"), "'observation'")],
+    [(with_double_goals, "entries differ"), (lambda data: data[3:].exclude("observation"), "'observation'")],
     ids=["goals of another kind", "an entry less"],
 )
 def test_bad_writes_after_loading_lose_nothing(spoil, match):
@@ -606,3 +606,19 @@ def test_a_forked_process_leaves_the_transitions_held_back_to_its_parent(is_shar
     hindsight._process = -1  # as in a fork, which has another number
     hindsight.flush()
     assert hindsight.held_back == left
+
+
+def test_a_first_write_of_one_transition_names_a_missing_key():
+    with pytest.raises(KeyError, match="no entry 'achieved_goal'"):
+        make().extend(make_tensordict(EPISODE)[:1].exclude("achieved_goal"))
+
+
+def test_a_first_write_of_padding_alone_stores_nothing():
+    rb, data = make(mask_key="mask"), make_tensordict(EPISODE)[:1].apply(torch.zeros_like)
+    assert len(rb.extend(data.set("mask", torch.zeros(1, dtype=torch.bool)))) == 0
+
+
+def test_an_empty_nested_entry_may_come_and_go():
+    rb, data = make(), make_tensordict(EPISODE)
+    rb.extend(data[:2])
+    assert len(rb.extend(data[2:].set("more", TensorDict(batch_size=[3])))) == 25

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import Compose, MultiStepTransform, RenameTransform
+from torchrl.envs import Compose, MultiStepTransform, RenameTransform, TransformedEnv
 
 from support.factories import check_refused, make_augmentation, make_transform
 from support.refused import transitions
+from support.tape import make_tape
 from torchrl_her import CompactGoals
 
 FLAGS = ("done", "terminated", "truncated")
@@ -68,7 +69,7 @@ def test_a_sample_is_not_written_into():
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
-        (lambda: (hindsight(), CompactGoals()), "listed after HERTransform .* list it before"),
+        (lambda: (hindsight(), CompactGoals()), "listed after the transform that relabels .* list it before"),
         (lambda: (CompactGoals(desired_goal_key="goal"), hindsight()), "the same desired_goal_key and done_key"),
         (lambda: (CompactGoals(done_key=("agents", "done")), hindsight()), "the same desired_goal_key and done_key"),
         (
@@ -118,3 +119,30 @@ def test_rows_stored_with_it_are_not_sampled_without_it():
     rb = ReplayBuffer(storage=stored, transform=hindsight(), batch_size=64)
     with pytest.raises(KeyError, match="list it here, too"):
         rb.sample()
+
+
+def test_an_augmentation_refuses_a_write_before_it_holds_anything_back():
+    rb = buffer(CompactGoals(), make_augmentation())
+    hindsight = rb.transform[1]
+    rb.extend(written(10))
+    with pytest.raises(ValueError, match="goal changes"):
+        rb.extend(different_goals(written(5)))
+    assert hindsight.held_back == 10
+    assert len(rb.extend(hindsight.flush())) == 50
+
+
+@pytest.mark.parametrize("make", [hindsight, make_augmentation])
+def test_it_is_used_once_before_the_other_and_never_in_an_environment(make):
+    with pytest.raises(ValueError, match="listed after the transform that relabels"):
+        buffer(make(), CompactGoals())
+    with pytest.raises(ValueError, match="Several CompactGoals"):
+        buffer(CompactGoals(), CompactGoals(), make())
+    with pytest.raises(ValueError, match="CompactGoals is a transform of replay buffers"):
+        TransformedEnv(make_tape(), CompactGoals())
+    with pytest.raises(ValueError, match="saved with CompactGoals"):
+        make().load_state_dict(CompactGoals().state_dict())
+
+
+def test_an_empty_write_is_accepted():
+    rb = buffer(CompactGoals(), hindsight(), kind=TensorDictReplayBuffer)
+    assert len(rb.extend(written(10)[:0])) == 0

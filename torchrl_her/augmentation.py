@@ -17,6 +17,7 @@ from tensordict import (
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
@@ -44,7 +45,8 @@ class HindsightAugmentation(RelabelTransform):
 
     Write with ``rb.extend``, at least two transitions at a time, to a storage with one dimension. A write of a single
     transition cannot be told from ``rb.add``, which stores one transition: an episode that it completes waits for the
-    next larger (or empty) write. ``rb.add`` and ``rb[i] = ...`` are not supported.
+    next larger (or empty) write. ``rb.add`` and ``rb[i] = ...`` are not supported; where they look like ``rb.extend``,
+    their transitions are held back as well.
 
     Args:
         reward (TensorDictModule or Callable): the reward of a relabelled transition, as for `HERTransform`. It is
@@ -135,10 +137,10 @@ class HindsightAugmentation(RelabelTransform):
         count, is_dummy = len(tensordict), False
         rows, written = None, None
         if count:
-            is_dummy = self._goal is None and _is_dummy(tensordict, self.keys)
             rows, written = self._read_rows(tensordict)
+            is_dummy = self._goal is None and _is_dummy(tensordict, self.keys)
             if is_dummy:
-                written = written._replace(done=np.ones(1, dtype=bool))
+                written = written._replace(done=np.ones_like(written.done))
         with self._lock:
             self._reset_after_fork()
             if written is not None and len(written.done):
@@ -152,7 +154,7 @@ class HindsightAugmentation(RelabelTransform):
     def _check_neighbours(self) -> Neighbours:
         neighbours = Neighbours.of(self)
         if neighbours != self._neighbours:
-            neighbours.check_augmentation()
+            neighbours.check_augmentation(self.keys)
             self._neighbours = neighbours
         return neighbours
 
@@ -162,7 +164,9 @@ class HindsightAugmentation(RelabelTransform):
             tensordict = tensordict.contiguous()
         # Every other transform changes only samples, in which the copies are transitions like others.
         everywhere = Neighbours([], [*self._neighbours.before, *self._neighbours.after])
-        written = self._read(tensordict, self._goal, everywhere.rewritten())
+        written = self._read(tensordict, self._goal, None if self._copies is None else everywhere.rewritten())
+        if (compact := self._neighbours.compact_goals()) is not None:
+            compact.check_write(tensordict)
         if written.mask is not None:
             tensordict = tensordict[torch.from_numpy(written.mask).to(written.goals.device)]
         return tensordict, written
@@ -182,7 +186,8 @@ class HindsightAugmentation(RelabelTransform):
         So a full storage overwrites a transition and its copies together.
         """
         copies = self.n_sampled_goal
-        packed = torch.cat([episode.kept for episode in ended])  # [n, words]
+        device = ended[-1].kept.device  # loaded episodes can be on another one
+        packed = torch.cat([episode.kept.to(device) for episode in ended])  # [n, words]
         rows = self._held.unpack(packed)
         desired, outcomes = rows.get(self.keys.desired), rows.get(self.keys.next_achieved)  # [n, *state]
         outcomes = map_goals(outcomes, self.goal_fn).detach().to(desired.dtype)  # [n, *goal]
@@ -210,8 +215,8 @@ class HindsightAugmentation(RelabelTransform):
     def flush(self) -> TensorDict:
         """End the running episodes; the next write begins new ones.
 
-        Their transitions and copies are stored with the next write. To store them at once, extend the buffer with the
-        empty batch that is returned: ``rb.extend(hindsight.flush())``.
+        Their transitions and copies are stored with the next write of several transitions. To store them at once,
+        extend the buffer with the empty batch that is returned: ``rb.extend(hindsight.flush())``.
         """
         with self._lock:
             self._reset_after_fork()
@@ -262,7 +267,12 @@ class HindsightAugmentation(RelabelTransform):
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `get_extra_state`."""
+        """Load the result of `get_extra_state`.
+
+        Raises:
+            ValueError: if it has a reservoir of another size, or is that of a buffer with ``CompactGoals``.
+        """
+        check_saved_without_compact_goals(state)
         with self._lock:
             self._reset_after_fork()
             if self.reservoir is not None and state["reservoir"] is not None:

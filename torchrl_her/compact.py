@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl.envs import Transform
 
 from torchrl_her.keys import HERKeys, get_entry
+from torchrl_her.relabel import BufferTransform
 
 
-class CompactGoals(Transform):
+class CompactGoals(BufferTransform):
     """Leaves redundant entries out of the storage, and restores them in samples.
 
     The desired goal under ``"next"`` equals the one at the root, and the done flags at the root are always False. List
@@ -55,7 +55,7 @@ class CompactGoals(Transform):
         return [self._next_desired, *self._flags]
 
     def check_keys(self, keys: HERKeys) -> None:
-        """Check that HERTransform has the same keys.
+        """Check that the transform that relabels has the same keys.
 
         Raises:
             ValueError: if it does not.
@@ -63,14 +63,14 @@ class CompactGoals(Transform):
         if (self._desired, unravel_key(("next", self._flags[0]))) != (keys.desired, keys.done):
             raise ValueError(
                 f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, and "
-                f"HERTransform has {keys.desired!r} and {keys.done[1:]!r}: pass both the same desired_goal_key and "
-                "done_key."
+                f"the transform that relabels has {keys.desired!r} and {keys.done[1:]!r}: pass "
+                "both the same desired_goal_key and done_key."
             )
 
     def check_write(self, tensordict: TensorDictBase) -> None:
         """Check that the entries of transitions ``[*batch]`` that are left out are redundant.
 
-        HERTransform, which a write reaches first, calls it before it changes its own state.
+        The transform that relabels, which a write reaches first, calls it before it changes its own state.
 
         Raises:
             ValueError: if they are not.
@@ -95,7 +95,7 @@ class CompactGoals(Transform):
             return None
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
-        if tensordict.numel():
+        if tensordict.batch_size.numel():
             self.check_write(tensordict)
         return tensordict.exclude(*self.left_out)
 

@@ -83,6 +83,7 @@ class NStepReward:
         self.reward = reward
         self.keys = keys
         self.multi_step = multi_step
+        self.gamma = multi_step.gamma  # at the time of the last write
         self.may_restart = True
         self._writes_terminated = keys.terminated in reward.out_keys
         self._rows = torch.Size()  # the batch dimensions of the last write, without time
@@ -108,6 +109,7 @@ class NStepReward:
         if last is None:
             drop_waiting_steps(self.multi_step)
         self._rows, self._last, self.may_restart = rows, columns, False
+        self.gamma = self.multi_step.gamma
 
     def keep_flags(self, tensordict: TensorDictBase) -> None:
         """Copy each step's done flags to an entry that ``MultiStepTransform`` takes from a window's last step."""
@@ -154,7 +156,7 @@ class NStepReward:
         """Set the returns and done flags of relabelled windows; the others get the flags of their last step."""
         data, stored, outcomes = batch.data, batch.stored, batch.outcomes
         assert outcomes is not None, "available() comes first"
-        steps, gamma = stored[STEPS].reshape(-1, 1), self.multi_step.gamma  # [n, 1]
+        steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes)
         counts = steps_that_count(steps, ends)
         taken = counts.sum(1, keepdim=True)  # [n, 1]

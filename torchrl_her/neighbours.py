@@ -72,23 +72,16 @@ class Neighbours(NamedTuple):
         Raises:
             ValueError: if the order would give wrong rewards or goals.
         """
-        self.check_alone()
+        self.check_any(keys)
         for transform in flatten(self.after):
             if isinstance(transform, MultiStepTransform):
                 raise ValueError(
                     "MultiStepTransform is listed after HERTransform and would sum rewards of different goals: list "
                     "it before, Compose(MultiStepTransform(...), HERTransform(...))."
                 )
-            if isinstance(transform, CompactGoals):
-                raise ValueError(
-                    "CompactGoals is listed after HERTransform and would take the goal under 'next' away before "
-                    "HERTransform reads it: list it before, Compose(CompactGoals(), HERTransform(...))."
-                )
         compact = self.compact_goals()
-        left_out: set[NestedKey] = set()  # entries that samples do not have before CompactGoals restores them
-        if compact is not None:
-            compact.check_keys(keys)
-            left_out = set(compact.left_out)
+        # Samples do not have these entries before CompactGoals restores them.
+        left_out: set[NestedKey] = set() if compact is None else set(compact.left_out)
         for transform in flatten(self.before):
             if isinstance(transform, CompactGoals):
                 left_out = set()
@@ -112,13 +105,13 @@ class Neighbours(NamedTuple):
                     "HERTransform."
                 )
 
-    def check_augmentation(self) -> None:
+    def check_augmentation(self, keys: HERKeys) -> None:
         """Check that the other transforms work with HindsightAugmentation, which writes more transitions, or none.
 
         Raises:
             ValueError: if one does not.
         """
-        self.check_alone()
+        self.check_any(keys)
         for transform in flatten([*self.before, *self.after]):
             if isinstance(transform, MultiStepTransform):
                 raise ValueError(
@@ -133,8 +126,8 @@ class Neighbours(NamedTuple):
                     f"({sorted(map(str, transform.in_keys_inv))}) after it: list it after HindsightAugmentation."
                 )
 
-    def check_alone(self) -> None:
-        """Check that no other transform relabels, and that none sums rewards before they are relabelled."""
+    def check_any(self, keys: HERKeys) -> None:
+        """Check that nothing else relabels or sums rewards, and that CompactGoals is in its place."""
         if any(isinstance(transform, RelabelTransform) for transform in flatten([*self.before, *self.after])):
             raise ValueError(
                 "Two transforms would relabel the same transitions: keep one HERTransform, or one "
@@ -145,6 +138,16 @@ class Neighbours(NamedTuple):
                 "Reward2GoTransform sums the rewards of episodes when they are written, and relabelling gives their "
                 "transitions other goals and rewards: leave it out."
             )
+        if any(isinstance(transform, CompactGoals) for transform in flatten(self.after)):
+            raise ValueError(
+                "CompactGoals is listed after the transform that relabels and would drop the goal under 'next' before "
+                "it is read: list it before, Compose(CompactGoals(), HERTransform(...))."
+            )
+        compact = [transform for transform in flatten(self.before) if isinstance(transform, CompactGoals)]
+        if len(compact) > 1:
+            raise ValueError("Several CompactGoals would drop the same entries: keep one.")
+        for transform in compact:
+            transform.check_keys(keys)
 
 
 def flatten(transforms: Iterable[Transform]) -> Iterator[Transform]:

@@ -118,8 +118,23 @@ class OneStepReward:
             data.set(self.keys.done, where(relabelled, ended, stored[self.keys.done]))
 
 
-class RelabelTransform(Transform):
-    """A transform of replay buffers that relabels transitions: `HERTransform` and `HindsightAugmentation`."""
+class BufferTransform(Transform):
+    """A transform of replay buffers, which refuses to be one of an environment."""
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container, which must not be an environment."""
+        super().set_container(container)
+        if self.parent is not None:
+            self.reset_parent()
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} is a transform of replay buffers and cannot be a transform of an environment: pass it to the "
+                f"buffer, ReplayBuffer(transform={name}(...))."
+            )
+
+
+class RelabelTransform(BufferTransform):
+    """A transform that relabels transitions: `HERTransform` and `HindsightAugmentation`."""
 
     def __init__(
         self,
@@ -157,25 +172,16 @@ class RelabelTransform(Transform):
         if not self._is_checked:
             self._one_step.check(tensordict)
             self._is_checked = True
-        if self._copies is not None and rewritten is not None:
-            self._copies = warn_if_goal_is_copied(tensordict, self.keys, rewritten, self._copies)
+        copies = self._copies  # which another thread may set to None
+        if copies is not None and rewritten is not None:
+            copies = warn_if_goal_is_copied(tensordict, self.keys, rewritten, copies)
+            self._copies = None if self._copies is None else copies
         return written
 
     def _set_goals(self, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
         """Give goals ``[n, *goal]`` to the relabelled transitions, ``bool [*batch, 1]``."""
         for key in self._goal_keys:
             batch.data.set(key, where(relabelled, goals, batch.stored[key]))
-
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container, which must not be an environment."""
-        super().set_container(container)
-        if self.parent is not None:
-            self.reset_parent()
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} relabels the transitions of a replay buffer and cannot be a transform of an environment: "
-                f"pass it to the buffer, ReplayBuffer(transform={name}(...))."
-            )
 
     def clone(self: Self) -> Self:
         """Return a deep copy."""

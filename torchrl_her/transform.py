@@ -139,23 +139,25 @@ class HERTransform(RelabelTransform):
         batch, written = tensordict.batch_size, None
         if batch.numel():
             earlier_goal = None if self.table is None else self.table.goals[0]
-            written = self._read(tensordict, earlier_goal, neighbours.rewritten() if self.her_ratio else None)
+            rewritten = neighbours.rewritten() if self.her_ratio and self._copies is not None else None
+            written = self._read(tensordict, earlier_goal, rewritten)
             if (compact := neighbours.compact_goals()) is not None:
                 compact.check_write(tensordict)
-        if self._n_step is not None:
-            self._n_step.keep_flags(tensordict)
+        n_step = None if neighbours.multi_step() is None else self._n_step
+        if n_step is not None:
+            n_step.keep_flags(tensordict)
         if written is None:
             return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
-        stamps = torch.from_numpy(self._track(written, batch)).to(written.goals.device)
+        stamps = torch.from_numpy(self._track(written, batch, n_step)).to(written.goals.device)
         return tensordict.set(STAMP, stamps.view(*batch, 2))
 
-    def _track(self, written: WrittenTransitions, batch: torch.Size) -> np.ndarray:
+    def _track(self, written: WrittenTransitions, batch: torch.Size, n_step: NStepReward | None) -> np.ndarray:
         """Assign transitions ``[*batch]`` to episodes and publish goals; return their stamps, ``int64 [n, 2]``."""
         with self._lock:
             self._reset_after_fork()
-            if self._n_step is not None:
-                self._n_step.check_write(written, batch)
-                self.longest_window = self._n_step.longest(self.longest_window)
+            if n_step is not None:
+                n_step.check_write(written, batch)
+                self.longest_window = n_step.longest(self.longest_window)
             goals, table = written.goals, self.table
             if table is None:
                 table = self.table = GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
@@ -175,11 +177,11 @@ class HERTransform(RelabelTransform):
         if neighbours != self._neighbours:
             neighbours.check({*self._goal_keys, *self._one_step.replaced_keys}, self.keys)
             multi_step = neighbours.multi_step()
-            if multi_step is None:
-                self._n_step = None
-            elif self._n_step is None or self._n_step.multi_step is not multi_step:
+            if multi_step is not None:
                 check_n_step_keys(multi_step, self.keys)
-                self._n_step = NStepReward(self.reward, self.keys, self.goal_fn is not None, multi_step)
+                if self._n_step is None:
+                    self._n_step = NStepReward(self.reward, self.keys, self.goal_fn is not None, multi_step)
+                self._n_step.multi_step = multi_step  # of a copied buffer, it is another one
             self._neighbours = neighbours
         return neighbours
 

@@ -43,7 +43,7 @@ class HeldTransitions:
             TypeError: if an entry is not a tensor.
             ValueError: if transitions with other entries are held back.
         """
-        entries = check_same_entries(rows, self._entries if len(self) else None)
+        entries = check_same_entries(rows, self._entries if self.tracker.has_open_lanes or self.ended else None)
         if self.layout is None or entries != self._entries:
             self.layout, self._entries = RowLayout(rows, 1), entries
         with torch.no_grad():

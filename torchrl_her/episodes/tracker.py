@@ -203,6 +203,11 @@ class EpisodeTracker:
             yield lane
 
     @property
+    def has_open_lanes(self) -> bool:
+        """Whether an episode is running."""
+        return bool(self._lanes or self._idle)
+
+    @property
     def open_steps(self) -> int:
         """The number of steps that the open lanes keep."""
         return sum(lane.steps for lane in self._open_lanes())

@@ -207,6 +207,8 @@ def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values:
     """Set the value of each column; return whether all entries are those of the group."""
     for name, value in transitions.items():
         entry = group.entries.get(name)
+        if entry is None and is_tensor_collection(value) and value.is_empty():
+            continue
         if isinstance(entry, Column):
             if not isinstance(value, Tensor) or value.dtype != entry.dtype or value.shape[dimensions:] != entry.shape:
                 return False
