@@ -56,9 +56,9 @@ LEFT_OUT = r"compact_obs=True leaves it out \(use False\), and so does NextObser
 
 BAD_WRITES = {  # the change of a good write, the error and its message
     "no achieved goal": (without("achieved_goal"), KeyError,
-        r"no entry 'achieved_goal'.*achieved_goal_key=.*there are .*desired_goal"),
+        r"no entry 'achieved_goal'.*achieved_goal_key=.*present: .*desired_goal"),
     "no desired goal": (without("desired_goal"), KeyError,
-        r"no entry 'desired_goal'.*desired_goal_key=.*there are .*achieved_goal"),
+        r"no entry 'desired_goal'.*desired_goal_key=.*present: .*achieved_goal"),
     "no achieved goal anywhere": (without(*ACHIEVED_GOALS), KeyError, r"no entry 'achieved_goal'.*achieved_goal_key="),
     "no next achieved goal": (without(NEXT_ACHIEVED), KeyError, rf"\('next', 'achieved_goal'\).*{LEFT_OUT}"),
     "no next desired goal": (without(NEXT_DESIRED), KeyError, rf"\('next', 'desired_goal'\).*{LEFT_OUT}"),
@@ -67,7 +67,7 @@ BAD_WRITES = {  # the change of a good write, the error and its message
     "no done": (without(("next", "done")), KeyError, r"\('next', 'done'\).*done_key="),
     "a goal in parts": (IN_PARTS, TypeError, "'achieved_goal' is a TensorDict, and one tensor is needed.*CatTensors"),
     "achieved goals between the integers of desired ones": (INTEGERS_AND_HALVES, ValueError,
-        r"Achieved goals are torch\.float32 and desired ones torch\.int64.*goal_fn|Goals are torch\.int64, and"),
+        r"Achieved goals are torch\.float32 and desired ones torch\.int64.*goal_fn|Goals are torch\.int64, but"),
     "achieved goals of two shapes": (changed(wider, NEXT_ACHIEVED), ValueError,
         r"achieved goal has the shape \(10, 2\) at the root and \(10, 3\) under 'next'"),
     "desired goals of two shapes": (changed(wider, NEXT_DESIRED), ValueError,
@@ -88,7 +88,7 @@ BAD_WRITES = {  # the change of a good write, the error and its message
     "n-step transitions": (set_entry("steps_to_next_obs", torch.full((10, 1), 3)), ValueError,
         r"n-step transitions.*Compose\(MultiStepTransform\("),
     "added alone, no achieved goal": (both(without("achieved_goal"), first), KeyError,
-        r"no entry 'achieved_goal'.*achieved_goal_key=.*there are .*desired_goal"),
+        r"no entry 'achieved_goal'.*achieved_goal_key=.*present: .*desired_goal"),
     "added alone, compact observations": (both(without(NEXT_ACHIEVED, NEXT_DESIRED), first), KeyError,
         rf"\('next', 'achieved_goal'\).*{LEFT_OUT}"),
     "added alone, achieved goals unlike desired goals": (both(changed(wider, *ACHIEVED_GOALS), first), ValueError,
@@ -238,7 +238,7 @@ def test_a_vectorized_environment_that_forgets_last_steps_is_refused():
     data = VectorizedInProcess(POINT_REACH, num_envs=4).rollout(60, break_when_any_done=False)
     rb.extend(data[:, :40].reshape(-1))
     later = data[:, 40:].reshape(-1)
-    check_refused(rb, lambda: rb.extend(later), ValueError, "what was achieved there is lost.*SerialEnv")
+    check_refused(rb, lambda: rb.extend(later), ValueError, "the environment dropped it.*SerialEnv")
 
 
 LAST_STEPS = {  # the goal before the last step, other observations after it, and whether that is refused
@@ -259,7 +259,7 @@ def test_an_episode_that_ends_at_the_origin_is_refused_if_its_last_step_is_lost(
     for name, value in observed.items():
         chunk[name], chunk["next", name] = torch.ones(25, 3), torch.full((25, 3), value)
     if refused:
-        check_refused(rb, lambda: rb.extend(chunk), ValueError, "what was achieved there is lost.*SerialEnv")
+        check_refused(rb, lambda: rb.extend(chunk), ValueError, "the environment dropped it.*SerialEnv")
     else:
         rb.extend(chunk)
         assert rb[:]["hindsight", "relabelled"][-1]

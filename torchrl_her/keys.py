@@ -85,4 +85,4 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
             "It exists only at the root: a collector with compact_obs=True leaves it out (use False), and so does "
             "NextObservationDelta (give it in_keys without the goals)"
         )
-    raise KeyError(f"There is no entry {key!r} in these transitions. {advice}. Present: {', '.join(found)}.")
+    raise KeyError(f"There is no entry {key!r} in these transitions. {advice}; present: {', '.join(found)}.")

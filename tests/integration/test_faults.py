@@ -114,7 +114,7 @@ class InProcess(SPAWN.Process):
     [
         (in_thread, 2, "future", {}),
         (in_thread, 2, "random", {"prefetch": 2}),
-        (InProcess, 1, "future", {"shared": True}),
+        pytest.param(InProcess, 1, "future", {"shared": True}, marks=pytest.mark.slow),
     ],
     ids=["threads", "threads with prefetch", "processes"],
 )

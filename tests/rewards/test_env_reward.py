@@ -307,7 +307,7 @@ def test_stored_entries_are_passed_to_the_environment_as_info(env_class):
 
 INFO = {
     "a string": ("fee", TypeError, r"info_keys must be a list of keys, got the string 'fee': \['fee'\]"),
-    "an entry that is not stored": (["tax"], KeyError, r"no entry 'tax'.*info_keys=\.\.\.; there are"),
+    "an entry that is not stored": (["tax"], KeyError, r"no entry 'tax'.*info_keys=\.\.\.; present:"),
     "too few": (["fee"], KeyError, r"compute_reward of PaysForEffort reads info\['effort'\], and info has \['fee'\]"),
     "none": ([], KeyError, r"compute_reward of PaysForEffort reads info\['effort'\], and info has nothing: name"),
 }
