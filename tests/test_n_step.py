@@ -451,9 +451,10 @@ def test_an_older_checkpoint_is_continued_and_not_joined_to_later_frames_held_ba
     check_fresh_start(rb, oracle, lanes)
 
 
-def test_a_copy_of_the_buffer_goes_on_as_the_original_does():
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, Compose.clone])
+def test_a_copy_of_the_buffer_goes_on_as_the_original_does(copy_of):
     rb, oracle, lanes = half_written()
-    copied, other = make_buffer(WALK, copy.deepcopy(rb.transform)), copy.deepcopy(oracle)
+    copied, other = make_buffer(WALK, copy_of(rb.transform)), copy.deepcopy(oracle)
     writes = list(in_chunks(lanes, WALK.chunk))
     feed(copied, other, writes)
     assert other.check(copied[:]).total() > 0
