@@ -79,7 +79,8 @@ class HeldTransitions:
         """Return the transitions entry by entry, and the lanes and ended episodes that they belong to."""
         lanes = self.tracker.state_dict()
         kept = [lane.pop("kept") for lane in lanes["lanes"]] + [episode.kept for episode in self.ended]
-        rows = self.unpack(torch.cat(kept)) if kept else self.none()
+        # Loaded pieces can be on another device than those written since.
+        rows = self.unpack(torch.cat([piece.to(kept[-1].device) for piece in kept])) if kept else self.none()
         return {
             "rows": dict(rows.items(include_nested=True, leaves_only=True)) if kept else {},
             "counts": [len(piece) for piece in kept],
