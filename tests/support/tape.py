@@ -6,15 +6,18 @@ back, it can be checked by itself. The check shares no code with the package and
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from tensordict import TensorDictBase
-from torchrl.envs import GymWrapper
+from torchrl.collectors import Collector
+from torchrl.envs import EnvBase, GymWrapper
 
 from support.goals import reached, reward_of
 from support.oracle import ENTRIES, N_STEP_ENTRIES, RELABELLED, Row, as_dicts, expected_of
@@ -185,3 +188,34 @@ def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[t
         for state in range(length_of(number, episode, lengths))
     )
     return list(itertools.islice(episodes, steps))
+
+
+def collect(env: EnvBase, frames: int = 60) -> TensorDictBase:
+    """The first transitions ``[frames]`` of random actions."""
+    torch.manual_seed(0)
+    return next(iter(Collector(env, None, frames_per_batch=frames, total_frames=frames)))
+
+
+@functools.cache
+def collected(frames: int = 60, discrete: bool = False) -> TensorDictBase:
+    """The first transitions of the tape; do not write into them."""
+    return collect(make_tape(discrete=discrete), frames)
+
+
+def in_double_precision(data: TensorDictBase) -> TensorDictBase:
+    """The same transitions with float64 in place of float32."""
+    return data.apply(lambda value: value.double() if value.is_floating_point() else value)
+
+
+def with_images(data: TensorDictBase) -> TensorDictBase:
+    """The same transitions with goals that are images ``[4, 5, 3]``: each number fills a channel."""
+    data = data.clone()
+    for key in ("achieved_goal", "desired_goal"):
+        for place in (data, data["next"]):
+            place[key] = place[key].to(torch.uint8)[:, None, None, :].expand(-1, 4, 5, 3).clone()
+    return data
+
+
+def image_reward(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    """The reward ``[batch]`` of goals that are images: -1 until they are equal."""
+    return -(achieved != desired).flatten(1).any(dim=1).float()
