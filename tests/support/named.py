@@ -1,0 +1,37 @@
+"""Parts of TorchRL's replay buffers by the names that the tables of the docs give them."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torchrl.data
+
+from torchrl_her import PackedStorage
+
+
+def named(words: str) -> Callable[..., Any]:
+    """The class that a name means, with its arguments: ``"LazyTensorStorage(ndim=2)"`` takes the number of rows."""
+    name, _, arguments = words.partition("(")
+    kind = PackedStorage if name == "PackedStorage" else getattr(torchrl.data, name)
+    return partial(kind, **eval(f"dict({arguments or ')'}"))
+
+
+def on_disk(size: int) -> PackedStorage:
+    """A packed storage in a file that is deleted together with it."""
+    folder = tempfile.TemporaryDirectory()
+    storage = PackedStorage(size, scratch_dir=folder.name)
+    weakref.finalize(storage, folder.cleanup)
+    return storage
+
+
+NAMES = """
+    LazyTensorStorage, LazyTensorStorage(ndim=2), LazyTensorStorage(ndim=3), LazyMemmapStorage,
+    LazyMemmapStorage(ndim=2), PackedStorage, PackedStorage(ndim=2), PackedStorage(ndim=3),
+    ListStorage, LazyStackStorage, CompressedListStorage
+"""
+STORAGES = {name: named(name) for name in NAMES.strip().replace("\n", "").replace(" ", "").split(",")}
+STORAGES["PackedStorage(scratch_dir=...)"] = on_disk
