@@ -14,7 +14,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch._dynamo.testing import CompileCounter
-from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import CatTensors, Compose, GymWrapper, MultiStepTransform, ObservationNorm, RewardScaling
 
@@ -23,6 +22,7 @@ from support.dispatch import NoWaits, Waits
 from support.draws import LEVEL, RIGHT, distribution, draw, draws_needed, make_buffer, p_value
 from support.goals import reached, reward_of
 from support.losses import make_loss
+from support.tape import collected
 from torchrl_her import EnvReward, GoalReward, HERTransform, SparseReward
 from torchrl_her.envs import BitFlipping, PointReach
 
@@ -53,16 +53,11 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
-@functools.cache
-def collected(frames=100, discrete=False):
-    return next(iter(Collector(tape.make_tape(discrete=discrete), None, frames_per_batch=frames, total_frames=frames)))
-
-
-def buffer(transform, *data, device="cpu"):
-    storage = LazyTensorStorage(1000, device=device)
-    rb = TensorDictReplayBuffer(storage=storage, transform=transform, batch_size=64)
-    for written in data:
-        rb.extend(written)
+def buffer(transform, data=None, device="cpu", **options):
+    storage = LazyTensorStorage(1000, device=device, **options)
+    rb = TensorDictReplayBuffer(storage=storage, transform=transform, batch_size=64, **options)
+    if data is not None:
+        rb.extend(data)
     return rb
 
 
@@ -182,10 +177,7 @@ def test_some_transforms_break_the_graph_by_themselves(transform):
 @pytest.mark.parametrize("transform", [None, HERTransform(GOAL_REWARD)], ids=["no transform", "hindsight"])
 def test_a_buffer_takes_a_lock_that_does_not_compile(transform):
     """TorchRL's own, with its compilable=True and without."""
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(1000, compilable=True), transform=transform, batch_size=64, compilable=True
-    )
-    rb.extend(collected())
+    rb = buffer(transform, collected(), compilable=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="RLock"):
         torch.compile(rb.sample, fullgraph=True, backend="eager")()
 
@@ -227,7 +219,7 @@ def test_compiled_draws_have_the_same_distribution(strategy, backend):
     assert p_value(draws, distribution(strategy, lengths)) > LEVEL
 
 
-def test_her_ratio_is_the_same():
+def test_a_compiled_transform_relabels_the_same_share():
     rb = make_buffer("future", (12, 1, 2, 5), her_ratio=0.3)
     rb.transform[0].compile(fullgraph=True, backend="aot_eager")
     share = rb.sample(10_000)["hindsight", "relabelled"].float().mean()
@@ -237,14 +229,10 @@ def test_her_ratio_is_the_same():
 def test_a_table_that_is_too_small_still_warns():
     rb = buffer(HERTransform(GOAL_REWARD, capacity=30))
     rb.transform[0].compile(fullgraph=True, backend="eager")
-
-    def write_and_sample():
+    with pytest.warns(UserWarning, match="left the goal table"):  # noqa: PT031
         for written in collected(400).split(10):
             rb.extend(written)
             rb.transform(stored_rows(rb, 500))
-
-    with pytest.warns(UserWarning, match="left the goal table"):
-        write_and_sample()
 
 
 @pytest.mark.parametrize(

@@ -9,27 +9,25 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.data import (
-    CompressedListStorage,
-    LazyMemmapStorage,
-    LazyStackStorage,
     LazyTensorStorage,
-    ListStorage,
     PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from torchrl.data import Sequence as SequenceUnit
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
 from torchrl.envs import SerialEnv
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from support.factories import WAYS_TO_COPY, make_augmentation, make_buffer, make_transform
+from support.named import STORAGES
 from support.oracle import RELABELLED, Oracle
 from support.streams import Stream, extend, make_tensordict, rows_of
 from support.tape import check, make_tape, places
-from torchrl_her import EnvReward, PackedStorage
+from torchrl_her import EnvReward
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
 STREAM = Stream(
@@ -75,12 +73,12 @@ def sample_and_update(rb):
     batch, info = rb.sample(return_info=True)
     # A temporal-difference error that tells transitions and their goals apart.
     error = 0.05 + (batch["uid"] * 37 % 101) / 20 + (batch["desired_goal"].sum(-1) * 13 % 17) / 100
-    weight = info["priority_weight"]
     if isinstance(rb, TensorDictReplayBuffer):
         weight = batch["priority_weight"]
         batch["td_error"] = error.unsqueeze(-1)  # [batch, 1], as DQNLoss does
         rb.update_tensordict_priority(batch)
     else:
+        weight = info["priority_weight"]
         rb.update_priority(info["index"], error)
     return batch, info["index"], error.tolist(), weight
 
@@ -88,18 +86,16 @@ def sample_and_update(rb):
 def check_loop(rb, drawn_by=lambda uids: uids, updated=lambda batch, drawn, errors: (batch["uid"].tolist(), errors)):
     """Write, sample and update, check goals and weights, and return how many transitions were relabelled.
 
-    Args:
-        rb: for the transitions of `STREAM`.
-        drawn_by: from the uids of a batch to those whose priorities each of its rows was drawn, and weighed, by.
-        updated: from a batch, ``drawn_by`` of it and its errors to the uids and values of the new priorities.
+    By default a row is drawn, and weighed, by its own priority, and updates it: ``drawn_by`` maps the uids of a batch
+    to those by whose priorities its rows were drawn, and ``updated`` a batch, these uids and the errors to the uids and
+    values of the new priorities.
     """
     oracle, priorities = Oracle(STREAM), Priorities()
     relabelled = 0
     for lanes in STREAM:
-        rows = rows_of(lanes)
         extend(rb, lanes)
-        oracle.write(rows)
-        priorities.write([row.uid for row in rows])
+        oracle.write(rows_of(lanes))
+        priorities.write([row.uid for row in rows_of(lanes)])
         for _ in range(5):
             batch, _, errors, weights = sample_and_update(rb)
             relabelled += oracle.check(batch)
@@ -121,21 +117,11 @@ KINDS = {
     "sync=False": partial(whole, sync=False),
     "PrioritizedReplayBuffer": partial(PrioritizedReplayBuffer, **NUMBERS),
 }
-STORAGES = {
-    "ndim=2": partial(LazyTensorStorage, ndim=2),
-    "ndim=3": partial(LazyTensorStorage, ndim=3),
-    "memory-mapped": LazyMemmapStorage,
-    "packed": PackedStorage,
-    "packed, ndim=2": partial(PackedStorage, ndim=2),
-    "list": ListStorage,
-    "lazy stack": LazyStackStorage,
-    "compressed": CompressedListStorage,
-}
 BUFFERS = {
     **{name: partial(make, kind) for name, kind in KINDS.items()},
     "TensorDictReplayBuffer": lambda: make(TensorDictReplayBuffer, sampler=sampler()),
     "ReplayBuffer": lambda: make(ReplayBuffer, sampler=sampler()),
-    "ndim=2, ReplayBuffer": lambda: make(ReplayBuffer, STORAGES["ndim=2"], sampler=sampler()),
+    "ndim=2, ReplayBuffer": lambda: make(ReplayBuffer, STORAGES["LazyTensorStorage(ndim=2)"], sampler=sampler()),
     **{name: partial(make, whole, storage) for name, storage in STORAGES.items()},
 }
 
@@ -212,8 +198,6 @@ def test_the_large_priority_of_one_copy_is_not_that_of_its_siblings():
 
 
 def test_the_loop_with_a_loss_gives_priorities_under_the_goals_that_it_saw():
-    """Four environments, a collector, DQNLoss: errors, priorities and weights as in plain Python."""
-    torch.manual_seed(0)
     env = SerialEnv(4, [partial(make_tape, number, discrete=True) for number in range(4)])
     network = MLP(in_features=6, out_features=2, num_cells=[16])
     values = TensorDictModule(network, ["observation", "desired_goal"], ["action_value"])

@@ -9,9 +9,15 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from torchrl.data import Sequence as SequenceUnit
-from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from torchrl.envs import BurnInTransform, Compose, InitTracker, SerialEnv, TransformedEnv
 from torchrl.modules import MLP, GRUModule, QValueModule, set_recurrent_mode
 from torchrl.objectives import DQNLoss, SoftUpdate
@@ -19,6 +25,7 @@ from torchrl.objectives.value import TDLambdaEstimator
 
 from support.factories import make_buffer, make_transform, seeded_sample
 from support.goals import reached, reward_of
+from support.named import STORAGES
 from support.oracle import RELABELLED, Oracle, as_dicts
 from support.streams import Stream, extend, make_tensordict, rows_of, write
 from support.tape import check, make_tape
@@ -54,8 +61,7 @@ def writes(rb, oracle, write=extend):
 def filled(stream=STREAM, **options):
     """A full buffer, and the oracle for it."""
     rb, oracle = make(stream, **options), Oracle(stream)
-    for _ in writes(rb, oracle):
-        pass
+    list(writes(rb, oracle))
     return rb, oracle
 
 
@@ -90,14 +96,15 @@ def check_as_it_grows(rb, oracle, write=extend):
 
 
 SLICES = {"slice_len": LENGTH, "truncated_key": None}
-LANES = partial(LazyTensorStorage, ndim=2)  # [lanes, time]: Sequence finds episodes by their done flags alone
+LANES = STORAGES["LazyTensorStorage(ndim=2)"]  # [lanes, time]: Sequence finds episodes by their done flags alone
 SAMPLED = {
     "SliceSampler": lambda: {"sampler": SliceSampler(**SLICES)},
     "SliceSampler(num_slices=...)": lambda: {"sampler": SliceSampler(num_slices=16, truncated_key=None)},
     "SliceSampler(pad_output=True)": lambda: {"sampler": SliceSampler(**SLICES, strict_length=False, pad_output=True)},
-    "SliceSampler, ndim=2": lambda: {"sampler": SliceSampler(**SLICES), "storage": LANES},
-    "SliceSampler, ndim=3": lambda: {"sampler": SliceSampler(**SLICES), "storage": partial(LazyTensorStorage, ndim=3)},
-    "SliceSampler, memory-mapped": lambda: {"sampler": SliceSampler(**SLICES), "storage": LazyMemmapStorage},
+    **{
+        f"SliceSampler, {name}": lambda name=name: {"sampler": SliceSampler(**SLICES), "storage": STORAGES[name]}
+        for name in ("LazyTensorStorage(ndim=2)", "LazyTensorStorage(ndim=3)", "LazyMemmapStorage")
+    },
     "SliceSampler, ReplayBuffer": lambda: {"sampler": SliceSampler(slice_len=LENGTH), "kind": ReplayBuffer},
     "SliceSamplerWithoutReplacement": lambda: {"sampler": SliceSamplerWithoutReplacement(**SLICES)},
     "PrioritizedSliceSampler": lambda: {"sampler": PrioritizedSliceSampler(STREAM.size, 0.7, 0.5, **SLICES)},
