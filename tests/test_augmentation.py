@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import warnings
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,9 +25,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-import torchrl_her
-from support import augmentation_oracle
-from support.augmentation_oracle import GOAL_STEP, AugmentationOracle
+from support.augmentation_oracle import GOAL_STEP, AugmentationOracle, run
 from support.factories import WAYS_TO_COPY, assert_same, check_refused, make_augmentation, make_transform, same
 from support.goals import reward_of
 from support.oracle import RELABELLED
@@ -39,7 +35,7 @@ from torchrl_her import GoalStrategy, HindsightAugmentation, PackedStorage
 from torchrl_her.goals.reservoir import GoalReservoir
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     draw=st.randoms(use_true_random=False),
     layout=st.sampled_from(FLAT_LAYOUTS),
@@ -49,12 +45,7 @@ from torchrl_her.goals.reservoir import GoalReservoir
     flushes=st.sets(st.integers(0, 11)),
 )
 def test_however_the_data_arrives_each_episode_is_written_once_with_k_copies(draw, layout, **options):
-    stream = replace(random_stream(draw, layout), chunk=draw.randint(1, 7))
-    augmentation_oracle.run(stream, torchrl_her, **options)
-
-
-def test_goals_are_uniform_over_the_steps_that_a_strategy_allows():
-    augmentation_oracle.check_draws(torchrl_her)
+    run(random_stream(draw, layout, least_chunk=1), **options)
 
 
 # Buffers
@@ -167,34 +158,28 @@ def test_a_plain_buffer_adds_transitions_to_an_episode_that_waits():
     assert len(rb.extend(data[:0])) == 25
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_warning_says_that_nothing_is_stored_if_all_writes_are_single_transitions():
     rb, data = make(), make_tensordict(EPISODE)
     for row in (*data.split(1), *data[:4].split(1)):
         rb.extend(row)
     with pytest.warns(UserWarning, match=r"2 episodes have ended .* cannot tell such a write from rb\.add"):
         rb.extend(data[4:])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for row in data.split(1):
-            rb.extend(row)
+    for row in data.split(1):
+        rb.extend(row)  # with no further warning
 
 
 @pytest.mark.parametrize(
-    ("kind", "ndim", "write", "match"),
+    ("ndim", "change", "match"),
     [
-        ("TensorDictReplayBuffer", 2, lambda rb, data: rb.extend(data.reshape(1, 5)), r"as \[1, 5\].*HERTransform"),
-        (
-            "TensorDictReplayBuffer",
-            1,
-            lambda rb, data: rb.extend(data.set("steps_to_next_obs", torch.ones(5, 1))),
-            "n-step transitions",
-        ),
+        (2, lambda data: data.reshape(1, 5), r"as \[1, 5\].*HERTransform"),
+        (1, lambda data: data.set("steps_to_next_obs", torch.ones(5, 1)), "n-step transitions"),
     ],
     ids=["several dimensions", "n steps"],
 )
-def test_data_of_other_shapes_and_of_n_steps_is_refused(kind, ndim, write, match):
-    rb = make(KINDS[kind], partial(LazyTensorStorage, ndim=ndim))
-    check_not_written(rb, lambda: write(rb, make_tensordict(EPISODE)), match)
+def test_data_of_other_shapes_and_of_n_steps_is_refused(ndim, change, match):
+    rb = make(storage=partial(LazyTensorStorage, ndim=ndim))
+    check_refused(rb, lambda: rb.extend(change(make_tensordict(EPISODE))), ValueError, match)
 
 
 # With other transforms
@@ -457,10 +442,14 @@ BAD = {
     "another shape": (
         with_entry("observation", torch.zeros(5, 3)),
         ValueError,
-        "entries differ from those of the transitions that are held back",
+        r"entries differ from those of earlier transitions: 'observation' is torch.float32 \[3\] and was",
     ),
-    "text": (with_entry("text", NonTensorStack(*"abcde")), TypeError, r"supports only tensors; \['text'\] are none"),
-    "an entry more": (with_entry("more", torch.zeros(5, 1)), ValueError, "'more': None before"),
+    "text": (
+        with_entry("text", NonTensorStack(*"abcde")),
+        TypeError,
+        "'text' is a NonTensorStack: exclude.* and HERTransform",
+    ),
+    "an entry more": (with_entry("more", torch.zeros(5, 1)), ValueError, "'more' is new"),
     "goals of another kind": (with_double_goals, ValueError, "float64"),
 }
 
@@ -478,12 +467,17 @@ def test_bad_writes_lose_nothing(bad, flushed):
     assert len(rb.extend(data[3:])) == 25
 
 
-def loaded_after(steps):
-    """A buffer whose transform has loaded the first steps of an episode, held back."""
-    rb, twin = make(), make()
-    rb.extend(make_tensordict(EPISODE[:steps]))
-    twin.transform[0].load_state_dict(rb.transform[0].state_dict())
-    return twin
+def holding_back_three():
+    hindsight = make_augmentation()
+    hindsight.inv(make_tensordict(EPISODE[:3]))
+    return hindsight
+
+
+def loaded_with_three_held_back():
+    """A buffer whose transform has loaded the first three steps of an episode, held back."""
+    rb = make()
+    rb.transform[0].load_state_dict(holding_back_three().state_dict())
+    return rb
 
 
 @pytest.mark.parametrize(
@@ -492,7 +486,7 @@ def loaded_after(steps):
     ids=["goals of another kind", "an entry less"],
 )
 def test_bad_writes_after_loading_lose_nothing(spoil, match):
-    rb, data = loaded_after(3), make_tensordict(EPISODE)
+    rb, data = loaded_with_three_held_back(), make_tensordict(EPISODE)
     check_refused(rb, lambda: rb.extend(spoil(data)), ValueError, match)
     assert len(rb.extend(data[3:])) == 25
 
@@ -522,11 +516,10 @@ def copied_by_torch_save(rb, twin, path):
     return twin
 
 
-def copied_by_clone(rb, twin, path):
-    return make(transform=rb.transform[0].clone())
-
-
-WAYS = WAYS_TO_COPY | {"torch.save": copied_by_torch_save, "clone": copied_by_clone}
+WAYS = WAYS_TO_COPY | {
+    "torch.save": copied_by_torch_save,
+    "clone": lambda rb, twin, path: make(transform=rb.transform[0].clone()),
+}
 
 
 @pytest.mark.parametrize("strategy", ["future", "random"])
@@ -547,9 +540,7 @@ def test_held_back_transitions_survive(way, flushed, strategy, tmp_path):
             torch.manual_seed(7)
             index = buffer.extend(make_tensordict(chunk))
             batches.append(buffer.storage[index].exclude("index") if len(index) else None)
-        assert (batches[0] is None) == (batches[1] is None)
-        if batches[0] is not None:
-            assert_same(*batches)
+        assert same(*batches)
     assert same(rb.transform[0].get_extra_state()["held"], twin.transform[0].get_extra_state()["held"])
 
 
@@ -577,15 +568,9 @@ def test_loading_a_reservoir_draws_nothing():
 
 
 def test_flush_right_after_loading_writes_the_transitions_that_were_held_back():
-    rb = loaded_after(3)
+    rb = loaded_with_three_held_back()
     assert len(rb.extend(rb.transform[0].flush())) == 15
     assert len(rb.extend(rb.transform[0].flush())) == 0
-
-
-def holding_back_three():
-    hindsight = make_augmentation()
-    hindsight.inv(make_tensordict(EPISODE[:3]))
-    return hindsight
 
 
 def test_a_copy_for_another_process_leaves_the_transitions_held_back_to_this_one():

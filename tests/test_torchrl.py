@@ -61,11 +61,10 @@ def test_a_tensordict_made_without_checks_equals_one_made_with_them():
 
 def test_hooks_of_a_checkpointer_are_found():
     checkpointer = TensorStorageCheckpointer()
-    assert _torchrl.save_hooks(checkpointer) == _torchrl.load_hooks(checkpointer) == []
+    assert _torchrl.hooks_of(checkpointer) == ([], [])
     checkpointer.register_save_hook(one := lambda data, path=None: data)
     checkpointer.register_load_hook(other := lambda data: data)
-    assert _torchrl.save_hooks(checkpointer) == [one]
-    assert _torchrl.load_hooks(checkpointer) == [other]
+    assert _torchrl.hooks_of(checkpointer) == ([one], [other])
 
 
 def test_a_storage_is_checked_before_the_cursor_moves_and_counts_what_is_written():

@@ -27,10 +27,7 @@ def transforms_around(transform: Transform) -> tuple[list[Transform], list[Trans
 
 
 def drop_waiting_steps(multi_step: MultiStepTransform) -> None:
-    """Drop the last steps of each lane, which ``MultiStepTransform`` holds until their windows are complete.
-
-    It has no public method to reset it.
-    """
+    """Drop the steps that wait until their windows are complete; ``MultiStepTransform`` has no public reset."""
     multi_step._buffer = None
 
 
@@ -50,14 +47,9 @@ def make_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: tor
     return TensorDict._new_unsafe(entries, batch_size=batch_size, device=device)
 
 
-def save_hooks(checkpointer: TensorStorageCheckpointer) -> list[Any]:
-    """Return the hooks that a checkpointer calls when it saves; it has no public list of them."""
-    return checkpointer._save_hooks
-
-
-def load_hooks(checkpointer: TensorStorageCheckpointer) -> list[Any]:
-    """Return the hooks that a checkpointer calls when it loads; it has no public list of them."""
-    return checkpointer._load_hooks
+def hooks_of(checkpointer: TensorStorageCheckpointer) -> tuple[list[Any], list[Any]]:
+    """Return the hooks that a checkpointer calls when it saves and when it loads; it has no public list of them."""
+    return checkpointer._save_hooks, checkpointer._load_hooks
 
 
 class CustomTensorStorage(TensorStorage):
@@ -68,6 +60,7 @@ class CustomTensorStorage(TensorStorage):
     """
 
     shared_init = False  # read when a storage that is not allocated is sent to another process
+    checkpointer_class: type[TensorStorageCheckpointer]
     max_size: int
     device: torch.device | str
 
@@ -75,15 +68,9 @@ class CustomTensorStorage(TensorStorage):
 
     def allocate(self, data: TensorDictBase) -> None:
         """Allocate memory for transitions like ``data``, and set `entries`."""
-        raise NotImplementedError
 
     def check_write(self, data: Any) -> None:
         """Raise an error if ``data`` cannot be stored. Called before the writer moves its cursor."""
-        raise NotImplementedError
-
-    def make_checkpointer(self) -> TensorStorageCheckpointer:
-        """Return the checkpointer of a buffer that is given none."""
-        return TensorStorageCheckpointer()
 
     # Private state under public names
 
@@ -105,16 +92,14 @@ class CustomTensorStorage(TensorStorage):
     @count.setter
     def count(self, count: int) -> None:
         self._len = count
-        self.note_change()
-
-    def note_write(self, cursor: Any, data: Any) -> None:
-        """Record that ``data`` was written at ``cursor``, which may extend the storage."""
-        self._set_last_cursor(cursor)
-        self._get_new_len(data, cursor)
-
-    def note_change(self) -> None:
-        """Record that stored transitions changed, for samplers that cache what they read."""
         self._bump_mutation_revision()
+
+    def note_write(self, cursor: Any, data: Any, set_cursor: bool) -> None:
+        """Record that ``data`` was written at ``cursor``; with ``set_cursor`` the storage grows by it."""
+        if set_cursor:
+            self._set_last_cursor(cursor)
+            self._get_new_len(data, cursor)
+        self._bump_mutation_revision()  # for samplers that cache what they read
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without `entries`: each view would bring the memory of all rows."""
@@ -126,7 +111,7 @@ class CustomTensorStorage(TensorStorage):
     # TorchRL's private methods
 
     def _default_checkpointer(self) -> TensorStorageCheckpointer:
-        return self.make_checkpointer()
+        return self.checkpointer_class()
 
     def _init(self, data: TensorDictBase) -> None:
         self.allocate(data)

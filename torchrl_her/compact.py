@@ -25,7 +25,7 @@ class CompactGoals(BufferTransform):
 
     Raises:
         ValueError: when writing (nothing is stored then), if the two goals differ or a flag at the root is True; when
-            loading, if the state is that of a buffer without ``CompactGoals``.
+            loading a buffer that was saved without ``CompactGoals``.
         KeyError: when writing or sampling, if there is no desired goal.
 
     Examples:
@@ -45,35 +45,23 @@ class CompactGoals(BufferTransform):
         super().__init__()
         self._desired = unravel_key(desired_goal_key)
         self._next_desired = unravel_key(("next", desired_goal_key))
-        done = unravel_key((done_key,))
-        group = () if isinstance(done, str) else done[:-1]
-        self._flags = [done, *(unravel_key((*group, name)) for name in ("terminated", "truncated"))]
-
-    @property
-    def left_out(self) -> list[NestedKey]:
-        """The entries that are not stored."""
-        return [self._next_desired, *self._flags]
+        group = unravel_key(("next", done_key))[1:-1]  # the nesting of the flags
+        self._flags = [unravel_key(done_key), *(unravel_key((*group, name)) for name in ("terminated", "truncated"))]
+        self.left_out: list[NestedKey] = [self._next_desired, *self._flags]  # the entries that are not stored
 
     def check_keys(self, keys: HERKeys) -> None:
-        """Check that the transform that relabels has the same keys.
-
-        Raises:
-            ValueError: if it does not.
-        """
+        """Raise an error if the transform that relabels has other keys."""
         if (self._desired, unravel_key(("next", self._flags[0]))) != (keys.desired, keys.done):
             raise ValueError(
-                f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, and "
-                f"the transform that relabels has {keys.desired!r} and {keys.done[1:]!r}: pass "
-                "both the same desired_goal_key and done_key."
+                f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, and the "
+                f"transform that relabels has {keys.desired!r} and {keys.done[1:]!r}: pass both the same "
+                "desired_goal_key and done_key."
             )
 
     def check_write(self, tensordict: TensorDictBase) -> None:
-        """Check that the entries of transitions ``[*batch]`` that are left out are redundant.
+        """Raise an error if the entries of transitions ``[*batch]`` that are left out are not redundant.
 
         The transform that relabels, which a write reaches first, calls it before it changes its own state.
-
-        Raises:
-            ValueError: if they are not.
         """
         desired = get_entry(tensordict, self._desired, "desired_goal_key")
         if not torch.equal(desired, get_entry(tensordict, self._next_desired, "desired_goal_key")):
@@ -116,11 +104,7 @@ class CompactGoals(BufferTransform):
         return {"compact": True}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Check that the state is that of a ``CompactGoals``.
-
-        Raises:
-            ValueError: if it is not.
-        """
+        """Raise an error if the state is that of another transform."""
         if "compact" not in state:
             raise ValueError(
                 "The buffer was saved without CompactGoals, and this one writes other entries: leave CompactGoals out, "
@@ -129,11 +113,7 @@ class CompactGoals(BufferTransform):
 
 
 def check_saved_without_compact_goals(state: dict[str, Any]) -> None:
-    """Check that the state of another transform is not that of a CompactGoals listed in its place.
-
-    Raises:
-        ValueError: if it is.
-    """
+    """Raise an error if the state of another transform is that of a CompactGoals listed in its place."""
     if "compact" in state:
         raise ValueError(
             "The buffer was saved with CompactGoals, and this one writes other entries: make it with "

@@ -32,10 +32,7 @@ class HERKeys(NamedTuple):
         trajectory: NestedKey | None,
         mask: NestedKey | None,
     ) -> HERKeys:
-        """Make the keys from the arguments of HERTransform.
-
-        Goals are at the root and under ``"next"``, the reward and the done flags under ``"next"``.
-        """
+        """Make the keys from the arguments of HERTransform."""
         next_done = unravel_key(("next", done))
         return cls(
             achieved=unravel_key(achieved_goal),
@@ -57,17 +54,7 @@ class HERKeys(NamedTuple):
 
 
 def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
-    """Return an entry, or raise an error that lists the entries that are present.
-
-    Args:
-        tensordict: written transitions.
-        key: the key of the entry.
-        argument: the argument of HERTransform with which the user sets the key.
-
-    Raises:
-        TypeError: if the entry is not one tensor.
-        KeyError: if it is missing.
-    """
+    """Return the entry whose key is set with ``argument``, or raise an error that lists the entries present."""
     value = tensordict.get(key, None)
     if isinstance(value, Tensor):
         return value

@@ -89,7 +89,9 @@ def test_a_wrapper_that_changes_the_task_changes_the_reward(way):
 def test_discrete_goals_that_are_stored_as_one_hot_vectors_are_refused_with_the_remedy():
     env = GymEnv(BIT_FLIPPING, n_bits=3, discrete_observation=True)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=HERTransform(EnvReward(env)))
-    with pytest.raises(ValueError, match=r"has the shape \(\), and those .* \(8,\).*categorical_action_encoding=True"):
+    with pytest.raises(
+        ValueError, match=r"takes goals of the shape \(\), and those .* \(8,\).*categorical_action_encoding=True"
+    ):
         rb.extend(rollout(env, steps=10))
     assert len(rb) == 0
 
@@ -353,7 +355,7 @@ MAKE_ONE = partial(GymEnv, f"torchrl_her.envs:{POINT_REACH}")
 SEVERAL = {
     "a SerialEnv": partial(SerialEnv, 2, MAKE_ONE),
     "a ParallelEnv": partial(ParallelEnv, 2, MAKE_ONE),
-    "a batch of them": partial(VectorizedInProcess, POINT_REACH, num_envs=2),
+    "a VectorizedInProcess": partial(VectorizedInProcess, POINT_REACH, num_envs=2),
 }
 
 
@@ -367,7 +369,7 @@ def test_a_batch_of_environments_is_refused(name):
 
 
 def test_a_vectorized_environment_of_gymnasium_is_refused():
-    with pytest.raises(TypeError, match="one environment, not a batch of them: pass a function that makes one"):
+    with pytest.raises(TypeError, match="one environment, not a SyncVectorEnv: pass a function that makes one"):
         EnvReward(gymnasium.make_vec(POINT_REACH, 2))
 
 

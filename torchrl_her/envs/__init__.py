@@ -1,8 +1,8 @@
 """Goal environments for Gymnasium, registered when this module is imported.
 
 They follow Gymnasium-Robotics' goal API: observations are dictionaries with the keys ``"observation"``,
-``"achieved_goal"`` and ``"desired_goal"``, and ``compute_reward(achieved_goal, desired_goal, info)`` takes a
-batch of goals.
+``"achieved_goal"`` and ``"desired_goal"``, and ``compute_reward(achieved_goal, desired_goal, info)`` takes a batch of
+goals. ``info["is_success"]`` is 1 where the achieved goal is the desired one and 0 elsewhere, a ``np.float32``.
 
 | id | class | steps |
 |---|---|---|
@@ -11,10 +11,6 @@ batch of goals.
 
 A process that has not imported this module, a spawned worker for example, does so when the id names it:
 ``"torchrl_her.envs:torchrl_her/PointReach-v0"``.
-
-``info["is_success"]`` is 1 where the achieved goal is the desired one and 0 elsewhere, a ``np.float32`` like
-Gymnasium-Robotics'. An info reader takes it to the tensordict: the root entry at a reset, the entry under
-``"next"`` at a step.
 
 Examples:
     >>> import torchrl_her.envs

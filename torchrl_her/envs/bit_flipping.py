@@ -14,35 +14,29 @@ IMAGE_SHAPE = (1, 36, 36)  # that of Stable-Baselines3's environment
 class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
     """n bits that have to become the goal's, section 3.1 of the HER paper (arXiv:1707.01495).
 
-    Action ``i`` flips bit ``i``. The reward is 0 when all bits agree with the goal's and -1 elsewhere.
-    An episode terminates on success and is truncated after ``max_steps`` (both, when the last step succeeds).
-    Goal and start are uniform; a start that equals its goal is drawn again, so that no episode is solved
-    before it begins.
-
-    The values under ``"observation"``, ``"achieved_goal"`` (the bits) and ``"desired_goal"`` have one form:
-
-    - ``float32 [n_bits]`` of 0 and 1, in a ``Box``: networks take them as they are, which they would not
-      with the ``int8`` of a ``MultiBinary`` space;
-    - with ``image_observation``, ``uint8 [1, 36, 36]``: the first ``n_bits`` pixels, row by row, are 255
-      for a set bit, all others are 0;
-    - with ``discrete_observation``, an ``int`` in which bit i counts ``2**i``. (TorchRL's ``GymEnv`` makes
-      one-hot vectors of ``2**n_bits`` entries of it, unless given ``categorical_action_encoding=True``.)
+    Action ``i`` flips bit ``i``. The reward is 0 when all bits agree with the goal's and -1 elsewhere. An episode
+    terminates on success and is truncated after ``max_steps`` (both, when the last step succeeds). Goal and start are
+    uniform; a start that equals its goal is drawn again. The values under ``"observation"``, ``"achieved_goal"`` (both
+    are the bits) and ``"desired_goal"`` are ``float32 [n_bits]`` of 0 and 1, unless another form is chosen.
 
     Args:
-        n_bits (int): number of bits, 15 by default: enough that DQN without hindsight fails.
+        n_bits (int): number of bits. Default: 15, enough that DQN without hindsight fails.
 
     Keyword Args:
-        max_steps (int, optional): steps after which an episode is truncated, ``n_bits`` by default.
-        fixed_goal (bool): the goal is always all ones, as in Stable-Baselines3's environment. Easier: the
-            policy need not read the goal. Default: ``False``.
-        continuous (bool): actions are ``float32 [n_bits]`` in [-1, 1] and flip every bit whose entry is
-            above 0, several at once. Default: ``False``.
-        image_observation (bool): see above; at most 1296 bits. Default: ``False``.
-        discrete_observation (bool): see above; at most 62 bits. Default: ``False``.
+        max_steps (int, optional): steps after which an episode is truncated. Default: ``n_bits``.
+        fixed_goal (bool): the goal is always all ones, as in Stable-Baselines3's environment. Easier: the policy need
+            not read the goal. Default: False.
+        continuous (bool): actions are ``float32 [n_bits]`` in [-1, 1] and flip every bit whose entry is above 0,
+            several at once. Default: False.
+        image_observation (bool): bits and goals are ``uint8 [1, 36, 36]``: the first ``n_bits`` pixels, row by row, are
+            255 for a set bit, all others are 0; at most 1296 bits. Default: False.
+        discrete_observation (bool): bits and goals are an ``int`` in which bit i counts ``2**i``; at most 62 bits.
+            TorchRL's ``GymEnv`` makes one-hot vectors of ``2**n_bits`` entries of it, unless given
+            ``categorical_action_encoding=True``. Default: False.
 
     Raises:
-        ValueError: if an argument is out of its range, or for both forms of observation at once; by `step`
-            for an action that is not in the action space (continuous: not ``n_bits`` finite numbers).
+        ValueError: if an argument is out of its range, or for both forms of observation at once; by `step` for an
+            action that is not in the action space (continuous: not ``n_bits`` finite numbers).
 
     Examples:
         >>> import gymnasium, torchrl_her.envs
@@ -50,14 +44,12 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
         >>> observation, info = env.reset(seed=1)
         >>> observation["achieved_goal"], observation["desired_goal"]
         (array([0., 0., 1., 1.], dtype=float32), array([0., 1., 1., 1.], dtype=float32))
-        >>> observation, reward, terminated, truncated, info = env.step(1)
-        >>> observation["achieved_goal"]
-        array([0., 1., 1., 1.], dtype=float32)
-        >>> reward, terminated, truncated, info
-        (0.0, True, False, {'is_success': np.float32(1.0)})
+        >>> observation, *others = env.step(1)
+        >>> observation["achieved_goal"], *others
+        (array([0., 1., 1., 1.], dtype=float32), 0.0, True, False, {'is_success': np.float32(1.0)})
+        >>> env.unwrapped.compute_reward([[0, 0, 1, 1], [1, 1, 1, 1]], [1, 1, 1, 1], {})
+        array([-1.,  0.], dtype=float32)
     """
-
-    metadata = {"render_modes": []}  # noqa: RUF012
 
     def __init__(
         self,
@@ -70,9 +62,7 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
         discrete_observation: bool = False,
     ):
         if image_observation and discrete_observation:
-            raise ValueError(
-                "Observations are images or integers: set one of image_observation and discrete_observation."
-            )
+            raise ValueError("Observations are images or integers: set one of image_observation, discrete_observation.")
         if n_bits < 1:
             raise ValueError(f"n_bits must be at least 1, got {n_bits}.")
         if image_observation and n_bits > np.prod(IMAGE_SHAPE):
@@ -91,13 +81,11 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
         keys = ("observation", "achieved_goal", "desired_goal")
         self.observation_space = Dict({key: self._goal_space() for key in keys})
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Draw a goal and a start that differs from it; ``options`` are ignored."""
         super().reset(seed=seed)
         self.goal = np.ones(self.n_bits, dtype=bool) if self.fixed_goal else self._draw()
-        self.bits = self._draw()
+        self.bits = self.goal
         while np.array_equal(self.bits, self.goal):
             self.bits = self._draw()
         self.n_steps = 0
@@ -105,38 +93,30 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Flip one bit, or, with continuous actions, any number of bits."""
-        self.bits = self.bits ^ self._flips(action)
+        if self.continuous:
+            action = np.asarray(action, dtype=np.float32)
+            if action.shape != (self.n_bits,) or not np.isfinite(action).all():
+                raise ValueError(f"An action must be {self.n_bits} finite numbers in [-1, 1], got {action!r}.")
+            flipped = action > 0  # [n_bits]
+        else:
+            if not self.action_space.contains(action):
+                raise ValueError(f"An action must be an integer from 0 to {self.n_bits - 1}, got {action!r}.")
+            flipped = np.arange(self.n_bits) == action
+        self.bits = self.bits ^ flipped
         self.n_steps += 1
         success = np.array_equal(self.bits, self.goal)
         info = {"is_success": np.float32(success)}
         return self._observation(), float(success) - 1.0, success, self.n_steps >= self.max_steps, info
 
     def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return the rewards of achieved goals.
-
-        Args:
-            achieved_goal (np.ndarray): goals ``[*batch, *goal]`` in the form of the observations, where
-                ``goal`` is ``[n_bits]``, ``[1, 36, 36]`` (images) or ``[]`` (integers); or one goal.
-            desired_goal (np.ndarray): goals of the same shape, or one that broadcasts with it.
-            info: not used.
-
-        Returns:
-            np.ndarray: ``float32 [*batch]``, 0 where the goals are equal and -1 elsewhere; a NumPy scalar
-            for one goal.
-
-        Examples:
-            >>> import numpy as np
-            >>> from torchrl_her.envs import BitFlipping
-            >>> BitFlipping(2).compute_reward(np.array([[0, 1], [1, 1]]), np.array([1, 1]), {})
-            array([-1.,  0.], dtype=float32)
-        """
+        """Return 0 where goals ``[*batch, *goal]`` are equal and -1 elsewhere: ``float32 [*batch]``."""
         return self.compute_terminated(achieved_goal, desired_goal, info).astype(np.float32) - np.float32(1)
 
     def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return where goals are equal: ``bool [*batch]``, a NumPy scalar for one goal."""
-        n_dims = 3 if self.image_observation else 0 if self.discrete_observation else 1  # of one goal
+        """Return where goals ``[*batch, *goal]`` are equal: ``bool [*batch]``."""
         same = np.asarray(achieved_goal) == np.asarray(desired_goal)  # [*batch, *goal]
-        return np.all(same, axis=tuple(range(-n_dims, 0)))
+        goal_dims = 3 if self.image_observation else 0 if self.discrete_observation else 1
+        return np.all(same, axis=tuple(range(-goal_dims, 0)))
 
     def compute_truncated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
         """Return False for each goal, ``bool [*batch]``: the time limit does not depend on goals."""
@@ -145,29 +125,14 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
     def _goal_space(self) -> Space[Any]:
         if self.image_observation:
             return Box(0, 255, IMAGE_SHAPE, np.uint8)
-        if self.discrete_observation:
-            return Discrete(2**self.n_bits)
-        return Box(0.0, 1.0, (self.n_bits,), np.float32)
+        return Discrete(2**self.n_bits) if self.discrete_observation else Box(0.0, 1.0, (self.n_bits,), np.float32)
 
     def _encode(self, bits: np.ndarray) -> np.ndarray | int:
         if self.image_observation:
             pixels = np.zeros(IMAGE_SHAPE, dtype=np.uint8)
             pixels.reshape(-1)[: self.n_bits] = 255 * bits
             return pixels
-        if self.discrete_observation:
-            return sum(1 << int(i) for i in np.flatnonzero(bits))
-        return bits.astype(np.float32)
-
-    def _flips(self, action: Any) -> np.ndarray:
-        """Return which bits an action flips, ``bool [n_bits]``."""
-        if not self.continuous:
-            if not self.action_space.contains(action):
-                raise ValueError(f"An action must be an integer from 0 to {self.n_bits - 1}, got {action!r}.")
-            return np.arange(self.n_bits) == action
-        action = np.asarray(action, dtype=np.float32)
-        if action.shape != (self.n_bits,) or not np.isfinite(action).all():
-            raise ValueError(f"An action must be {self.n_bits} finite numbers in [-1, 1], got {action!r}.")
-        return action > 0
+        return sum(1 << int(i) for i in np.flatnonzero(bits)) if self.discrete_observation else bits.astype(np.float32)
 
     def _draw(self) -> np.ndarray:
         return self.np_random.integers(0, 2, self.n_bits).astype(bool)

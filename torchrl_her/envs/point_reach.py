@@ -12,14 +12,14 @@ from gymnasium.spaces import Box, Dict
 class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
     """A point mass in the square [-1, 1]² that has to reach a goal.
 
-    An action ``float32 [2]`` in [-1, 1], times 10, is the acceleration ``a`` (actions outside are clipped).
-    With ``dt = 0.05`` a step is ``v = clip(v + a * dt, -1, 1)``, then ``x = clip(x + v * dt, -1, 1)``. Start
-    and goal are uniform in the square, and the mass starts at rest.
+    An action ``float32 [2]`` in [-1, 1], times 10, is the acceleration ``a`` (actions outside are clipped). With
+    ``dt = 0.05`` a step is ``v = clip(v + a * dt, -1, 1)``, then ``x = clip(x + v * dt, -1, 1)``. Start and goal are
+    uniform in the square, and the mass starts at rest.
 
     An observation is a dictionary of ``float32`` arrays: ``"observation"`` ``[4]`` (position and velocity),
-    ``"achieved_goal"`` ``[2]`` (the position) and ``"desired_goal"`` ``[2]``. The reward is 0 within 0.05 of
-    the goal (Euclidean distance) and -1 elsewhere. Episodes never terminate: made by its id,
-    ``"torchrl_her/PointReach-v0"``, the environment is truncated after 50 steps.
+    ``"achieved_goal"`` ``[2]`` (the position) and ``"desired_goal"`` ``[2]``. The reward is 0 within 0.05 of the goal
+    (Euclidean distance) and -1 elsewhere. Episodes never terminate: made by its id, ``"torchrl_her/PointReach-v0"``,
+    the environment is truncated after 50 steps.
 
     Keyword Args:
         render_mode (str, optional): ``"rgb_array"``, with which `render` draws the square from above.
@@ -33,11 +33,13 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         >>> observation, info = env.reset(seed=0)
         >>> observation["achieved_goal"]
         array([ 0.27392337, -0.46042657], dtype=float32)
-        >>> observation, reward, terminated, truncated, info = env.step(np.ones(2, dtype=np.float32))
+        >>> observation, *others = env.step(np.ones(2, dtype=np.float32))
         >>> observation["observation"]  # v = 10 * 0.05 = 0.5 and x moves by 0.5 * 0.05
         array([ 0.29892337, -0.43542656,  0.5       ,  0.5       ], dtype=float32)
-        >>> reward, terminated, truncated, info
-        (-1.0, False, False, {'is_success': np.float32(0.0)})
+        >>> others
+        [-1.0, False, False, {'is_success': np.float32(0.0)}]
+        >>> env.unwrapped.compute_reward([[0.0, 0.0], [0.04, 0.0], [0.04, 0.04]], [0.0, 0.0], {})
+        array([ 0.,  0., -1.], dtype=float32)
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
@@ -50,17 +52,10 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
             raise ValueError(f'render_mode must be None or "rgb_array", got {render_mode!r}.')
         self.render_mode = render_mode
         self.action_space = Box(-1.0, 1.0, (2,), np.float32)
-        self.observation_space = Dict(
-            {
-                "observation": Box(-1.0, 1.0, (4,), np.float32),
-                "achieved_goal": Box(-1.0, 1.0, (2,), np.float32),
-                "desired_goal": Box(-1.0, 1.0, (2,), np.float32),
-            }
-        )
+        sizes = {"observation": 4, "achieved_goal": 2, "desired_goal": 2}
+        self.observation_space = Dict({key: Box(-1.0, 1.0, (size,), np.float32) for key, size in sizes.items()})
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Draw a start and a goal; ``options`` are ignored."""
         super().reset(seed=seed)
         self.position, self.goal = self.np_random.uniform(-1.0, 1.0, (2, 2)).astype(np.float32)
@@ -79,34 +74,15 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         reward = float(self.compute_reward(self.position, self.goal, info))
         return self._observation(), reward, False, False, info
 
-    def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
-        """Return the rewards of achieved goals.
-
-        Args:
-            achieved_goal (np.ndarray): positions ``[*batch, 2]``, or one ``[2]``.
-            desired_goal (np.ndarray): goals of the same shape, or one that broadcasts with it.
-            info: not used.
-
-        Returns:
-            np.ndarray: ``float32 [*batch]``, 0 within 0.05 of the goal and -1 elsewhere; a NumPy scalar for
-            one goal.
-
-        Examples:
-            >>> import numpy as np
-            >>> from torchrl_her.envs import PointReach
-            >>> goals = np.array([[0.0, 0.0], [0.04, 0.0], [0.04, 0.04]])
-            >>> PointReach().compute_reward(goals, np.zeros(2), {})
-            array([ 0.,  0., -1.], dtype=float32)
-        """
+    def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
+        """Return 0 where goals ``[*batch, 2]`` are at most 0.05 apart and -1 elsewhere: ``float32 [*batch]``."""
         return self._reached(achieved_goal, desired_goal).astype(np.float32) - np.float32(1)
 
-    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
-        """Return False for each goal: ``bool [*batch]``, a NumPy scalar for one goal."""
+    def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
+        """Return False for each goal, ``bool [*batch]``."""
         return np.zeros_like(self._reached(achieved_goal, desired_goal))[()]
 
-    def compute_truncated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
-        """Return False for each goal, as `compute_terminated`: the time limit does not depend on goals."""
-        return self.compute_terminated(achieved_goal, desired_goal, info)
+    compute_truncated = compute_terminated  # the time limit does not depend on goals
 
     def render(self) -> np.ndarray | None:  # type: ignore[override]
         """Return a picture ``uint8 [256, 256, 3]``: the goal's circle in green, the mass a blue dot."""
@@ -119,7 +95,7 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         picture[np.linalg.norm(pixels - self.position, axis=-1) <= 0.025] = (40, 80, 200)
         return picture
 
-    def _reached(self, achieved_goal: np.ndarray, desired_goal: np.ndarray) -> np.ndarray:
+    def _reached(self, achieved_goal: Any, desired_goal: Any) -> np.ndarray:
         distance = np.linalg.norm(np.asarray(achieved_goal) - np.asarray(desired_goal), axis=-1)  # [*batch]
         return distance <= self.threshold
 

@@ -6,27 +6,20 @@ import warnings
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor, is_non_tensor
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker
-from torchrl_her.storage.row_layout import RowLayout
+from torchrl_her.storage.row_layout import WORD, RowLayout
 
 
 class HeldTransitions:
-    """Transitions that wait for the end of their episode, each packed into a row of bytes that its lane keeps.
-
-    Attributes:
-        tracker (EpisodeTracker): the lanes, which keep rows ``int64 [steps, words]``.
-        layout (RowLayout, optional): the layout of the rows; None before the first write.
-        ended (list of EpisodeSteps): episodes that ended and are not stored yet.
-    """
+    """Transitions that wait for the end of their episode, packed into rows that the lanes of a tracker keep."""
 
     def __init__(self, tracker: EpisodeTracker):
-        self.tracker = tracker
-        self.layout: RowLayout | None = None
-        self.ended: list[EpisodeSteps] = []
-        self._entries: dict[NestedKey, Any] = {}  # the shapes and dtypes of the transitions
+        self.tracker = tracker  # its lanes keep rows, int64 [steps, words]
+        self.layout: RowLayout | None = None  # of the rows; None before the first write
+        self.ended: list[EpisodeSteps] = []  # episodes that are not stored yet
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -37,16 +30,15 @@ class HeldTransitions:
         return HeldTransitions(self.tracker.without_lanes())
 
     def pack(self, rows: TensorDictBase) -> Tensor:
-        """Return transitions ``[n]`` as rows ``int64 [n, words]``.
-
-        Raises:
-            TypeError: if an entry is not a tensor.
-            ValueError: if transitions with other entries are held back.
-        """
-        entries = check_same_entries(rows, self._entries if self.tracker.has_open_lanes or self.ended else None)
-        if self.layout is None or entries != self._entries:
-            self.layout, self._entries = RowLayout(rows, 1), entries
+        """Return transitions ``[n]``, with the same entries as those held back, as rows ``int64 [n, words]``."""
         with torch.no_grad():
+            try:
+                if self.layout is not None:
+                    return self.layout.pack(rows)
+            except ValueError:  # other entries
+                if self.tracker.has_open_lanes or self.ended:
+                    raise
+            self.layout = RowLayout(rows, 1)
             return self.layout.pack(rows)
 
     def unpack(self, packed: Tensor) -> TensorDict:
@@ -73,16 +65,16 @@ class HeldTransitions:
 
     def none(self) -> TensorDict:
         """Return a tensordict ``[0]`` with the entries of the last write."""
-        return self.unpack(torch.empty(0, 0 if self.layout is None else self.layout.words, dtype=torch.int64))
+        return self.unpack(torch.empty(0, 0 if self.layout is None else self.layout.words, dtype=WORD))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the transitions entry by entry, and the lanes and ended episodes that they belong to."""
         lanes = self.tracker.state_dict()
         kept = [lane.pop("kept") for lane in lanes["lanes"]] + [episode.kept for episode in self.ended]
         # Loaded pieces can be on another device than those written since.
-        rows = self.unpack(torch.cat([piece.to(kept[-1].device) for piece in kept])) if kept else self.none()
+        rows = self.unpack(torch.cat([piece.to(kept[-1].device) for piece in kept])) if kept else TensorDict()
         return {
-            "rows": dict(rows.items(include_nested=True, leaves_only=True)) if kept else {},
+            "rows": dict(rows.items(include_nested=True, leaves_only=True)),
             "counts": [len(piece) for piece in kept],
             "lanes": lanes,
             "ended": [episode.episode for episode in self.ended],
@@ -96,27 +88,7 @@ class HeldTransitions:
             rows = TensorDict(batch_size=[sum(state["counts"])])
             for key, value in state["rows"].items():
                 rows.set(key, value)
-            self.tracker.load_state_dict(state["lanes"] | {"lanes": lanes})  # nothing is held back any more
             pieces = iter(self.pack(rows).split(state["counts"]))
-            lanes += [lane | {"kept": next(pieces)} for lane in state["lanes"]["lanes"]]
+            lanes = [lane | {"kept": next(pieces)} for lane in state["lanes"]["lanes"]]
             self.ended = [EpisodeSteps(episode, next(pieces), 0) for episode in state["ended"]]
         self.tracker.load_state_dict(state["lanes"] | {"lanes": lanes})
-
-
-def check_same_entries(tensordict: TensorDictBase, before: dict[NestedKey, Any] | None) -> dict[NestedKey, Any]:
-    """Check that transitions have the same entries as those that are held back, and return their shapes and dtypes."""
-    leaves = list(tensordict.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
-    if other := [key for key, value in leaves if is_non_tensor(value)]:
-        raise TypeError(
-            f"HindsightAugmentation copies the transitions that it holds back, and supports only tensors; {other} "
-            "are none: exclude() them, or use HERTransform."
-        )
-    entries = {key: (value.shape[1:], value.dtype) for key, value in leaves}
-    if before is not None and entries != before:
-        differing = [key for key in {**before, **entries} if before.get(key) != entries.get(key)]
-        changes = ", ".join(f"{key!r}: {before.get(key)} before, {entries.get(key)} now" for key in differing)
-        raise ValueError(
-            f"The entries differ from those of the transitions that are held back ({changes}): write the same entries "
-            "each time."
-        )
-    return entries

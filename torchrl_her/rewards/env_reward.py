@@ -15,15 +15,15 @@ from torch import Tensor
 from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
 
 from torchrl_her.keys import get_entry
-from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward, as_tensor
+from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward
 
 
 class EnvReward(GoalReward):
     """The environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
 
     If the environment has ``compute_terminated``, it recomputes ``("next", "terminated")``. Both functions are called
-    once per batch, with NumPy arrays. The first call tests them with a reached goal and other goals; a function that is
-    not batched is called row by row, with a warning.
+    once per batch, with NumPy arrays. The first call tests whether they are batched; a function that is not is called
+    row by row, with a warning.
 
     Args:
         env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either. The outermost Gymnasium
@@ -46,13 +46,7 @@ class EnvReward(GoalReward):
         [('next', 'achieved_goal'), 'desired_goal']
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        info_keys: Sequence[NestedKey] = (),
-        terminated_fn: GoalFunction | None = None,
-    ):
+    def __init__(self, env: Any, *, info_keys: Sequence[NestedKey] = (), terminated_fn: GoalFunction | None = None):
         env = _goal_environment(env)
         if terminated_fn is None and _find(env, "compute_terminated") is not None:
             terminated_fn = _EnvFunction(env, "compute_terminated")
@@ -61,30 +55,28 @@ class EnvReward(GoalReward):
         self.info_keys = tuple(unravel_key(key) for key in info_keys)
         super().__init__(_EnvFunction(env, "compute_reward"), terminated_fn=terminated_fn)
 
-    def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:  # noqa: D102
+    def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Any]:  # noqa: D102
         info = {}
         for key in self.info_keys:
             value = get_entry(tensordict, key, "info_keys")
             name = key if isinstance(key, str) else key[-1]
             info[name] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
         return [
-            function(achieved, desired, info)
-            if isinstance(function, _EnvFunction)
-            else as_tensor(function(achieved, desired))
+            function(achieved, desired, info) if isinstance(function, _EnvFunction) else function(achieved, desired)
             for function in self.functions
         ]
 
 
 class _Info(dict):
-    """The ``info`` argument. Its KeyError says how to add the missing entry."""
+    """The ``info`` argument of a function. Its KeyError says how to add the missing entry."""
 
-    def __init__(self, values: dict[str, np.ndarray], asking: str):
+    def __init__(self, values: dict[str, np.ndarray], function: str):
         super().__init__(values)
-        self.asking = asking
+        self.function = function
 
     def __missing__(self, key: str) -> np.ndarray:
         raise KeyError(
-            f"{self.asking} reads info[{key!r}], and info has {list(self) or 'nothing'}: name the stored entry with "
+            f"{self.function} reads info[{key!r}], and info has {list(self) or 'nothing'}: name the stored entry with "
             "info_keys=[...]."
         )
 
@@ -93,9 +85,8 @@ class _EnvFunction:
     """A function of a goal environment that takes and returns tensors, called with batches or row by row."""
 
     def __init__(self, env: Any, name: str):
-        self.name = name
         self.function = _find(env, name)
-        self.env_name = _name_of(env)
+        self.name = f"{name} of {_name_of(env)}"
         self.observation_space = getattr(env, "observation_space", None)
         self.batched: bool | None = None  # unknown before the first call
 
@@ -109,7 +100,7 @@ class _EnvFunction:
         return torch.as_tensor(values).to(achieved.device)
 
     def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
-        return np.asarray(self.function(achieved, desired, _Info(info, f"{self.name} of {self.env_name}")))
+        return np.asarray(self.function(achieved, desired, _Info(info, self.name)))
 
     def _rows(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
         rows = range(len(achieved))
@@ -117,7 +108,7 @@ class _EnvFunction:
         return np.array([self._batch(achieved[row], desired[row], infos[row]).item() for row in rows])
 
     def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
-        """Call the function with a batch of one reached goal and eight others, and compare it with calls row by row."""
+        """Compare the function of a batch, one reached goal and eight others, with its calls row by row."""
         reached = achieved[0].astype(desired.dtype)
         others = self._other_goals(reached)
         probe = (np.stack([reached] * 9), np.stack([reached, *others]))
@@ -130,9 +121,9 @@ class _EnvFunction:
         if values.shape in ((), (9,), (9, 1)) and np.allclose(values.reshape(-1), expected):
             return True
         warnings.warn(
-            f"{self.name} of {self.env_name} does not take a batch of goals and is called row by row "
-            "at every sample, which is slow. Pass a batched function of your own: GoalReward(reward_fn) in "
-            "place of EnvReward, or terminated_fn=... for the end of episodes.",
+            f"{self.name} does not take a batch of goals and is called row by row at every sample, which is slow. Pass "
+            "a batched function of your own: GoalReward(reward_fn) in place of EnvReward, or terminated_fn=... for the "
+            "end of episodes.",
             stacklevel=2,
         )
         return False
@@ -148,9 +139,9 @@ class _EnvFunction:
         goals = [np.asarray(space.sample(), dtype=reached.dtype) for _ in range(8)]
         if goals[0].size != reached.size:
             raise ValueError(
-                f"A goal of {self.env_name} has the shape {goals[0].shape}, and those that are stored "
-                f"{reached.shape}: its {self.name} cannot take them. Of discrete goals, GymEnv makes one-hot vectors, "
-                "unless it is given categorical_action_encoding=True."
+                f"{self.name} takes goals of the shape {goals[0].shape}, and those that are stored have the shape "
+                f"{reached.shape}. GymEnv makes one-hot vectors of discrete goals, unless it is given "
+                "categorical_action_encoding=True."
             )
         return [goal.reshape(reached.shape) for goal in goals]
 
@@ -161,14 +152,11 @@ def _goal_environment(env: Any) -> Any:
         env = env()
     while isinstance(env, TransformedEnv):
         env = env.base_env
-    if isinstance(env, (SerialEnv, ParallelEnv)):
+    is_batch = isinstance(env, (SerialEnv, ParallelEnv)) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1)
+    if is_batch or isinstance(getattr(env, "unwrapped", env), gymnasium.vector.VectorEnv):
         raise TypeError(
-            f"EnvReward needs one environment, not a {type(env).__name__}: pass a function that makes one of "
-            "its environments."
+            f"EnvReward needs one environment, not a {type(env).__name__}: pass a function that makes one environment."
         )
-    base = getattr(env, "unwrapped", env)
-    if isinstance(base, gymnasium.vector.VectorEnv) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1):
-        raise TypeError("EnvReward needs one environment, not a batch of them: pass a function that makes one.")
     if _find(env, "compute_reward") is None:
         raise TypeError(
             f"EnvReward needs a goal environment, with compute_reward(achieved_goal, desired_goal, info); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -20,19 +21,17 @@ GoalFunction = Callable[[Tensor, Tensor], Tensor]
 class GoalReward(TensorDictModuleBase):
     """The reward as a function of the achieved and the desired goal.
 
-    It reads ``("next", achieved_goal)`` and ``desired_goal``, and writes ``("next", "reward")``. With
-    ``terminated_fn`` it also writes ``("next", "terminated")``. `HERTransform` wraps a callable in a ``GoalReward`` and
-    sets the keys.
+    It reads ``("next", achieved_goal)`` and ``desired_goal``, and writes ``("next", "reward")`` and, with
+    ``terminated_fn``, ``("next", "terminated")``. `HERTransform` wraps a callable in it and sets the keys.
 
     Args:
-        reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals ``[batch, *goal]`` to
-            rewards ``[batch]`` or ``[batch, 1]``. Several batch dimensions are flattened to one. It must not modify
-            its arguments.
+        reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals ``[batch, *goal]`` to rewards
+            ``[batch]`` or ``[batch, 1]``, without modifying them. Several batch dimensions are flattened to one.
 
     Keyword Args:
-        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same goals to bools: whether the
-            achieved goal ends the episode. For environments that terminate on success. By default, ``terminated``
-            keeps its stored value.
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same goals to bools: whether the achieved
+            goal ends the episode. For environments that terminate on success. By default, ``terminated`` keeps its
+            stored value.
 
     Raises:
         TypeError: if a function cannot be called with two arguments.
@@ -94,7 +93,10 @@ class GoalReward(TensorDictModuleBase):
             achieved = self.goal_fn(achieved)  # [batch, *goal]
         count = desired.shape[0]
         for key, values in zip(self.out_keys, self.evaluate(achieved, desired, tensordict), strict=True):
-            if values.shape != (count,) and values.shape != (count, 1):
+            if values is None:
+                raise TypeError(f"The function for {key!r} returned None: it must return one value per row.")
+            values = torch.as_tensor(values)
+            if values.shape not in ((count,), (count, 1)):
                 raise ValueError(
                     f"The function for {key!r} returned the shape {tuple(values.shape)} for goals of the shape "
                     f"{tuple(desired.shape)}: it must return one value per row, {(count,)} or {(count, 1)}. "
@@ -103,19 +105,17 @@ class GoalReward(TensorDictModuleBase):
             tensordict.set(key, values.reshape(*batch, 1))
         return tensordict
 
-    def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Tensor]:
+    def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Any]:
         """Return the rewards, and with ``terminated_fn`` the flags, of goals ``[batch, *goal]``."""
-        return [as_tensor(function(achieved, desired)) for function in self.functions]
+        return [function(achieved, desired) for function in self.functions]
 
 
 class SparseReward(GoalReward):
-    """0 within a distance of the goal and -1 outside, computed on the device of the goals.
-
-    The distance is Euclidean, over all dimensions of a goal.
+    """0 within a distance of the goal and -1 outside, on the device of the goals.
 
     Args:
-        threshold (float): the distance, in units of the goal, up to which a goal is reached. With 0 the goals must be
-            equal.
+        threshold (float): the Euclidean distance over all dimensions, in units of the goal, up to which a goal is
+            reached. With 0 the goals must be equal.
 
     Keyword Args:
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): see `GoalReward`.
@@ -149,26 +149,17 @@ def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Te
     return (distance <= threshold).float().sub_(1.0)
 
 
-def as_tensor(values: Any) -> Tensor:
-    """Convert the result of a user's function to a tensor."""
-    if values is None:
-        raise TypeError("A function of achieved and desired goals returned None: it must return one value per row.")
-    return torch.as_tensor(values)
-
-
 def _with_two_arguments(function: GoalFunction, name: str) -> GoalFunction:
     """Check that a function can be called as ``function(achieved_goal, desired_goal)``."""
     if not callable(function):
         raise TypeError(f"{name} must be a function of (achieved_goal, desired_goal), got {function!r}.")
-    try:
+    with contextlib.suppress(ValueError):  # some built-in functions have no signature
         signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have no signature
-        return function
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} is called with two arguments, (achieved_goal, desired_goal), and takes {signature}: {error}. "
-            "A reward that needs more (the action, an info entry) is a TensorDictModule that reads it."
-        ) from None
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} is called with two arguments, (achieved_goal, desired_goal), and takes {signature}: {error}. "
+                "A reward that needs more (the action, an info entry) is a TensorDictModule that reads it."
+            ) from None
     return function

@@ -1,22 +1,53 @@
-"""A storage whose transitions are rows of one matrix."""
+"""A storage whose transitions are rows of one matrix, and its checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
-from torchrl_her._torchrl import CustomTensorStorage
-from torchrl_her.storage.checkpointer import PackedStorageCheckpointer
+from torchrl_her._torchrl import CustomTensorStorage, hooks_of
 from torchrl_her.storage.row_layout import WORD, RowLayout, entries_of
 
-# The writers of TensorDict buffers add these entries between `check_write` and `set`.
-ADDED_BY_WRITER: frozenset[NestedKey] = frozenset({"index"})
+
+class PackedStorageCheckpointer(TensorStorageCheckpointer):
+    """Saves the same files as TorchRL's checkpointer, sparse where nothing was written.
+
+    Each of the two loads what the other saved. With hooks, which may change rows, TorchRL's checkpointer does the work.
+    """
+
+    def dumps(self, storage: PackedStorage, path: str | Path) -> None:
+        """Save a storage into a directory, which is created if it does not exist."""
+        save_hooks, _ = hooks_of(self)
+        if save_hooks or not storage.initialized:
+            return super().dumps(storage, path)
+        path = Path(path)
+        path.mkdir(exist_ok=True)
+        stored = storage[:]
+        files = storage.entries.memmap_like(path, copy_existing=True)  # of the full size, and sparse
+        files[: len(stored)].update_(stored)
+        metadata = {"metadata": {}, "is_pytree": False, "len": len(storage)}
+        (path / "storage_metadata.json").write_text(json.dumps(metadata))
+
+    def loads(self, storage: PackedStorage, path: str | Path) -> None:
+        """Load a storage from a directory."""
+        _, load_hooks = hooks_of(self)
+        if load_hooks:
+            return super().loads(storage, path)
+        metadata = json.loads((Path(path) / "storage_metadata.json").read_text())
+        if metadata["is_pytree"]:
+            raise TypeError(
+                f"{path} holds tensors outside of a TensorDict, and PackedStorage stores TensorDicts: load it into a "
+                "LazyTensorStorage."
+            )
+        storage.read_from(TensorDict.load_memmap(path), metadata["len"])
 
 
 class PackedStorage(CustomTensorStorage):
@@ -38,8 +69,9 @@ class PackedStorage(CustomTensorStorage):
         compilable (bool): as in ``LazyTensorStorage``. Default: False.
 
     Raises:
-        TypeError: when writing, if the data is not a tensordict or an entry is not a tensor.
-        ValueError: when writing, if keys, shapes or dtypes differ from the first write. Nothing is stored then.
+        TypeError: if the data written or loaded is not a tensordict, or an entry is not a tensor.
+        ValueError: if keys, shapes or dtypes differ from the first write, or the size of a loaded storage differs.
+            Nothing is stored then.
         FileExistsError: on the first write, if ``scratch_dir`` already holds the rows of a storage.
 
     Examples:
@@ -53,6 +85,8 @@ class PackedStorage(CustomTensorStorage):
         >>> rb.sample()["next", "reward"].shape
         torch.Size([32, 1])
     """
+
+    checkpointer_class = PackedStorageCheckpointer
 
     def __init__(
         self,
@@ -71,10 +105,6 @@ class PackedStorage(CustomTensorStorage):
         self._rows: Tensor  # int64 [size, *lanes, words]
         self._lanes: int
 
-    def make_checkpointer(self) -> PackedStorageCheckpointer:
-        """Return a checkpointer that takes no disk space for rows that were not written."""
-        return PackedStorageCheckpointer()
-
     # Writing
 
     def allocate(self, data: TensorDictBase) -> None:
@@ -87,7 +117,15 @@ class PackedStorage(CustomTensorStorage):
         if self.scratch_dir is None:
             self._rows = torch.empty(*shape, layout.words, dtype=WORD, device=self.device)
         else:
-            self._rows = _make_file(self.scratch_dir, torch.Size([*shape, layout.words]))
+            self.scratch_dir.mkdir(parents=True, exist_ok=True)
+            path = self.scratch_dir / "rows.memmap"
+            if path.exists():
+                raise FileExistsError(
+                    f"{path} holds the rows of another storage. Name another scratch_dir, or delete it if it is not "
+                    "needed; rb.dumps and rb.loads save and restore a buffer."
+                )
+            size = torch.Size([*shape, layout.words])
+            self._rows = MemoryMappedTensor.empty(size, dtype=WORD, filename=str(path))
         self._layout = layout
         self._lanes = lanes.numel()
         self.max_size = shape.numel()
@@ -101,23 +139,15 @@ class PackedStorage(CustomTensorStorage):
         """Raise an error if ``data`` cannot be stored. The writer then has changed nothing yet."""
         data = _as_tensordict(data)
         if self.initialized:
-            self._layout.check(data, but=ADDED_BY_WRITER)
+            self._layout.check(data, but={"index"})  # writers of TensorDict buffers add it between this and `set`
         else:
             entries_of(data, data.batch_dims)
 
     @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write transitions.
+        """Write transitions at an index of the first dimension, or with ``set_cursor=False`` at any index.
 
-        Args:
-            cursor: an index of the first dimension, or with ``set_cursor=False`` any index.
-            data (TensorDictBase or list of it): the transitions.
-
-        Keyword Args:
-            set_cursor (bool): whether the storage grows by the transitions. Default: True.
-
-        Raises:
-            TypeError, ValueError: see the class.
+        With ``set_cursor`` the storage grows by the transitions.
         """
         data = _as_tensordict(data)
         if not self.initialized:
@@ -131,9 +161,7 @@ class PackedStorage(CustomTensorStorage):
         else:
             self._layout.check(data)
             self.entries[cursor] = data
-        if set_cursor:
-            self.note_write(cursor, data)
-        self.note_change()
+        self.note_write(cursor, data, set_cursor)
 
     # Reading
 
@@ -143,22 +171,22 @@ class PackedStorage(CustomTensorStorage):
         The result owns its memory, except for ``[:]`` and a key: TorchRL's buffers update stored entries through
         ``[:]`` (``rb.set_``, ``rb.update_``), and its samplers read episodes through both.
         """
-        if self.initialized and _are_rows(index, self.ndim):
-            return self._layout.unpack(self._gather(index))
+        tensors = index if isinstance(index, tuple) else (index,)
+        are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in tensors)
+        if self.initialized and are_rows and len(tensors) == self.ndim:  # as samplers draw them
+            return self._layout.unpack(self._gather(tensors))
         found = super().get(index)
         if not isinstance(found, TensorDictBase):
             return found
         return found.copy() if isinstance(index, slice) and index == slice(None) else found.clone()
 
-    def _gather(self, index: Tensor | tuple[Tensor, ...]) -> Tensor:
+    def _gather(self, index: tuple[Tensor, ...]) -> Tensor:
         written = -(self.count // -self._lanes)
         rows = self._rows if written == len(self._rows) else self._rows[:written]
-        if self.ndim == 1 and rows.is_cpu:
-            each = index[0] if isinstance(index, tuple) else index
-            if each.ndim == 1:
-                # Three times as fast as indexing, but without negative indices.
-                with contextlib.suppress(IndexError):
-                    return rows.index_select(0, each)
+        if self.ndim == 1 and rows.is_cpu and index[0].ndim == 1:
+            # Three times as fast as indexing, but without negative indices.
+            with contextlib.suppress(IndexError):
+                return rows.index_select(0, index[0])
         return rows[index]
 
     # In other processes, on disk
@@ -169,11 +197,7 @@ class PackedStorage(CustomTensorStorage):
         return state | {"_storage": self.entries.clone().state_dict()} if self.initialized else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`.
-
-        Raises:
-            ValueError: if the saved storage has another size or other entries.
-        """
+        """Load the result of `state_dict`."""
         if state_dict["initialized"]:
             saved = TensorDict()
             saved.load_state_dict(state_dict["_storage"], strict=False)
@@ -181,22 +205,8 @@ class PackedStorage(CustomTensorStorage):
         else:
             self.count = 0
 
-    def write_to(self, directory: Path) -> None:
-        """Write the transitions into sparse files of the full size, in which unwritten rows take no disk space."""
-        stored = self[:]
-        files = self.entries.memmap_like(directory, copy_existing=True)
-        files[: len(stored)].update_(stored)
-
     def read_from(self, saved: TensorDictBase, count: int) -> None:
-        """Load the transitions of a storage of the same size.
-
-        Args:
-            saved (TensorDictBase): the entries of that storage, ``[size, ...]``.
-            count (int): how many transitions of it are written.
-
-        Raises:
-            ValueError: if it has another size or other entries.
-        """
+        """Load the entries ``[size, ...]`` of a storage of the same size, of which ``count`` are written."""
         shape = saved.batch_size[: self.ndim]
         room = self._shape_for(shape[1:])
         if shape != room:
@@ -232,22 +242,3 @@ def _as_tensordict(data: Any) -> TensorDictBase:
             "structures use LazyTensorStorage or ListStorage."
         )
     return data
-
-
-def _are_rows(index: Any, dimensions: int) -> bool:
-    """Whether an index has the form that samplers draw: one integer tensor per dimension of the storage."""
-    tensors = index if isinstance(index, tuple) else (index,)
-    return len(tensors) == dimensions and all(
-        isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in tensors
-    )
-
-
-def _make_file(directory: Path, shape: torch.Size) -> Tensor:
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "rows.memmap"
-    if path.exists():
-        raise FileExistsError(
-            f"{path} holds the rows of another storage. Name another scratch_dir, or delete it if it is not needed; "
-            "rb.dumps and rb.loads save and restore a buffer."
-        )
-    return MemoryMappedTensor.empty(shape, dtype=WORD, filename=str(path))

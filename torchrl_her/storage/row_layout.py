@@ -15,6 +15,10 @@ from torchrl_her._torchrl import make_tensordict
 
 WORD = torch.int64  # a row is a whole number of words, so that its entries are aligned
 
+STORED = "PackedStorage and HindsightAugmentation store tensors of one shape each"  # begins messages
+
+Entry = tuple[torch.dtype, torch.Size]  # its shape in one row
+
 
 @dataclass(frozen=True)
 class Column:
@@ -26,11 +30,6 @@ class Column:
     strides: tuple[int, ...]  # within a row
     start: int
     end: int
-
-    @property
-    def bytes(self) -> int:
-        """The length of the entry."""
-        return (self.end - self.start) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -45,27 +44,8 @@ class Group:
 class RowLayout:
     """Packs transitions into rows, and unpacks rows into transitions.
 
-    Entries are ordered by item size, largest first: each is aligned, and entries of one dtype are contiguous.
-
-    Args:
-        transitions (TensorDictBase): transitions with the entries of a row.
-        dimensions (int): how many of their batch dimensions count rows. Default: 0, one row.
-
-    Raises:
-        TypeError: if an entry is not a tensor.
-        ValueError: if there is no entry.
-
-    Examples:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from torchrl_her.storage.row_layout import RowLayout
-        >>> transition = TensorDict({"observation": torch.rand(3), "next": {"done": torch.tensor([True])}})
-        >>> layout = RowLayout(transition)
-        >>> row = layout.pack(transition)
-        >>> row.shape, row.dtype
-        (torch.Size([2]), torch.int64)
-        >>> (layout.unpack(row) == transition).all()
-        True
+    It is made from example transitions, whose first ``dimensions`` batch dimensions count rows. Entries are ordered by
+    item size, largest first: each is aligned, and entries of one dtype are contiguous.
     """
 
     def __init__(self, transitions: TensorDictBase, dimensions: int = 0):
@@ -77,13 +57,13 @@ class RowLayout:
             strides = torch.empty(shape, device="meta").stride()
             self.columns[key] = Column(len(self.columns), dtype, shape, strides, start, start + items)
             end += items * dtype.itemsize
-        largest = max(dtype.itemsize for dtype, _ in found.values())
-        alignment = max(WORD.itemsize, largest)
+        alignment = max(WORD.itemsize, *(dtype.itemsize for dtype, _ in found.values()))
         self.words = -(-max(end, 1) // alignment) * alignment // WORD.itemsize
         self._blocks = {
             dtype: list(columns) for dtype, columns in groupby(self.columns.values(), lambda column: column.dtype)
         }
-        self._largest = max(self._blocks, key=lambda dtype: sum(column.bytes for column in self._blocks[dtype]))
+        sizes = {dtype: sum(column.shape.numel() for column in self._blocks[dtype]) for dtype in self._blocks}
+        self._largest = max(sizes, key=lambda dtype: sizes[dtype] * dtype.itemsize)
         self._root = self._group(transitions, dimensions, ())
 
     def _group(self, transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]) -> Group:
@@ -95,26 +75,40 @@ class RowLayout:
         kind = type(transitions) if is_tensorclass(transitions) else None
         return Group(transitions.batch_size[dimensions:], entries, kind)
 
-    def check(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> None:
-        """Check that transitions have the entries of the layout.
+    def check(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> list[Any]:
+        """Return the value of each column, or raise an error if entries differ; those in ``but`` may be missing."""
+        values: list[Any] = [None] * len(self.columns)
+        dimensions = len(self._batch_of(transitions))
+        fit = _collect(self._root, transitions, dimensions, values)
+        missing = [key for key, column in self.columns.items() if values[column.number] is None]
+        if not fit or not but >= set(missing):
+            differences = "; ".join(self._differences(entries_of(transitions, dimensions), but))
+            raise ValueError(
+                f"The entries differ from those of earlier transitions: {differences}. Nothing was stored: exclude() "
+                "what is new and give what is missing, or make a new buffer."
+            )
+        return values
 
-        Args:
-            transitions: with any number of batch dimensions that count rows.
-            but: entries that may be missing.
+    def _batch_of(self, transitions: TensorDictBase) -> torch.Size:
+        """Return the batch dimensions that count rows."""
+        return transitions.batch_size[: transitions.batch_dims - len(self._root.batch)]
 
-        Raises:
-            ValueError: if they have other keys, shapes or dtypes.
-        """
-        self._collect(transitions, but)
+    def _differences(self, found: dict[NestedKey, Entry], but: Set[NestedKey]) -> Iterator[str]:
+        stored: dict[NestedKey, Entry] = {key: (column.dtype, column.shape) for key, column in self.columns.items()}
+        for key in {**stored, **found}:
+            if key not in stored:
+                yield f"{key!r} is new"
+            elif key not in found:
+                if key not in but:
+                    yield f"{key!r} is missing"
+            elif found[key] != stored[key]:
+                is_now, was = (f"{dtype} {list(shape)}" for dtype, shape in (found[key], stored[key]))
+                yield f"{key!r} is {is_now} and was {was}"
 
     def pack(self, transitions: TensorDictBase) -> Tensor:
-        """Return transitions ``[*rows]`` as ``int64 [*rows, words]``.
-
-        Raises:
-            ValueError: if they have other keys, shapes or dtypes.
-        """
-        values = self._collect(transitions)
-        batch = transitions.batch_size[: self._dimensions(transitions)]
+        """Return transitions ``[*rows]`` as ``int64 [*rows, words]``, or raise an error if their entries differ."""
+        values = self.check(transitions)
+        batch = self._batch_of(transitions)
         device = transitions.device or values[0].device
         rows = torch.empty(*batch, self.words, dtype=WORD, device=device)
         for dtype, columns in self._blocks.items():
@@ -138,43 +132,9 @@ class RowLayout:
             items[dtype] = (block, 0) if dtype == self._largest else (block[..., first:last].clone(), first)
         return _view(self._root, items, rows.shape[:-1], rows.device)
 
-    def _dimensions(self, transitions: TensorDictBase) -> int:
-        """Return how many batch dimensions count rows."""
-        return transitions.batch_dims - len(self._root.batch)
 
-    def _collect(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> list[Any]:
-        """Return the value of each column."""
-        values: list[Any] = [None] * len(self.columns)
-        dimensions = self._dimensions(transitions)
-        fit = _collect(self._root, transitions, dimensions, values)
-        missing = [key for key, column in self.columns.items() if values[column.number] is None]
-        if not fit or not but >= set(missing):
-            raise ValueError(self._differences(transitions, dimensions, but))
-        return values
-
-    def _differences(self, transitions: TensorDictBase, dimensions: int, but: Set[NestedKey]) -> str:
-        found = entries_of(transitions, dimensions)
-        stored = {key: (column.dtype, column.shape) for key, column in self.columns.items()}
-        differences = [f"{key!r} is missing" for key in stored if key not in found and key not in but]
-        differences += [f"{key!r} is new" for key in found if key not in stored]
-        differences += [
-            f"{key!r} is {_describe(*found[key])} and was {_describe(*entry)}"
-            for key, entry in stored.items()
-            if key in found and found[key] != entry
-        ]
-        return (
-            f"The entries differ from those of the first write: {'; '.join(differences)}. "
-            "Nothing was stored: exclude() what is new and give what is missing, or make a new buffer."
-        )
-
-
-def entries_of(transitions: TensorDictBase, dimensions: int) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
-    """Return the dtype of each entry, and its shape in one row.
-
-    Raises:
-        TypeError: if an entry is not a tensor.
-        ValueError: if there is no entry.
-    """
+def entries_of(transitions: TensorDictBase, dimensions: int) -> dict[NestedKey, Entry]:
+    """Return the dtype and shape of each entry, or raise an error if one is not a tensor or there is none."""
     found = dict(_entries(transitions, dimensions, ()))
     if not found:
         raise ValueError("PackedStorage got a tensordict without entries: there is nothing to store.")
@@ -183,23 +143,21 @@ def entries_of(transitions: TensorDictBase, dimensions: int) -> dict[NestedKey, 
 
 def _entries(
     transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]
-) -> Iterator[tuple[NestedKey, tuple[torch.dtype, torch.Size]]]:
+) -> Iterator[tuple[NestedKey, Entry]]:
     for name in transitions.keys():  # noqa: SIM118
         key: NestedKey = (*parent, name) if parent else name
         try:
             value = transitions.get(name)
         except RuntimeError as error:  # a stack of different shapes
-            raise TypeError(
-                f"PackedStorage stores tensors of one shape each, and {key!r} has several: {error}"
-            ) from None
+            raise TypeError(f"{STORED}; {key!r} has several: {error}") from None
         if is_tensor_collection(value) and not is_non_tensor(value):
             yield from _entries(value, dimensions, (*parent, name))
         elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
             yield key, (value.dtype, value.shape[dimensions:])
         else:
             raise TypeError(
-                f"PackedStorage stores tensors of one shape each, and {key!r} is a {type(value).__name__}: exclude() "
-                "it from what is written, or use LazyTensorStorage or ListStorage."
+                f"{STORED}; {key!r} is a {type(value).__name__}: exclude() it from what is written, or use "
+                "LazyTensorStorage or ListStorage, and HERTransform."
             )
 
 
@@ -231,7 +189,3 @@ def _view(
             entries[name] = row.as_strided(batch + entry.shape, row.stride()[:-1] + entry.strides, entry.start - first)
     tensordict = make_tensordict(entries, batch + group.batch, device)
     return tensordict if group.tensorclass is None else group.tensorclass.from_tensordict(tensordict)
-
-
-def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} {list(shape)}"
