@@ -21,6 +21,7 @@ def test_a_recorded_update_is_bit_for_bit_the_update(run, tmp_path):
     assert [path for path in differences(expected, found) if not path.startswith("['buffer']")] == []
 
 
+@pytest.mark.slow  # compiling takes longer than 20 s
 def test_a_compiled_update_learns_the_same(tmp_path, monkeypatch):
     command = "dqn total_steps=50 collector.random_steps=0"
     run_as_it_is = train(f"{command} capture=false", tmp_path / "as it is")
