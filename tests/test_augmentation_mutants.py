@@ -1,14 +1,17 @@
 """Wrong versions of HindsightAugmentation that its oracle must find, each with a function replaced."""
 
+import functools
+import random
+
 import pytest
 
-import torchrl_her
-from support import augmentation_oracle
-from support.mutants import COMMON, all_of, first_failure, future_from, ones, replaced
+from support.augmentation_oracle import check_draws, run
+from support.mutants import COMMON, all_of, first_failure, followed_by, future_from, ones, replaced
+from support.streams import FLAT_LAYOUTS, random_stream
 from torchrl_her import HindsightAugmentation, augmentation
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.tracker import Lane
-from torchrl_her.goals import draw
+from torchrl_her.goals import draw as drawing
 
 
 def augmented_with(**changes):
@@ -29,10 +32,7 @@ def augmented_with(**changes):
     return replaced(HindsightAugmentation, "_augment", make)
 
 
-def drawn_and(change):
-    return replaced(
-        augmentation, "draw_from_episodes", lambda original: lambda *arguments: change(original(*arguments))
-    )
+drawn_and = functools.partial(followed_by, augmentation, "draw_from_episodes")
 
 
 def tracked_with(**changes):
@@ -47,30 +47,19 @@ def tracked_with(**changes):
     return replaced(augmentation, "EpisodeTracker", make)
 
 
-def starts_at_the_first_row(columns_of):
-    def mutated(*arguments):
-        columns = columns_of(*arguments)
-        columns[2] = 0
-        return columns
-
-    return mutated
+def starts_at_the_first_row(columns, *_):
+    columns[2] = 0
+    return columns
 
 
-def forgets_what_was_flushed(flush):
-    def mutated(self):
-        empty = flush(self)
-        self._held.ended = []
-        return empty
-
-    return mutated
+def forgets_what_was_flushed(empty, self):
+    self._held.ended = []
+    return empty
 
 
 MUTANTS = COMMON | {
     "reads the achieved goal at the root": augmented_with(keys=lambda keys: keys._replace(next_achieved=keys.achieved)),
-    "never draws the last step": future_from(
-        lambda given: given.step, lambda given: (given.length - 1).maximum(given.step + 1)
-    ),
-    "takes all episodes to start at the first row": replaced(draw, "_columns_of", starts_at_the_first_row),
+    "takes all episodes to start at the first row": followed_by(drawing, "_columns_of", starts_at_the_first_row),
     "stores a copy less": augmented_with(n_sampled_goal=lambda copies: copies - 1),
     "relabels the originals": replaced(
         HindsightAugmentation,
@@ -78,36 +67,52 @@ MUTANTS = COMMON | {
         lambda set_goals: lambda self, batch, goals, relabelled: set_goals(self, batch, goals, ones(relabelled)),
     ),
     "gives the copies of one transition to others": drawn_and(
-        lambda drawn: drawn._replace(goals=drawn.goals.flip(0), steps=drawn.steps.flip(0))
+        lambda drawn, *_: drawn._replace(goals=drawn.goals.flip(0), steps=drawn.steps.flip(0))
     ),
     "stores the step after the one that achieved the goal": drawn_and(
-        lambda drawn: drawn._replace(steps=drawn.steps + 1)
+        lambda drawn, *_: drawn._replace(steps=drawn.steps + 1)
     ),
     "writes episodes that run": all_of(
         tracked_with(publish_running=True), replaced(Lane, "has_doubled", lambda _: property(lambda lane: True))
     ),
     "never cuts long episodes": tracked_with(max_episode_steps=10**9),
-    "forgets what was flushed": replaced(HindsightAugmentation, "flush", forgets_what_was_flushed),
+    "forgets what was flushed": followed_by(HindsightAugmentation, "flush", forgets_what_was_flushed),
     "stores ended episodes twice": replaced(HeldTransitions, "take_ended", lambda take: lambda self: list(self.ended)),
     "stores what a single transition completes at once": replaced(
         HeldTransitions, "warn_if_episodes_wait", lambda _: lambda self: self.ended.clear()
+    ),
+}
+DRAWS_MUTANTS = {
+    "never draws the last step": future_from(
+        lambda given: given.step, lambda given: (given.length - 1).maximum(given.step + 1)
     ),
 }
 FAULTS = (AssertionError, KeyError, IndexError, RuntimeError)
 
 
 def check_augmentation():
-    for seed in range(60):
-        stream, options = augmentation_oracle.random_stream(seed)
-        augmentation_oracle.run(stream, torchrl_her, **options)
-    augmentation_oracle.check_draws(torchrl_her)
+    for seed in range(24):
+        draw = random.Random(seed)
+        run(
+            random_stream(draw, FLAT_LAYOUTS[seed % len(FLAT_LAYOUTS)], least_chunk=1),
+            copies=draw.randint(1, 4),
+            max_episode_steps=draw.choice([4, 1000]),
+            patience=draw.choice([0, 10, 1000]),
+            flushes=draw.choice([(), (2, 5)]),
+        )
 
 
-def test_the_augmentation_oracle_finds_no_fault_in_the_package():
-    assert first_failure(check_augmentation, FAULTS) is None
+CHECKS = {check_augmentation: MUTANTS, check_draws: DRAWS_MUTANTS}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_augmentation_oracle_kills_the_mutant_that(mutant, monkeypatch):
-    MUTANTS[mutant](monkeypatch)
-    assert first_failure(check_augmentation, FAULTS) is not None
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_augmentation_oracle_finds_no_fault_in_the_package(check):
+    assert first_failure(check, FAULTS) is None
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant"), [(check, mutant) for check, mutants in CHECKS.items() for mutant in mutants]
+)
+def test_the_augmentation_oracle_kills_the_mutant_that(check, mutant, monkeypatch):
+    CHECKS[check][mutant](monkeypatch)
+    assert first_failure(check, FAULTS) is not None

@@ -1,16 +1,30 @@
 """The oracles are tested: they distinguish the package from wrong versions of it, each with a function replaced."""
 
-import dataclasses
+import functools
+import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import torchrl_her
-from support import n_step_oracle, oracle
-from support.mutants import COMMON, all_of, first_failure, future_from, ones, read_as, replaced, without_seams
-from support.streams import LAYOUTS, random_stream
+from support import oracle
+from support.mutants import (
+    COMMON,
+    all_of,
+    first_failure,
+    followed_by,
+    future_from,
+    ones,
+    read_as,
+    replaced,
+    stored_again,
+    without_seams,
+)
+from support.n_step_oracle import STREAMS, NStepOracle
+from support.oracle import check_share
+from support.streams import LAYOUTS, ROOT_FLAGS, Stream, random_stream
 from torchrl_her import CompactGoals, Final, HERTransform, StrategyInput, n_step, relabel, transform
 from torchrl_her.episodes import tracker
 from torchrl_her.episodes.tracker import EpisodeTracker, Lane
@@ -18,15 +32,9 @@ from torchrl_her.goals.table import GoalTable
 from torchrl_her.n_step import FIRST_REWARD, GAMMA, LAST_FLAGS, STEPS, NStepReward
 from torchrl_her.relabel import OneStepReward, where
 
-STREAMS = 40
 
-
-def goals_of_the_root(read):
-    def mutated(tensordict, keys, *others):
-        written = read(tensordict, keys, *others)
-        return written._replace(goals=tensordict.get(keys.achieved).reshape(written.goals.shape))
-
-    return mutated
+def goals_of_the_root(written, tensordict, keys, *_):
+    return written._replace(goals=tensordict.get(keys.achieved).reshape(written.goals.shape))
 
 
 def drawn_with(checks_owner, checks_length):
@@ -47,7 +55,7 @@ def drawn_with(checks_owner, checks_length):
 
 
 def drawn_for_everything(draw):
-    return lambda strategy, table, her_ratio, episode, step: draw(strategy, table, 1.0, episode, step)
+    return lambda strategy, table, her_ratio, *places: draw(strategy, table, 1.0, *places)
 
 
 def drawn_for_a_prefix(draw):
@@ -58,33 +66,9 @@ def drawn_for_a_prefix(draw):
     return mutated
 
 
-def ordered_backwards(_):
-    def mutated(written):
-        if written.trajectory is None or (written.trajectory[1:] >= written.trajectory[:-1]).all():
-            return None, written
-        order = np.argsort(-written.trajectory, kind="stable")[::-1].copy()
-        columns = ("start", "outcome", "done", "begins", "trajectory")
-        return order, written._replace(**{name: getattr(written, name)[order] for name in columns})
-
-    return mutated
-
-
-def restored_with(change):
-    """CompactGoals restores other entries."""
-
-    def make(forward):
-        def mutated(self, tensordict):
-            tensordict = forward(self, tensordict)
-            change(tensordict)
-            return tensordict
-
-        return mutated
-
-    return replaced(CompactGoals, "forward", make)
-
-
+restored_with = functools.partial(followed_by, CompactGoals, "forward")
 MUTANTS = COMMON | {
-    "reads the achieved goal at the root": replaced(relabel, "read_transitions", goals_of_the_root),
+    "reads the achieved goal at the root": followed_by(relabel, "read_transitions", goals_of_the_root),
     "draws the future from t-1 on": future_from(
         lambda given: (given.step - 1).clamp(min=0), lambda given: given.length
     ),
@@ -99,15 +83,17 @@ MUTANTS = COMMON | {
         replaced(Lane, "key", lambda _: property(lambda lane: (lane.trajectory, b""))),
     ),
     "ignores the end of episodes": read_as(lambda written: written._replace(done=np.zeros_like(written.done))),
-    "reads a lane backwards": replaced(tracker, "_order_by_lane", ordered_backwards),
+    "reads a lane backwards": followed_by(
+        tracker,
+        "_cut_into_runs",
+        lambda _, written, order: [(row, row + 1) for row in reversed(range(len(written.done)))],
+    ),
     "serves stale rows": drawn_with(checks_owner=False, checks_length=True),
     "relabels what is not in the table yet": drawn_with(checks_owner=True, checks_length=False),
-    "relabels a fixed prefix of the batch": replaced(transform, "draw_from_table", drawn_for_a_prefix),
-    "relabels everything": replaced(transform, "draw_from_table", drawn_for_everything),
     "writes into the storage's own tensordict": replaced(
         HERTransform,
         "_unpack",
-        lambda unpack: lambda self, data, rewards: dataclasses.replace(unpack(self, data, rewards), data=data),
+        lambda unpack: lambda self, data, rewards: replace(unpack(self, data, rewards), data=data),
     ),
     "recomputes rewards that keep their goal": replaced(
         OneStepReward,
@@ -115,10 +101,10 @@ MUTANTS = COMMON | {
         lambda recompute: lambda self, batch, relabelled: recompute(self, batch, ones(relabelled)),
     ),
     "restores the flags of the next step at the root": restored_with(
-        lambda sample: [sample.set(flag, sample["next", flag]) for flag in ("done", "terminated", "truncated")]
+        lambda sample, *_: sample.update({flag: sample["next", flag] for flag in ROOT_FLAGS})
     ),
     "restores another goal under next": restored_with(
-        lambda sample: sample.set(("next", "desired_goal"), sample["desired_goal"] * 0)
+        lambda sample, *_: sample.set(("next", "desired_goal"), sample["desired_goal"] * 0)
     ),
     "stores entries that it says it leaves out": replaced(CompactGoals, "_inv_call", lambda _: lambda self, data: data),
     "publishes running episodes at every write": replaced(Lane, "has_doubled", lambda _: property(lambda lane: True)),
@@ -130,58 +116,29 @@ MUTANTS = COMMON | {
 }
 
 
-def recomputed_and(change):
-    """A mutant that changes the entries of windows after their returns are recomputed."""
-
-    def make(recompute):
-        def mutated(self, batch, relabelled):
-            recompute(self, batch, relabelled)
-            change(self, batch, relabelled)
-
-        return mutated
-
-    return replaced(NStepReward, "recompute", make)
-
-
-def keep_stored(*keys):
-    return lambda self, batch, relabelled: [batch.data.set(key, batch.stored[key]) for key in keys]
-
-
-def keep_flags_of_first_step(self, batch, relabelled):
+def keep_flags_of_first_step(_, self, batch, relabelled):
     for key in self.keys.flags:
         batch.data.set(key, where(relabelled, batch.data.get(key), batch.stored[key]))
 
 
-def truncate_after_the_end(self, batch, relabelled):
+def truncate_after_the_end(_, self, batch, relabelled):
     last = batch.data.get(LAST_FLAGS)[..., 2:]
     batch.data.set(self.keys.truncated, where(relabelled, last, batch.data.get(self.keys.truncated)))
 
 
-def take_last_reward(self, batch, relabelled):
+def take_last_reward(_, self, batch, relabelled):
     rewards, _ = self._evaluate(batch.data.get(self.keys.desired), batch.outcomes)
     batch.data.set(FIRST_REWARD, where(relabelled, rewards[:, -1:], batch.data.get(FIRST_REWARD)))
 
 
-def flipped_flags(keep_flags):
-    def mutated(self, tensordict):
-        keep_flags(self, tensordict)
-        tensordict.set(LAST_FLAGS, tensordict.get(LAST_FLAGS).flip(-1))
-
-    return mutated
-
-
-def first_end_alone(evaluate):
-    def mutated(self, desired, outcomes):
-        rewards, ends = evaluate(self, desired, outcomes)
-        ends[:, 1:] = False
-        return rewards, ends
-
-    return mutated
+def first_end_alone(rewards_and_ends, *_):
+    rewards_and_ends[1][:, 1:] = False
+    return rewards_and_ends
 
 
 def outcomes_of_a_step_later(available):
     def mutated(self, batch):
-        later = dataclasses.replace(batch, step=batch.step + 1)
+        later = replace(batch, step=batch.step + 1)
         available(self, later)
         whole = available(self, batch)
         batch.outcomes = later.outcomes
@@ -190,18 +147,10 @@ def outcomes_of_a_step_later(available):
     return mutated
 
 
-def available_by_the_last_step(available):
-    def mutated(self, batch):
-        available(self, batch)
-        start, length = batch.table.find(batch.episode)
-        end = batch.step + batch.stored[STEPS].reshape(-1)
-        return (batch.table.owners_of(start + end - 1) == batch.episode) & (end <= length)
-
-    return mutated
-
-
-def always_available(available):
-    return lambda self, batch: ones(available(self, batch))
+def available_by_the_last_step(_, self, batch):
+    start, length = batch.table.find(batch.episode)
+    end = batch.step + batch.stored[STEPS].reshape(-1)
+    return (batch.table.owners_of(start + end - 1) == batch.episode) & (end <= length)
 
 
 def ahead(ends):
@@ -212,6 +161,7 @@ def counted(count):
     return replaced(n_step, "steps_that_count", lambda _: count)
 
 
+recomputed_and = functools.partial(followed_by, NStepReward, "recompute")
 N_STEP_MUTANTS = {
     "sums on after the end": counted(lambda steps, ends: ahead(ends) < steps),
     "leaves the end out of the sum": counted(lambda steps, ends: (ahead(ends) < steps) & (ends.cumsum(1) == 0)),
@@ -221,29 +171,42 @@ N_STEP_MUTANTS = {
     ),
     "sums over the outcomes of a step later": replaced(NStepReward, "available", outcomes_of_a_step_later),
     "keeps the flags of the first step": recomputed_and(keep_flags_of_first_step),
-    "takes one flag of the last step for another": replaced(NStepReward, "keep_flags", flipped_flags),
+    "takes one flag of the last step for another": followed_by(
+        NStepReward, "keep_flags", lambda _, self, data: data.set(LAST_FLAGS, data.get(LAST_FLAGS).flip(-1))
+    ),
     "truncates where the new goal ends it before": recomputed_and(truncate_after_the_end),
-    "sees an end at the first step alone": replaced(NStepReward, "_evaluate", first_end_alone),
-    "keeps the number of steps": recomputed_and(keep_stored(STEPS)),
-    "keeps gamma of all steps": recomputed_and(keep_stored(GAMMA)),
+    "sees an end at the first step alone": followed_by(NStepReward, "_evaluate", first_end_alone),
+    "keeps the number of steps": stored_again(NStepReward, "recompute", lambda keys: STEPS),
+    "keeps gamma of all steps": stored_again(NStepReward, "recompute", lambda keys: GAMMA),
     "takes the last reward for the first": recomputed_and(take_last_reward),
-    "relabels windows that have left the table in part": replaced(NStepReward, "available", available_by_the_last_step),
-    "relabels windows whatever is in the table": replaced(NStepReward, "available", always_available),
+    "relabels windows that have left the table in part": followed_by(
+        NStepReward, "available", available_by_the_last_step
+    ),
+    "relabels windows whatever is in the table": followed_by(NStepReward, "available", lambda whole, *_: ones(whole)),
+}
+
+
+SHARE_MUTANTS = {
+    "relabels a fixed prefix of the batch": replaced(transform, "draw_from_table", drawn_for_a_prefix),
+    "relabels everything": replaced(transform, "draw_from_table", drawn_for_everything),
 }
 
 
 def check_streams():
-    """Run streams, and check each transition."""
-    for seed in range(STREAMS):
-        oracle.run(random_stream(random.Random(seed), LAYOUTS[seed % len(LAYOUTS)]), torchrl_her)
-    oracle.check_share(torchrl_her)
+    """Write in every layout a stream of which every transition must be relabelled, and a random one."""
+    lengths = ((5, "truncated"), (8, "silent"), (3, "terminated"))
+    strategies = itertools.cycle(("final", "episode", "random", "future"))
+    for number, (layout, strategy) in enumerate(zip(LAYOUTS, strategies, strict=False)):
+        oracle.run(Stream(3, lengths, chunk=6, writes=5, layout=layout, strategy=strategy, compact=number % 3 == 0))
+        oracle.run(random_stream(random.Random(number), layout))
 
 
 def check_n_step_streams():
-    n_step_oracle.run(torchrl_her)
+    for stream in STREAMS:
+        oracle.run(replace(stream, writes=10), NStepOracle)
 
 
-CHECKS = {check_streams: MUTANTS, check_n_step_streams: N_STEP_MUTANTS}
+CHECKS = {check_streams: MUTANTS, check_share: SHARE_MUTANTS, check_n_step_streams: N_STEP_MUTANTS}
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -13,8 +13,7 @@ from torch import nn
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer, Unbounded
 from torchrl.envs import Compose, GymEnv, Transform
 
-import torchrl_her
-import torchrl_her.envs
+import torchrl_her.envs  # noqa: F401  # registers PointReach
 from support.dispatch import Operations
 from support.factories import WAYS_TO_COPY, make_buffer, same, seeded_sample
 from support.goals import reached
@@ -29,10 +28,10 @@ RELABELLED = ("hindsight", "relabelled")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_however_the_data_arrives_goals_are_right_and_transitions_consistent(layout):
     @seed(LAYOUTS.index(layout))
-    @settings(max_examples=38, deadline=None, database=None)
+    @settings(max_examples=25, deadline=None, database=None)
     @given(st.randoms(use_true_random=False))
     def check(draw):
-        run(random_stream(draw, layout), torchrl_her)
+        run(random_stream(draw, layout))
 
     check()
 
@@ -41,8 +40,7 @@ def test_however_the_data_arrives_goals_are_right_and_transitions_consistent(lay
 def test_every_transition_is_relabelled_that_can_be_after_many_wrap_arounds(layout):
     lengths = ((5, "truncated"), (8, "terminated"), (3, "truncated"))
     stream = Stream(3, lengths, chunk=8, writes=40, layout=layout, rows=32, capacity=96)
-    sampled, relabelled = run(stream, torchrl_her)
-    assert relabelled > 0.6 * sampled  # the rest belongs to running episodes, or to the oldest one
+    assert run(stream) > 0.6  # the rest belongs to running episodes, or to the oldest one
 
 
 def test_long_episodes_are_relabelled_before_they_end():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
@@ -14,8 +12,9 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.factories import make_augmentation
-from support.oracle import ENTRIES, RELABELLED, Row, RunningEpisodes, as_dicts, expected_of
-from support.streams import FLAT_LAYOUTS, Goal, Stream, Transition, chunks, make_tensordict
+from support.oracle import ENTRIES, RELABELLED, Row, RunningEpisodes, allowed_steps, as_dicts, expected_of
+from support.streams import Goal, Stream, Transition, chunks, make_tensordict
+from torchrl_her import augmentation
 
 GOAL_STEP = ("hindsight", "goal_step")
 
@@ -88,85 +87,53 @@ class AugmentationOracle(RunningEpisodes):
         if self.strategy == "random":
             assert goal in self.goals, f"{transition} was given {goal}, which was not achieved"
         else:
-            allowed = {
-                "future": range(step, len(part)),
-                "final": [len(part) - 1],
-                "episode": range(len(part)),
-            }[self.strategy]
+            allowed = allowed_steps(self.strategy, step, len(part))
             assert goal_step in allowed, f"{transition} was given the goal of step {goal_step}"
             assert goal == part[goal_step].outcome, f"{goal} is not the goal of step {goal_step}"
         assert row == expected_of([transition], goal), f"{transition} was relabelled and came back as {row}"
 
 
-def written_by(stream: Stream) -> Iterable[list[Transition]]:
-    """What is written at a time, in the order of writing."""
-    return itertools.chain.from_iterable(chunks(lanes, stream.layout) for lanes in stream)
-
-
 def run(
     stream: Stream,
-    package: Any,
     copies: int = 2,
     max_episode_steps: int = 1000,
     patience: int = 30,
     flushes: Sequence[int] = (),
-) -> int:
-    """Write a stream through an augmentation of ``package``, check each write, and return how many rows there are."""
-    with mock.patch.object(package.augmentation, "PATIENCE", patience):
+) -> None:
+    """Write a stream through an augmentation, and check each write."""
+    with mock.patch.object(augmentation, "PATIENCE", patience):
         hindsight = make_augmentation(
-            package=package, strategy=stream.strategy, n_sampled_goal=copies, max_episode_steps=max_episode_steps
+            strategy=stream.strategy, n_sampled_goal=copies, max_episode_steps=max_episode_steps
         )
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20_000), transform=hindsight, batch_size=32)
     oracle = AugmentationOracle(stream.strategy, copies, max_episode_steps, patience)
-    rows = 0
-    for number, chunk in enumerate(written_by(stream)):
-        data = make_tensordict(chunk, stream.with_ids)
+
+    def extend(data: TensorDictBase, chunk: Sequence[Transition]) -> None:
+        before = len(rb)
         index = rb.extend(data)
+        assert len(rb) == before + len(index)
         due = oracle.write(chunk)
-        rows += len(index)
-        assert len(rb) == rows
         assert hindsight.held_back == oracle.held_back
-        if due:
+        assert len(index) or not due, "what is due is not written"
+        if len(index):
             oracle.check(due, rb.storage[index])
-        else:
-            assert len(index) == 0
+
+    for number, chunk in enumerate(itertools.chain.from_iterable(chunks(lanes, stream.layout) for lanes in stream)):
+        data = make_tensordict(chunk, stream.with_ids)
+        extend(data, chunk)
         data.apply_(lambda value: value.fill_(1))  # a collector goes on to use its memory
         if number in flushes:
             oracle.flush()
-            index = rb.extend(hindsight.flush())
-            rows += len(index)
-            if due := oracle.write([]):
-                oracle.check(due, rb.storage[index])
-    return rows
+            extend(hindsight.flush(), [])
 
 
-def random_stream(seed: int) -> tuple[Stream, dict[str, Any]]:
-    """A stream, and the options of `run`, drawn from a seed, for where hypothesis is not at hand."""
-    draw = random.Random(seed)
-    stream = Stream(
-        lanes=draw.randint(1, 4),
-        lengths=tuple((draw.randint(1, 9), draw.choice(["terminated", "truncated", "silent"])) for _ in range(6)),
-        chunk=draw.randint(1, 7),
-        writes=draw.randint(4, 14),
-        layout=FLAT_LAYOUTS[seed % len(FLAT_LAYOUTS)],
-        strategy=draw.choice(["future", "final", "episode", "random"]),
-    )
-    options = {
-        "copies": draw.randint(1, 4),
-        "max_episode_steps": draw.choice([4, 1000]),
-        "patience": draw.choice([0, 10, 1000]),
-        "flushes": draw.choice([(), (2, 5)]),
-    }
-    return stream, options
-
-
-def check_draws(package: Any) -> None:
+def check_draws() -> None:
     """Check that goals are uniform over the steps that a strategy allows (of one step in 20 at five deviations)."""
     stream = Stream(1, ((20, "truncated"),), chunk=20, writes=1, layout="flat with ids")
-    (rows,) = written_by(stream)
+    ((rows,),) = stream
     torch.manual_seed(0)
     for strategy, allowed in (("future", range(12, 20)), ("episode", range(20)), ("random", range(20))):
-        hindsight = make_augmentation(package=package, strategy=strategy, n_sampled_goal=4000)
+        hindsight = make_augmentation(strategy=strategy, n_sampled_goal=4000)
         rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100_000), transform=hindsight)
         written = rb.storage[rb.extend(make_tensordict(rows))]
         steps = written[GOAL_STEP][written["uid"] == rows[12].uid].flatten().tolist()

@@ -18,44 +18,38 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform, Transform
 
-import torchrl_her
 from support.goals import reached, reward_of
 from support.streams import Stream, write
+from torchrl_her import CompactGoals, GoalReward, HERTransform, HindsightAugmentation
 
 AnOracle = TypeVar("AnOracle")
 
 # Transforms and buffers
 
 
-def make_reward(tells_terminated: bool = True, package: Any = torchrl_her) -> Any:
-    """The reward of all goals."""
-    return package.GoalReward(reward_of, terminated_fn=reached if tells_terminated else None)
-
-
-def make_transform(stream: Stream | None = None, reward: Any = None, package: Any = torchrl_her, **options: Any) -> Any:
+def make_transform(stream: Stream | None = None, reward: Any = None, **options: Any) -> Any:
     """HERTransform with the settings of a stream, behind a MultiStepTransform where the stream has ``n`` steps.
 
     Args:
         stream: gives strategy, her_ratio, capacity, compact, n and gamma; by default those of HERTransform.
         reward: by default `support.goals.reward_of`, with terminations unless the stream says otherwise.
-        package: the package or a mutant of it.
         options: arguments of HERTransform, which override the stream's, and ``compact``: True for a CompactGoals.
     """
-    reward = reward or make_reward(stream is None or stream.tells_terminated, package)
     before: list[Transform] = []
+    terminated_fn: Any = reached
     if stream is not None:
         options = {name: getattr(stream, name) for name in ("strategy", "her_ratio", "capacity", "compact")} | options
         before = [MultiStepTransform(stream.n, stream.gamma)] if stream.n else []
+        terminated_fn = reached if stream.tells_terminated else None
     if options.pop("compact", False):
-        done_key = options.get("done_key", "done")
-        before.insert(0, package.CompactGoals(done_key=done_key))
-    hindsight = package.HERTransform(reward, **options)
+        before.insert(0, CompactGoals(done_key=options.get("done_key", "done")))
+    hindsight = HERTransform(reward or GoalReward(reward_of, terminated_fn=terminated_fn), **options)
     return Compose(*before, hindsight) if before else hindsight
 
 
-def make_augmentation(reward: Any = None, package: Any = torchrl_her, **options: Any) -> Any:
-    """HindsightAugmentation with the reward of all goals."""
-    return package.HindsightAugmentation(reward or make_reward(package=package), **options)
+def make_augmentation(reward: Any = None, **options: Any) -> HindsightAugmentation:
+    """HindsightAugmentation, by default with the reward of all goals."""
+    return HindsightAugmentation(reward or GoalReward(reward_of, terminated_fn=reached), **options)
 
 
 def make_buffer(

@@ -43,6 +43,24 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Mutant:
     return apply
 
 
+def followed_by(owner: Any, name: str, change: Callable[..., Any]) -> Mutant:
+    """A mutant in which a function returns what ``change(its result, *its arguments)`` does."""
+
+    def make(original: Any) -> Any:
+        return lambda *arguments: change(original(*arguments), *arguments)
+
+    return replaced(owner, name, make)
+
+
+def stored_again(owner: Any, name: str, pick: Callable[[HERKeys], NestedKey]) -> Mutant:
+    """A mutant in which an entry gets its stored value again after a method of an object with keys."""
+
+    def change(_: Any, self: Any, batch: Batch, *others: Any) -> None:
+        batch.data.set(pick(self.keys), batch.stored[pick(self.keys)])
+
+    return followed_by(owner, name, change)
+
+
 def all_of(*mutants: Mutant) -> Mutant:
     """Several mutants at once."""
 
@@ -60,7 +78,7 @@ def future_from(low: Callable[[StrategyInput], Tensor], high: Callable[[Strategy
 
 def read_as(change: Callable[[WrittenTransitions], WrittenTransitions]) -> Mutant:
     """Written transitions are changed after they are read."""
-    return replaced(relabel, "read_transitions", lambda read: lambda *arguments: change(read(*arguments)))
+    return followed_by(relabel, "read_transitions", lambda written, *_: change(written))
 
 
 def without_seams(written: WrittenTransitions) -> WrittenTransitions:
@@ -68,36 +86,13 @@ def without_seams(written: WrittenTransitions) -> WrittenTransitions:
     return written._replace(start=np.concatenate([written.start[:1], written.outcome[:-1]]))
 
 
-def restored_after_goals_are_set(key: Callable[[HERKeys], NestedKey]) -> Mutant:
-    """A goal entry keeps its stored value."""
-
-    def make(set_goals: Any) -> Any:
-        def mutated(self: RelabelTransform, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
-            set_goals(self, batch, goals, relabelled)
-            batch.data.set(key(self.keys), batch.stored[key(self.keys)])
-
-        return mutated
-
-    return replaced(RelabelTransform, "_set_goals", make)
-
-
 def _rewards_of_stored_goals(recompute: Any) -> Any:
     def mutated(self: OneStepReward, batch: Batch, relabelled: Tensor) -> None:
         keys = (self.keys.desired, self.keys.next_desired)
         new = {key: batch.data.get(key) for key in keys}
-        for key in keys:
-            batch.data.set(key, batch.stored[key])
+        batch.data.update({key: batch.stored[key] for key in keys})
         recompute(self, batch, relabelled)
-        for key in keys:
-            batch.data.set(key, new[key])
-
-    return mutated
-
-
-def _keeps_done(recompute: Any) -> Any:
-    def mutated(self: OneStepReward, batch: Batch, relabelled: Tensor) -> None:
-        recompute(self, batch, relabelled)
-        batch.data.set(self.keys.done, batch.stored[self.keys.done])
+        batch.data.update(new)
 
     return mutated
 
@@ -113,14 +108,14 @@ def _idle_at_once(waiting: Any) -> Any:
 COMMON: dict[str, Mutant] = {
     "draws the future from t+1 on": future_from(lambda given: given.step + 1, lambda given: given.length),
     "joins episodes across a seam": read_as(without_seams),
-    "forgets the goal under next": restored_after_goals_are_set(lambda keys: keys.next_desired),
-    "forgets the goal at the root": restored_after_goals_are_set(lambda keys: keys.desired),
+    "forgets the goal under next": stored_again(RelabelTransform, "_set_goals", lambda keys: keys.next_desired),
+    "forgets the goal at the root": stored_again(RelabelTransform, "_set_goals", lambda keys: keys.desired),
     "computes the reward before the goal is set": replaced(OneStepReward, "recompute", _rewards_of_stored_goals),
-    "forgets that a new goal ends the episode": replaced(OneStepReward, "recompute", _keeps_done),
+    "forgets that a new goal ends the episode": stored_again(OneStepReward, "recompute", lambda keys: keys.done),
     "waits for an end that carries no flag": replaced(EpisodeTracker, "_waiting", lambda _: lambda *_: iter(())),
     "takes every lane that waits for idle": replaced(EpisodeTracker, "_waiting", _idle_at_once),
-    "keeps the pieces of an episode in another order": replaced(
-        Lane, "extend", lambda extend: lambda self, kept: (extend(self, kept), self.kept.reverse())
+    "keeps the pieces of an episode in another order": followed_by(
+        Lane, "extend", lambda _, lane, kept: lane.kept.reverse()
     ),
     "keeps zeros of the steps of an episode": replaced(
         Lane, "extend", lambda extend: lambda self, kept: extend(self, kept * 0)

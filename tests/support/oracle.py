@@ -1,22 +1,22 @@
 """A slow, obvious oracle in plain Python: which goals a transition may have, and what it has to be with one of them.
 
 It keeps every episode in a list and looks at nothing that the package stamps: each transition carries its ``uid``.
-`Oracle` checks single steps, `support.n_step_oracle` n-step returns, and `support.augmentation_oracle` what hindsight
-at write time writes.
+`Oracle` checks single steps, `NStepOracle` n-step returns, and `AugmentationOracle` hindsight at write time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from tensordict import TensorDictBase
 
-from support.factories import make_buffer, make_transform
+from support.factories import assert_same, filled, make_buffer
 from support.goals import reached, reward_of
 from support.streams import ROOT_FLAGS, Goal, Stream, Transition, write
+from torchrl_her.episodes import tracker
 
 Row = dict[Any, Any]
 
@@ -76,6 +76,11 @@ N_STEP_ENTRIES = list(expected_of([_ANY], gamma=1.0))
 RELABELLED = ("hindsight", "relabelled")
 
 
+def allowed_steps(strategy: str, step: int, length: int) -> range:
+    """The steps of its own episode whose outcomes a transition may have as its new goal."""
+    return range({"future": step, "final": length - 1, "episode": 0}[strategy], length)
+
+
 def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[Row]:
     """Transitions ``[*batch]`` as dictionaries, in which vectors are tuples and all else is a number."""
     rows = sample.reshape(-1)
@@ -130,15 +135,15 @@ class RunningEpisodes:
         raise NotImplementedError
 
 
-class StreamOracle(RunningEpisodes):
+class Oracle(RunningEpisodes):
     """Every episode in a list, and in another every goal that the table may hold."""
-
-    entries: Sequence[Any] = ENTRIES
 
     def __init__(self, stream: Stream):
         super().__init__()
         self.stream = stream
+        self.entries = N_STEP_ENTRIES if stream.n else ENTRIES
         self.transitions: dict[int, Transition] = {}  # by uid
+        self.windows: dict[int, list[Transition]] = {}  # of what can be sampled, by the uid of the first step
         self.episodes: dict[int, list[Transition]] = {}
         self.published: dict[int, int] = {}  # episode -> number of published steps
         # The transitions whose outcomes went to the table, a list for each write: the order in which the episodes
@@ -149,7 +154,12 @@ class StreamOracle(RunningEpisodes):
         """Record the transitions of one write, in its order."""
         self.table.append([])
         self.transitions |= {row.uid: row for row in rows}
+        self.windows |= self._windows_of(rows)
         super().write(rows)
+
+    def _windows_of(self, rows: Sequence[Transition]) -> dict[int, list[Transition]]:
+        """The windows that a write makes available: single steps."""
+        return {row.uid: [row] for row in rows}
 
     def end_episodes(self) -> None:
         """What flush() does: episodes end where they are."""
@@ -187,8 +197,11 @@ class StreamOracle(RunningEpisodes):
             return []
         if self.stream.strategy == "random":
             return [other for episode, end in self.published.items() for other in self.episodes[episode][:end]]
-        begin = {"future": row.step, "final": length - 1, "episode": 0}[self.stream.strategy]
-        return self.episodes[row.episode][begin:length]
+        return [self.episodes[row.episode][step] for step in allowed_steps(self.stream.strategy, row.step, length)]
+
+    def check(self, sample: TensorDictBase) -> Any:
+        """Check transitions ``[*batch]`` one by one, and return how many were relabelled."""
+        return sum(goal is not None for _, goal, _ in self._check_rows(sample))
 
     def _check_rows(self, sample: TensorDictBase) -> Iterator[tuple[list[Transition], Goal | None, Row]]:
         """Check transitions one by one, and yield the window, the new goal or None, and the entries of each."""
@@ -199,7 +212,7 @@ class StreamOracle(RunningEpisodes):
         possible, certain = self._in_table()
         for row in as_dicts(sample, [*self.entries, RELABELLED]):
             is_relabelled = row.pop(RELABELLED)
-            window = self._window(row["uid"])
+            window = self.windows[row["uid"]]
             goal = row["desired_goal"] if is_relabelled else None
             assert row == self._expected(window, goal), f"{window} {goal=} came back as {row}"
             if goal is not None:
@@ -235,53 +248,37 @@ class StreamOracle(RunningEpisodes):
                 certain.update(row.uid for row in published)
         return possible, certain
 
-    def _window(self, uid: int) -> list[Transition]:
-        return [self.transitions[uid]]
-
     def _expected(self, window: list[Transition], goal: Goal | None) -> Row:
         return expected_of(window, goal, tells_terminated=self.stream.tells_terminated)
 
 
-class Oracle(StreamOracle):
-    """The oracle for single steps."""
-
-    def check(self, sample: TensorDictBase) -> int:
-        """Check transitions ``[*batch]`` one by one, and return how many were relabelled."""
-        return sum(goal is not None for _, goal, _ in self._check_rows(sample))
-
-
-def run(stream: Stream, package: Any) -> tuple[int, int]:
-    """Write a stream through a transform of ``package``, sample as it goes and check every transition.
-
-    Returns:
-        How many transitions were sampled, and how many of them were relabelled.
-    """
-    rb = make_buffer(stream, make_transform(stream, package=package))
-    oracle = Oracle(stream)
-    sampled = relabelled = 0
-    with mock.patch.object(package.episodes.tracker, "FIRST_PUBLICATION", stream.first_publication):
+def run(stream: Stream, make_oracle: Callable[[Stream], Oracle] = Oracle) -> float:
+    """Write a stream into a buffer, sample as it goes, check every transition, and return the share relabelled."""
+    rb, oracle = make_buffer(stream), make_oracle(stream)
+    shares = []
+    with mock.patch.object(tracker, "FIRST_PUBLICATION", stream.first_publication):
         for lanes in stream:
             write(rb, lanes, stream.layout, oracle)
+            assert len(rb) == min(len(oracle.windows), stream.size)
+            if not len(rb):
+                continue
             stored = rb.storage[:].clone()
+            assert max(oracle.windows) in stored["uid"], "the newest transition is not stored"
             if stream.compact:
                 left_out = {*ROOT_FLAGS, ("next", "desired_goal")}
                 assert left_out.isdisjoint(stored.keys(True)), "what is left out is stored"
             sample = rb.sample()
-            sampled += sample.numel()
-            relabelled += oracle.check(sample)
-            oracle.check(rb[:])
-            now = rb.storage[:]
-            assert set(now.keys(True)) == set(stored.keys(True)), "sampling changed which entries are stored"
-            assert (now == stored).all(), "sampling changed what is stored"
-    return sampled, relabelled
+            shares.append(float(sample[RELABELLED].float().mean()))
+            for batch in (sample, rb[:]):
+                oracle.check(batch)
+            assert_same(stored, rb.storage[:])
+    return sum(shares) / len(shares) if shares else 0.0
 
 
-def check_share(package: Any) -> None:
+def check_share() -> None:
     """Check that ``her_ratio`` of the transitions are relabelled, wherever in the batch they are."""
     stream = Stream(2, ((9, "truncated"),), 9, 2, "flat with ids", rows=18, capacity=36, her_ratio=0.3)
-    rb = make_buffer(stream, make_transform(stream, package=package))
-    for lanes in stream:
-        write(rb, lanes, stream.layout)
+    rb, _ = filled(Oracle, stream)
     torch.manual_seed(0)
     relabelled = torch.stack([rb.sample(100)[RELABELLED].squeeze(-1) for _ in range(400)])
     deviation = (0.3 * 0.7 / 400) ** 0.5
