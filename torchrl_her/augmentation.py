@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    TensorDict,
-    TensorDictBase,
-)
-from tensordict.nn import TensorDictModuleBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_her.compact import check_saved_without_compact_goals
@@ -26,7 +18,7 @@ from torchrl_her.goals.reservoir import GoalReservoir
 from torchrl_her.goals.strategies import GoalStrategy
 from torchrl_her.keys import HERKeys
 from torchrl_her.neighbours import Neighbours
-from torchrl_her.relabel import RELABELLED, Batch, RelabelTransform, check_at_least_one
+from torchrl_her.relabel import RELABELLED, Batch, GoalMap, RelabelTransform, Reward, check_at_least_one
 
 # The step whose achieved goal a copy was given, int64 [batch, 1]; -1 for transitions with their own goal.
 GOAL_STEP = ("hindsight", "goal_step")
@@ -48,38 +40,33 @@ class HindsightAugmentation(RelabelTransform):
     next larger (or empty) write. ``rb.add`` and ``rb[i] = ...`` are not supported; where they look like ``rb.extend``,
     their transitions are held back as well.
 
+    Stored transitions have entries ``("hindsight", "relabelled")``, ``bool [batch, 1]``, and
+    ``("hindsight", "goal_step")``, ``int64 [batch, 1]``: the step that achieved the new goal, in the transition's own
+    episode or for ``"random"`` in another one, and -1 without a new goal. Draws come from torch's default random
+    generator.
+
     Args:
-        reward (TensorDictModule or Callable): the reward of a relabelled transition, as for `HERTransform`. It is
-            called once per write.
+        reward (TensorDictModule or Callable): as in `HERTransform`. It is called once per write.
 
     Keyword Args:
-        strategy (str or GoalStrategy): which step's achieved goal becomes the desired goal: ``"future"`` (default),
-            ``"final"``, ``"episode"``, ``"random"``, or a `GoalStrategy`. With ``"final"`` all copies of a transition
-            are equal: pass ``n_sampled_goal=1``.
+        strategy (str or GoalStrategy): as in `HERTransform`. Default: ``"future"``. With ``"final"`` all copies of a
+            transition are equal: pass ``n_sampled_goal=1``.
         n_sampled_goal (int): the number of copies of each transition, the paper's k. Default: 4.
-        achieved_goal_key (NestedKey): read at the root and under ``"next"``. Default: ``"achieved_goal"``.
-        desired_goal_key (NestedKey): written at the root and under ``"next"``. Default: ``"desired_goal"``.
-        reward_key (NestedKey): under ``"next"``. Default: ``"reward"``.
-        done_key (NestedKey): under ``"next"``, beside ``terminated`` and ``truncated``. Default: ``"done"``.
-        trajectory_key (NestedKey, optional): ids ``[batch]`` that tell environments apart, used if present; None to
-            ignore them. Default: ``("collector", "traj_ids")``.
-        goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
-            to goals ``[batch, *goal]``.
+        achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
+        desired_goal_key (NestedKey): as in `HERTransform`. Default: ``"desired_goal"``.
+        reward_key (NestedKey): as in `HERTransform`. Default: ``"reward"``.
+        done_key (NestedKey): as in `HERTransform`. Default: ``"done"``.
+        trajectory_key (NestedKey, optional): as in `HERTransform`. Default: ``("collector", "traj_ids")``.
+        goal_fn (Callable, optional): as in `HERTransform`.
         max_episode_steps (int): ends an episode after this many steps, which bounds the memory that is held back.
             Default: 1,000.
         mask_key (NestedKey, optional): transitions for which this entry is False are padding, which is not stored.
         reservoir_size (int): the number of past achieved goals from which ``"random"`` draws, a uniform sample of all.
             Default: 10,000.
 
-    Stored transitions have entries ``("hindsight", "relabelled")``, ``bool [batch, 1]``, and
-    ``("hindsight", "goal_step")``, ``int64 [batch, 1]``: the step that achieved the new goal, in the transition's own
-    episode or for ``"random"`` in another one, and -1 without a new goal. Draws come from torch's default random
-    generator.
-
     Raises:
-        ValueError, TypeError: if an argument is wrong; when writing (nothing is stored or held back then), if goals,
-            rewards or flags have the wrong shape, an achieved goal is NaN, or the transitions have more than one
-            dimension.
+        ValueError, TypeError: as in `HERTransform`, and if written transitions have more than one dimension. Nothing
+            is stored or held back then.
         KeyError: when writing, if an entry is missing.
 
     Examples:
@@ -100,7 +87,7 @@ class HindsightAugmentation(RelabelTransform):
 
     def __init__(
         self,
-        reward: TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor],
+        reward: Reward,
         *,
         strategy: str | GoalStrategy = "future",
         n_sampled_goal: int = 4,
@@ -109,7 +96,7 @@ class HindsightAugmentation(RelabelTransform):
         reward_key: NestedKey = "reward",
         done_key: NestedKey = "done",
         trajectory_key: NestedKey | None = ("collector", "traj_ids"),
-        goal_fn: Callable[[Tensor], Tensor] | None = None,
+        goal_fn: GoalMap | None = None,
         max_episode_steps: int = 1_000,
         mask_key: NestedKey | None = None,
         reservoir_size: int = 10_000,
@@ -130,22 +117,32 @@ class HindsightAugmentation(RelabelTransform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back; return those of ended episodes with their copies, or None."""
-        self._check_neighbours()
+        neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
-        check_one_dimension(tensordict.batch_size)
-        count, is_dummy = len(tensordict), False
-        rows, written = None, None
-        if count:
-            rows, written = self._read_rows(tensordict)
+        if len(tensordict.batch_size) != 1:
+            batch = list(tensordict.batch_size)
+            raise ValueError(
+                "HindsightAugmentation writes more transitions than it is given, and "
+                f"{f'they come as {batch}' if batch else 'one transition is added or set'}: use "
+                "rb.extend(data.reshape(-1)), with a storage of one dimension. HERTransform works with add, and with "
+                "storages of several dimensions."
+            )
+        written, is_dummy = None, False
+        if len(tensordict):
+            if isinstance(tensordict, LazyStackedTensorDict):
+                tensordict = tensordict.contiguous()
+            # Every other transform changes only samples, in which the copies are transitions like others.
+            written = self._read(tensordict, self._goal, neighbours.before + neighbours.after)
+            if (compact := neighbours.compact_goals) is not None:
+                compact.check_write(tensordict)
             is_dummy = self._goal is None and _is_dummy(tensordict, self.keys)
             if is_dummy:
                 written = written._replace(done=np.ones_like(written.done))
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             if written is not None and len(written.done):
-                self._hold(rows, written)
-            if count == 1 and not is_dummy:
+                self._hold(tensordict, written)
+            if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None
             ended = self._held.take_ended()
@@ -158,21 +155,10 @@ class HindsightAugmentation(RelabelTransform):
             self._neighbours = neighbours
         return neighbours
 
-    def _read_rows(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, WrittenTransitions]:
-        """Check and read transitions ``[n]``; return those that are not padding."""
-        if isinstance(tensordict, LazyStackedTensorDict):
-            tensordict = tensordict.contiguous()
-        # Every other transform changes only samples, in which the copies are transitions like others.
-        everywhere = Neighbours([], [*self._neighbours.before, *self._neighbours.after])
-        written = self._read(tensordict, self._goal, None if self._copies is None else everywhere.rewritten())
-        if (compact := self._neighbours.compact_goals()) is not None:
-            compact.check_write(tensordict)
-        if written.mask is not None:
-            tensordict = tensordict[torch.from_numpy(written.mask).to(written.goals.device)]
-        return tensordict, written
-
     def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> None:
-        """Hold transitions ``[n]`` back until their episodes end."""
+        """Hold transitions ``[n]``, without padding, back until their episodes end."""
+        if written.mask is not None:
+            rows = rows[torch.from_numpy(written.mask).to(written.goals.device)]
         packed = self._held.pack(rows)
         if self._goal is None:
             self._goal = rows.get(self.keys.desired)[0].clone()
@@ -181,10 +167,7 @@ class HindsightAugmentation(RelabelTransform):
         self._held.ended += tracked.episodes
 
     def _augment(self, ended: list[EpisodeSteps]) -> TensorDictBase:
-        """Return the transitions of ended episodes, each followed by its copies.
-
-        So a full storage overwrites a transition and its copies together.
-        """
+        """Return the transitions of ended episodes, each followed by its copies: they are overwritten together."""
         copies = self.n_sampled_goal
         device = ended[-1].kept.device  # loaded episodes can be on another one
         packed = torch.cat([episode.kept.to(device) for episode in ended])  # [n, words]
@@ -193,8 +176,7 @@ class HindsightAugmentation(RelabelTransform):
         outcomes = map_goals(outcomes, self.goal_fn).detach().to(desired.dtype)  # [n, *goal]
         episodes, lengths = zip(*((episode.episode, len(episode.kept)) for episode in ended), strict=True)
         drawn = draw_from_episodes(self.strategy, outcomes, episodes, lengths, copies, self.reservoir)
-        originals = torch.arange(len(packed), device=packed.device)
-        chosen = originals.unsqueeze(1).expand(-1, copies + 1)  # [n, 1 + k]
+        chosen = torch.arange(len(packed), device=device).unsqueeze(1).expand(-1, copies + 1)  # [n, 1 + k]
         goals = torch.cat([outcomes.unsqueeze(1), drawn.goals], dim=1)  # [n, 1 + k, *goal], the first are not used
         steps = torch.cat([torch.full_like(chosen[:, :1], -1), drawn.steps], dim=1)
         if drawn.left_out is None:
@@ -218,8 +200,7 @@ class HindsightAugmentation(RelabelTransform):
         Their transitions and copies are stored with the next write of several transitions. To store them at once,
         extend the buffer with the empty batch that is returned: ``rb.extend(hindsight.flush())``.
         """
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             self._held.ended += self._held.tracker.flush()
             return self._held.none()
 
@@ -242,11 +223,8 @@ class HindsightAugmentation(RelabelTransform):
         return self
 
     def _reset_after_fork(self) -> None:
-        """After a fork, start without the held transitions of the parent process."""
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            if self._is_shared:
-                self._held = self._held.without_transitions()
+        if self._is_shared:
+            self._held = self._held.without_transitions()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HindsightAugmentation:
         copied = super().__deepcopy__(memo)
@@ -258,8 +236,7 @@ class HindsightAugmentation(RelabelTransform):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the transitions that are held back, and the reservoir, for ``state_dict``."""
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             return {
                 "held": self._held.state_dict(),
                 "episodes": self._episodes,
@@ -267,14 +244,9 @@ class HindsightAugmentation(RelabelTransform):
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `get_extra_state`.
-
-        Raises:
-            ValueError: if it has a reservoir of another size, or is that of a buffer with ``CompactGoals``.
-        """
+        """Load the result of `get_extra_state`, of a transform with a reservoir of the same size."""
         check_saved_without_compact_goals(state)
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             if self.reservoir is not None and state["reservoir"] is not None:
                 self.reservoir.load_state_dict(state["reservoir"])
             self._held.load_state_dict(state["held"])
@@ -294,14 +266,3 @@ def _is_dummy(tensordict: TensorDictBase, keys: HERKeys) -> bool:
     """
     goals = (keys.achieved, keys.desired, keys.next_achieved, keys.next_desired)
     return len(tensordict) == 1 and not any(bool(tensordict.get(key).any()) for key in goals)
-
-
-def check_one_dimension(batch: torch.Size) -> None:
-    """Check that written transitions have one dimension."""
-    if len(batch) != 1:
-        what = "one transition is added or set" if not batch else f"they come as {list(batch)}"
-        raise ValueError(
-            f"HindsightAugmentation writes more transitions than it is given, and {what}: use "
-            "rb.extend(data.reshape(-1)), with a storage of one dimension. HERTransform works with add, and with "
-            "storages of several dimensions."
-        )

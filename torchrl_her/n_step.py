@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -27,33 +25,6 @@ FIRST_REWARD = ("next", "original_reward")
 LAST_FLAGS = ("next", "hindsight_flags")
 
 
-class Columns(NamedTuple):
-    """Written transitions in rows of consecutive steps, ``[rows, steps]``."""
-
-    start: np.ndarray  # void, the goals at the root
-    outcome: np.ndarray  # void, the goals under "next"
-    trajectory: np.ndarray  # int64
-    done: np.ndarray  # bool
-
-    @classmethod
-    def of(cls, written: WrittenTransitions, rows: int) -> Columns:
-        """Reshape the transitions of one write to rows."""
-        ids = np.zeros(len(written.done), np.int64) if written.trajectory is None else written.trajectory
-        return cls(*(column.reshape(rows, -1) for column in (written.start, written.outcome, ids, written.done)))
-
-    def follow(self, before: Columns | None) -> np.ndarray:
-        """Return which transitions continue their row, or follow the end of an episode: ``bool [rows, steps]``."""
-        columns = (self.outcome, self.trajectory, self.done)
-        first = columns if before is None else before[1:]
-        stood, was_in, ended = (
-            np.concatenate((one[:, -1:], other[:, :-1]), axis=1) for one, other in zip(first, columns, strict=True)
-        )
-        follow = (self.start == stood) & (self.trajectory == was_in) | ended
-        if before is None:
-            follow[:, 0] = True
-        return follow
-
-
 class NStepReward:
     """The discounted sum of rewards of the windows that ``MultiStepTransform`` makes, under a new goal.
 
@@ -62,53 +33,68 @@ class NStepReward:
     Sampling asks the reward module for each outcome in a window. If one of them ends the episode, the sum stops there.
     A window gets the done flags of its last step: ``MultiStepTransform`` keeps those of the first step, and a loss
     would bootstrap through the end of an episode.
-
-    Args:
-        reward (TensorDictModuleBase): the reward module, which may read goals only.
-        keys (HERKeys): the keys of the entries.
-        multi_step (MultiStepTransform): the transform that makes the windows.
-
-    Attributes:
-        may_restart (bool): whether the next write may leave the waiting steps behind: in a process that begins to
-            write, and after loading.
-
-    Raises:
-        ValueError: if the reward module reads more than goals, or if both transforms do not have the same keys.
     """
 
     def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, has_goal_fn: bool, multi_step: MultiStepTransform):
-        check_reads_goals_alone(reward, {keys.next_achieved, keys.desired, keys.next_desired}, has_goal_fn)
+        name = type(reward).__name__
+        goals = (keys.next_achieved, keys.desired, keys.next_desired)
+        if others := [key for key in reward.in_keys if key not in goals]:
+            raise ValueError(
+                "With MultiStepTransform, the reward of each step in a window is computed from its goals, since "
+                f"nothing else is kept of it, and {name} reads {others} too. Pass a reward of the goals, "
+                "GoalReward(reward_fn), or leave MultiStepTransform out."
+            )
         if isinstance(reward, GoalReward):
             reward = reward.with_goal_fn(None)  # the table's goals are mapped already
+        elif has_goal_fn:
+            raise ValueError(
+                "With MultiStepTransform, the reward of each step in a window is computed from goals that goal_fn has "
+                f"mapped, and {name} reads unmapped goals: pass GoalReward(reward_fn)."
+            )
         self.reward = reward
         self.keys = keys
         self.multi_step = multi_step
         self.gamma = multi_step.gamma  # at the time of the last write
+        # Whether the next write may drop the waiting steps: in a process that begins to write, and after loading.
         self.may_restart = True
         self._writes_terminated = keys.terminated in reward.out_keys
         self._rows = torch.Size()  # the batch dimensions of the last write, without time
-        self._last: Columns | None = None  # the last write
+        # The last step of each row: the goals under "next" (void), the trajectory id and the done flag, [rows, 1] each.
+        self._last: list[np.ndarray] | None = None
 
     # Writing
 
     def check_write(self, written: WrittenTransitions, batch: torch.Size) -> None:
-        """Check that each row of ``[*rows, steps]`` transitions continues where it stopped, or after an end.
-
-        Raises:
-            ValueError: if a window would mix episodes.
-        """
-        check_n_step_rows(self.keys.mask, len(batch))
-        rows = batch[:-1]
-        columns = Columns.of(written, rows.numel())
-        last = self._last
-        if self.may_restart and not (last and rows == self._rows and columns.follow(last)[:, 0].all()):
+        """Check that each row of transitions ``[*rows, steps]`` continues where it stopped, or after an end."""
+        if not batch:
+            raise ValueError(
+                "MultiStepTransform needs a dimension of time, and a single transition has none: use extend."
+            )
+        rows, last = batch[:-1], self._last
+        if last is not None and rows != self._rows:
+            if not self.may_restart:
+                raise ValueError(
+                    f"This write has {rows.numel()} row(s), {list(rows)}, and the one before had {self._rows.numel()}, "
+                    f"{list(self._rows)}: MultiStepTransform makes its windows along the rows. Extend with "
+                    "[environments, steps], with the same environments in every write."
+                )
             last = None
-        if last is not None:
-            check_same_rows(rows, self._rows)
-        check_one_lane_per_row(columns.follow(last))
+        ids = np.zeros(len(written.done), np.int64) if written.trajectory is None else written.trajectory
+        columns = (written.start, written.outcome, ids, written.done)
+        start, *ends = (column.reshape(rows.numel(), -1) for column in columns)  # [rows, steps] each
+        follows = steps_that_follow(start, ends, last)
+        if last is not None and self.may_restart and not follows[:, 0].all():
+            last, follows[:, 0] = None, True
+        if not follows.all():
+            raise ValueError(
+                f"Row {int(np.argwhere(~follows)[0][0])} of this write has transitions that do not follow each other, "
+                "with no done flag between them: windows of MultiStepTransform would mix episodes. Extend with "
+                "[environments, steps] and ndim=2 in the storage, not flattened, from environments that advance "
+                "together, and reset them when they are done. After a refused or lost write, call flush() first."
+            )
         if last is None:
             drop_waiting_steps(self.multi_step)
-        self._rows, self._last, self.may_restart = rows, columns, False
+        self._rows, self._last, self.may_restart = rows, [column[:, -1:].copy() for column in ends], False
         self.gamma = self.multi_step.gamma
 
     def keep_flags(self, tensordict: TensorDictBase) -> None:
@@ -116,10 +102,6 @@ class NStepReward:
         keys = present_flags(tensordict, self.keys)
         flags = [tensordict.get(key).reshape(*tensordict.batch_size, 1) for key in keys]
         tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
-
-    def longest(self, window: int) -> int:
-        """Return the larger of a window and the present number of steps, which can change during training."""
-        return max(window, self.multi_step.n_steps)
 
     def forget_rows(self) -> None:
         """Let the next write begin new rows."""
@@ -132,7 +114,8 @@ class NStepReward:
 
     # Sampling
 
-    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:  # noqa: D102
+    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the entries that `recompute` replaces."""
         written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
         return [self.keys.reward, STEPS, *written, *present_flags(tensordict, self.keys)]
 
@@ -143,8 +126,9 @@ class NStepReward:
         """
         table, steps = batch.table, batch.stored[STEPS].reshape(-1)
         start, length = table.find(batch.episode)
-        ahead = torch.arange(batch.longest_window, device=steps.device).expand(len(steps), -1)
-        ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest_window]
+        longest = max(batch.longest_window, self.multi_step.n_steps)  # which can change during training
+        ahead = torch.arange(longest, device=steps.device).expand(len(steps), -1)
+        ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
         rows = (start + batch.step).unsqueeze(1) + ahead
         goals, owners = table.read(rows.flatten())
         batch.outcomes = goals.view(*rows.shape, *table.goal_shape)
@@ -199,12 +183,25 @@ class NStepReward:
         return rewards, steps.get(self.keys.terminated).reshape(shape).bool()
 
 
+def steps_that_follow(start: np.ndarray, ends: list[np.ndarray], last: list[np.ndarray] | None) -> np.ndarray:
+    """Return which transitions continue their row, or follow the end of an episode: ``bool [rows, steps]``.
+
+    ``start`` are the goals at the root, ``ends`` the goals under "next", trajectory ids and done flags, and ``last``
+    these three of the last write, ``[rows, 1]``; without them each row begins anew.
+    """
+    first = ends if last is None else last
+    columns = zip(first, ends, strict=True)
+    outcome, trajectory, done = (np.concatenate((one[:, -1:], column[:, :-1]), axis=1) for one, column in columns)
+    follows = (start == outcome) & (ends[1] == trajectory) | done
+    if last is None:
+        follows[:, 0] = True
+    return follows
+
+
 def steps_that_count(steps: Tensor, ends: Tensor) -> Tensor:
     """Return the steps of windows up to the first end, inclusive: ``bool [n, longest]``.
 
-    Args:
-        steps: the number of steps of each window, ``int64 [n, 1]``.
-        ends: whether a step ends the episode, ``bool [n, longest]``.
+    ``steps`` are the numbers of steps, ``int64 [n, 1]``; ``ends`` says which steps end the episode, ``[n, longest]``.
     """
     ahead = torch.arange(ends.shape[1], device=steps.device)
     return (ahead < steps) & (ends.cumsum(1) - ends.long() == 0)
@@ -221,24 +218,8 @@ def present_flags(tensordict: TensorDictBase | dict[NestedKey, Tensor], keys: HE
     return [key for key in keys.flags if tensordict.get(key, None) is not None]
 
 
-def check_reads_goals_alone(reward: TensorDictModuleBase, goals: set[NestedKey], has_goal_fn: bool) -> None:
-    """Check that the reward module reads goals only: the table keeps nothing else of the steps in a window."""
-    others = [key for key in reward.in_keys if key not in goals]
-    if others:
-        raise ValueError(
-            f"With MultiStepTransform, the reward of each step in a window is computed from its goals, since nothing "
-            f"else is kept of it, and {type(reward).__name__} reads {others} too. Pass a reward of the goals, "
-            "GoalReward(reward_fn), or leave MultiStepTransform out."
-        )
-    if has_goal_fn and not isinstance(reward, GoalReward):
-        raise ValueError(
-            f"With MultiStepTransform, the reward of each step in a window is computed from goals that goal_fn has "
-            f"mapped, and {type(reward).__name__} reads unmapped goals: pass GoalReward(reward_fn)."
-        )
-
-
 def check_n_step_keys(multi_step: MultiStepTransform, keys: HERKeys) -> None:
-    """Check that ``MultiStepTransform`` and HERTransform have the same reward key and done key."""
+    """Check that ``MultiStepTransform`` and HERTransform have the same reward and done keys, and no padding."""
     summed = [unravel_key(("next", key)) for key in multi_step.reward_keys]
     ends = unravel_key(("next", multi_step.done_key))
     if summed != [keys.reward] or ends != keys.done:
@@ -246,38 +227,8 @@ def check_n_step_keys(multi_step: MultiStepTransform, keys: HERKeys) -> None:
             f"MultiStepTransform sums {summed} up to {ends!r}, HERTransform computes {keys.reward!r} and reads "
             f"{keys.done!r}: pass both the same reward key, one alone, and the same done key."
         )
-
-
-def check_n_step_rows(mask: NestedKey | None, dimensions: int) -> None:
-    """Check that written transitions have a time dimension and no padding."""
-    if mask is not None:
+    if keys.mask is not None:
         raise ValueError(
-            f"MultiStepTransform would sum over the padding that mask_key={mask!r} marks: collect with "
+            f"MultiStepTransform would sum over the padding that mask_key={keys.mask!r} marks: collect with "
             "split_trajs=False, or leave MultiStepTransform out."
-        )
-    if dimensions == 0:
-        raise ValueError(
-            "MultiStepTransform needs a dimension of time, and a single transition was added without one: use extend."
-        )
-
-
-def check_same_rows(rows: torch.Size, before: torch.Size) -> None:
-    """Check that a write has the same rows as the previous one."""
-    if rows != before:
-        raise ValueError(
-            f"This write has {rows.numel()} row(s), {list(rows)}, and the one before had {before.numel()}, "
-            f"{list(before)}: MultiStepTransform makes its windows along the rows, so each environment needs its own "
-            "row. Extend with [environments, steps], with the same environments in every write."
-        )
-
-
-def check_one_lane_per_row(continues: np.ndarray) -> None:
-    """Check that each row holds one environment; ``bool [rows, steps]``, whether a transition continues its row."""
-    if not continues.all():
-        row = int(np.argwhere(~continues)[0][0])
-        raise ValueError(
-            f"Row {row} of this write has transitions that do not follow each other, with no done flag between them: "
-            "windows of MultiStepTransform would mix episodes. Extend with [environments, steps] and ndim=2 in the "
-            "storage, not flattened, from environments that advance together, and reset them when they are done. After "
-            "a refused or lost write, call flush() of HERTransform first."
         )

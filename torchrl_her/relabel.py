@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
 import torch
@@ -26,11 +27,11 @@ from torchrl_her.keys import HERKeys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 
 RELABELLED = ("hindsight", "relabelled")
-# The entry of the stamps, int64 [*batch, 2]: episode and step. Two entries would make writing slower.
-STAMP = "hindsight_stamp"
 FIRST_ROWS = 64  # rows of the first write on which the reward module is checked
 
 Self = TypeVar("Self", bound="RelabelTransform")
+Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor]
+GoalMap: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -48,21 +49,8 @@ class SampledBatch(Batch):
     table: GoalTable
     episode: Tensor  # int64 [n]
     step: Tensor  # int64 [n]
-    longest_window: int  # the most steps that a stored transition spans
-    outcomes: Tensor | None = None  # [n, longest_window, *goal], the goals achieved in each window of n-step returns
-
-
-class Rewards(Protocol):
-    """Recomputes the rewards of relabelled transitions: one-step or n-step rewards."""
-
-    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
-        """Return the keys of the entries that `recompute` replaces."""
-
-    def available(self, batch: SampledBatch) -> Tensor | bool:
-        """Return which rewards can be recomputed from the goal table: ``bool [n]``, or True for all."""
-
-    def recompute(self, batch: SampledBatch, relabelled: Tensor) -> None:
-        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; others keep theirs."""
+    longest_window: int  # the most steps that a written transition spans
+    outcomes: Tensor | None = None  # [n, longest, *goal], the goals achieved in each window of n-step returns
 
 
 class OneStepReward:
@@ -79,31 +67,36 @@ class OneStepReward:
         self._writes_more = len(reward.out_keys) > len(self._recomputed)
 
     def check(self, tensordict: TensorDictBase) -> None:
-        """Check the reward module on written transitions ``[*batch]``, and warn if its rewards differ from theirs.
-
-        Raises:
-            KeyError: if an entry that relabelling replaces is missing.
-            ValueError: if the reward has another shape.
-        """
-        for key in self.replaced_keys:
-            get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
+        """Check the reward module on written transitions ``[*batch]``, and warn if its rewards differ from theirs."""
+        key = self.keys.reward
+        for each in self.replaced_keys:
+            get_entry(tensordict, each, "reward_key" if each == key else "done_key")
         rows = tensordict.reshape(-1)
         if self.keys.mask is not None:
             rows = rows[rows.get(self.keys.mask).reshape(-1)]
         # With a single row, a wrong shape can look like the right one.
         rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
         with torch.no_grad():
-            computed = self.reward(rows.clone())  # the user's function may modify its arguments
-        check_reward(computed, rows, self.keys.reward)
-        warn_if_rewards_differ(computed.get(self.keys.reward), rows.get(self.keys.reward))
+            computed = self.reward(rows.clone()).get(key, None)  # the user's function may modify its arguments
+        stored = rows.get(key)
+        if computed is None or computed.shape != stored.shape:
+            wrote = "nothing" if computed is None else f"the shape {tuple(computed.shape)}"
+            raise ValueError(
+                f"The reward module wrote {wrote} under {key!r} where rewards of the shape {tuple(stored.shape)} are "
+                "stored: it must write one of the same shape."
+            )
+        warn_if_rewards_differ(computed, stored)
 
-    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:  # noqa: D102
+    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the entries that `recompute` replaces."""
         return self.replaced_keys
 
-    def available(self, batch: SampledBatch) -> bool:  # noqa: D102
+    def available(self, batch: SampledBatch) -> Tensor | bool:
+        """Return which rewards can be recomputed from the goal table, ``bool [n]``, or True for all."""
         return True
 
-    def recompute(self, batch: Batch, relabelled: Tensor) -> None:  # noqa: D102
+    def recompute(self, batch: Batch, relabelled: Tensor) -> None:
+        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; the others keep theirs."""
         data, stored = batch.data, batch.stored
         for key in self._read:
             data.set(key, stored[key])
@@ -136,15 +129,10 @@ class BufferTransform(Transform):
 class RelabelTransform(BufferTransform):
     """A transform that relabels transitions: `HERTransform` and `HindsightAugmentation`."""
 
-    def __init__(
-        self,
-        reward: TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor],
-        strategy: str | GoalStrategy,
-        keys: HERKeys,
-        goal_fn: Callable[[Tensor], Tensor] | None,
-    ):
+    def __init__(self, reward: Reward, strategy: str | GoalStrategy, keys: HERKeys, goal_fn: GoalMap | None):
         super().__init__()
-        check_goal_fn(goal_fn)
+        if goal_fn is not None and not callable(goal_fn):
+            raise TypeError(f"goal_fn must be a function of achieved goals [batch, *state], got {goal_fn!r}.")
         self.strategy = make_strategy(strategy)
         self.goal_fn = goal_fn
         self.keys = keys
@@ -158,25 +146,33 @@ class RelabelTransform(BufferTransform):
         self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
 
     def _read(
-        self, tensordict: TensorDictBase, earlier_goal: Tensor | None, rewritten: set[NestedKey] | None
+        self, tensordict: TensorDictBase, earlier_goal: Tensor | None, later: Iterable[Transform] | None
     ) -> WrittenTransitions:
-        """Check and read transitions ``[*batch]``.
+        """Check and read transitions ``[*batch]``, given a goal ``[*goal]`` of an earlier write if there was one.
 
-        Args:
-            tensordict: the transitions.
-            earlier_goal: a goal ``[*goal]`` of an earlier write, if there was one.
-            rewritten: entries that other transforms write or drop in every sample; None to skip the search for copies
-                of the desired goal.
+        Copies of the desired goal are searched for that no ``later`` transform rewrites in samples; None: no search.
         """
         written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goal)
         if not self._is_checked:
             self._one_step.check(tensordict)
             self._is_checked = True
         copies = self._copies  # which another thread may set to None
-        if copies is not None and rewritten is not None:
-            copies = warn_if_goal_is_copied(tensordict, self.keys, rewritten, copies)
+        if copies is not None and later is not None:
+            copies = warn_if_goal_is_copied(tensordict, self.keys, later, copies)
             self._copies = None if self._copies is None else copies
         return written
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Exclude other writers; the first time after a fork, give up the lanes of the parent process."""
+        with self._lock:
+            if self._process != os.getpid():
+                self._process = os.getpid()
+                self._reset_after_fork()
+            yield
+
+    def _reset_after_fork(self) -> None:
+        raise NotImplementedError
 
     def _set_goals(self, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
         """Give goals ``[n, *goal]`` to the relabelled transitions, ``bool [*batch, 1]``."""
@@ -197,17 +193,8 @@ class RelabelTransform(BufferTransform):
         return without_compiled_call(super().__getstate__()) | {"_neighbours": None}
 
 
-def make_reward(
-    reward: TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor],
-    keys: HERKeys,
-    goal_fn: Callable[[Tensor], Tensor] | None,
-) -> TensorDictModuleBase:
-    """Return a reward module that reads and writes the entries under ``keys``.
-
-    Raises:
-        TypeError: if the reward is neither a module nor a function.
-        ValueError: if the module does not write the reward.
-    """
+def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> TensorDictModuleBase:
+    """Return a reward module that reads and writes the entries under ``keys``."""
     if isinstance(reward, (EnvBase, gymnasium.Env)):
         raise TypeError("The reward is a module or a function, not an environment: HERTransform(EnvReward(env)).")
     if not isinstance(reward, TensorDictModuleBase):
@@ -229,12 +216,9 @@ def make_reward(
 
 
 def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
-    """Return new entries for relabelled transitions, ``bool [*batch, 1]``, and stored entries for the others.
+    """Return new entries for relabelled transitions, ``bool [*batch, 1]``, and stored ones for the others.
 
-    Args:
-        relabelled: which transitions are relabelled.
-        new: ``[*batch, ...]``, or with the batch dimensions flattened ``[n, ...]``.
-        stored: ``[*batch, ...]``.
+    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or with flattened batch dimensions, ``[n, ...]``.
     """
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
@@ -251,23 +235,6 @@ def check_at_least_one(name: str, value: int) -> int:
     return int(value)
 
 
-def check_goal_fn(goal_fn: object) -> None:
-    """Check that ``goal_fn`` is a function."""
-    if goal_fn is not None and not callable(goal_fn):
-        raise TypeError(f"goal_fn must be a function of achieved goals [batch, *state], got {goal_fn!r}.")
-
-
-def check_reward(computed: TensorDictBase, stored: TensorDictBase, reward_key: NestedKey) -> None:
-    """Check that the reward module writes rewards of the stored shape."""
-    reward, expected = computed.get(reward_key, None), get_entry(stored, reward_key, "reward_key")
-    if reward is None or reward.shape != expected.shape:
-        got = "nothing" if reward is None else f"the shape {tuple(reward.shape)}"
-        raise ValueError(
-            f"The reward module wrote {got} under {reward_key!r} where rewards of the shape {tuple(expected.shape)} "
-            "are stored: it must write one of the same shape."
-        )
-
-
 def warn_if_rewards_differ(computed: Tensor, stored: Tensor) -> None:
     """Warn if the reward module's rewards for the stored goals differ from the stored rewards, ``[rows, ...]``."""
     new, old = computed.double().flatten(), stored.double().flatten().to(computed.device)
@@ -280,30 +247,3 @@ def warn_if_rewards_differ(computed: Tensor, stored: Tensor) -> None:
             "EnvReward(env), and scale rewards after HERTransform.",
             stacklevel=2,
         )
-
-
-def get_stamp(tensordict: TensorDictBase) -> Tensor:
-    """Return the stamps of sampled transitions."""
-    stamp = tensordict.get(STAMP, None)
-    if not isinstance(stamp, Tensor):
-        raise KeyError(
-            f"The sampled transitions carry no stamp under {STAMP!r}: they were written before HERTransform was part "
-            "of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
-            "transform=HERTransform(...), then extend it."
-        )
-    return stamp
-
-
-def check_are_sampled(stored: dict[NestedKey, Tensor], keys: HERKeys) -> None:
-    """Check that the goals and the reward are in a sample."""
-    if stored[keys.next_desired] is None and stored[keys.desired] is not None:
-        raise KeyError(
-            f"The sample has no entry {keys.next_desired!r}. If the transitions were written with CompactGoals, list "
-            "it here, too: Compose(CompactGoals(), HERTransform(...))."
-        )
-    for key in (keys.desired, keys.reward):
-        if stored[key] is None:
-            raise KeyError(
-                f"The sample has no entry {key!r}, although it was written: list the transform that drops it after "
-                "HERTransform."
-            )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.data import TensorSpec
 
@@ -24,14 +21,16 @@ from torchrl_her.n_step import STEPS, NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import (
     RELABELLED,
-    STAMP,
+    GoalMap,
+    OneStepReward,
     RelabelTransform,
-    Rewards,
+    Reward,
     SampledBatch,
-    check_are_sampled,
     check_at_least_one,
-    get_stamp,
 )
+
+# The entry of the stamps, int64 [*batch, 2]: episode and step. Two entries would make writing slower.
+STAMP = "hindsight_stamp"
 
 
 class HERTransform(RelabelTransform):
@@ -39,7 +38,8 @@ class HERTransform(RelabelTransform):
 
     Writing stamps each transition with its episode and step, and keeps its achieved goal. Sampling replaces the desired
     goal of a share of the transitions, at the root and under ``"next"``, by an achieved goal of their episode, and
-    recomputes their rewards.
+    recomputes their rewards. Sampled batches have an entry ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Draws
+    come from torch's default random generator.
 
     Args:
         reward (TensorDictModule or Callable): the reward of a relabelled transition: a module that reads the transition
@@ -49,33 +49,27 @@ class HERTransform(RelabelTransform):
     Keyword Args:
         strategy (str or GoalStrategy): which step's achieved goal becomes the desired goal: ``"future"`` (default),
             ``"final"``, ``"episode"``, ``"random"``, or a `GoalStrategy`.
-        her_ratio (float): the probability that a sampled transition is relabelled; k / (k + 1) for the paper's k.
-            Default: 0.8.
+        her_ratio (float): the probability that a transition is relabelled; k / (k + 1) for the paper's k. Default: 0.8.
         achieved_goal_key (NestedKey): read at the root and under ``"next"``. Default: ``"achieved_goal"``.
         desired_goal_key (NestedKey): written at the root and under ``"next"``. Default: ``"desired_goal"``.
         reward_key (NestedKey): under ``"next"``. Default: ``"reward"``.
         done_key (NestedKey): under ``"next"``, beside ``terminated`` and ``truncated``. Default: ``"done"``.
         trajectory_key (NestedKey, optional): ids ``[*batch]`` that tell environments apart, used if present; None to
             ignore them. Default: ``("collector", "traj_ids")``.
-        goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
-            to goals ``[batch, *goal]``.
-        capacity (int): the number of achieved goals that are kept: the ``max_size`` of the storage, or two to three
-            times as many for episodes of 64 steps and more, which are published as they grow. Default: 1,000,000.
-        goal_spec (TensorSpec, optional): the spec of one goal, to allocate the goal table and check goals at once. By
-            default the first write determines it. Required for buffers that are shared between processes.
+        goal_fn (Callable, optional): maps achieved entries ``[batch, *state]`` to goals ``[batch, *goal]``.
+        capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or two to three times that
+            for episodes of 64 steps and more, which are published as they grow. Default: 1,000,000.
+        goal_spec (TensorSpec, optional): the spec of one goal, which the first write determines by default. Required
+            for buffers that processes share.
         max_episode_steps (int, optional): ends an episode after this many steps.
         mask_key (NestedKey, optional): transitions for which this entry is False are padding.
-        sequence_length (int, optional): sampled batches are sequences of this length. Each gets one goal, drawn for
-            its last transition.
-
-    Sampled batches have an entry ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Draws come from torch's default
-    random generator.
+        sequence_length (int, optional): samples are sequences of this length. Each gets one goal, drawn for its last
+            transition.
 
     Raises:
         ValueError, TypeError: if an argument is wrong; when writing (nothing is stored then), if goals, rewards or
             flags have the wrong shape or an achieved goal is NaN.
-        KeyError: when writing, if an entry is missing; when sampling, if the transitions were not written through this
-            transform.
+        KeyError: if an entry is missing from a write or a sample.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -95,7 +89,7 @@ class HERTransform(RelabelTransform):
 
     def __init__(
         self,
-        reward: TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor],
+        reward: Reward,
         *,
         strategy: str | GoalStrategy = "future",
         her_ratio: float = 0.8,
@@ -104,7 +98,7 @@ class HERTransform(RelabelTransform):
         reward_key: NestedKey = "reward",
         done_key: NestedKey = "done",
         trajectory_key: NestedKey | None = ("collector", "traj_ids"),
-        goal_fn: Callable[[Tensor], Tensor] | None = None,
+        goal_fn: GoalMap | None = None,
         capacity: int = 1_000_000,
         goal_spec: TensorSpec | None = None,
         max_episode_steps: int | None = None,
@@ -122,9 +116,7 @@ class HERTransform(RelabelTransform):
         self.capacity = capacity
         self.sequence_length = sequence_length
         self.tracker = EpisodeTracker(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
-        self.table: GoalTable | None = None
-        if goal_spec is not None:
-            self.table = GoalTable.of_spec(capacity, goal_spec)
+        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec)
         self.longest_window = 1  # the most steps that a stored transition spans
         self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
         self._eviction_warning = EvictionWarning(capacity)
@@ -139,11 +131,10 @@ class HERTransform(RelabelTransform):
         batch, written = tensordict.batch_size, None
         if batch.numel():
             earlier_goal = None if self.table is None else self.table.goals[0]
-            rewritten = neighbours.rewritten() if self.her_ratio and self._copies is not None else None
-            written = self._read(tensordict, earlier_goal, rewritten)
-            if (compact := neighbours.compact_goals()) is not None:
+            written = self._read(tensordict, earlier_goal, neighbours.after if self.her_ratio else None)
+            if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
-        n_step = None if neighbours.multi_step() is None else self._n_step
+        n_step = None if neighbours.multi_step is None else self._n_step
         if n_step is not None:
             n_step.keep_flags(tensordict)
         if written is None:
@@ -153,11 +144,10 @@ class HERTransform(RelabelTransform):
 
     def _track(self, written: WrittenTransitions, batch: torch.Size, n_step: NStepReward | None) -> np.ndarray:
         """Assign transitions ``[*batch]`` to episodes and publish goals; return their stamps, ``int64 [n, 2]``."""
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             if n_step is not None:
                 n_step.check_write(written, batch)
-                self.longest_window = n_step.longest(self.longest_window)
+                self.longest_window = max(self.longest_window, n_step.multi_step.n_steps)
             goals, table = written.goals, self.table
             if table is None:
                 table = self.table = GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
@@ -175,8 +165,8 @@ class HERTransform(RelabelTransform):
         """Check the other transforms of the buffer if they changed, and return them."""
         neighbours = Neighbours.of(self)
         if neighbours != self._neighbours:
-            neighbours.check({*self._goal_keys, *self._one_step.replaced_keys}, self.keys)
-            multi_step = neighbours.multi_step()
+            neighbours.check_hindsight({*self._goal_keys, *self._one_step.replaced_keys}, self.keys)
+            multi_step = neighbours.multi_step
             if multi_step is not None:
                 check_n_step_keys(multi_step, self.keys)
                 if self._n_step is None:
@@ -190,8 +180,7 @@ class HERTransform(RelabelTransform):
 
         The last steps that a ``MultiStepTransform`` holds, whose windows are not complete, are dropped.
         """
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             if self._n_step is not None:
                 self._n_step.flush()
             if self.table is not None:
@@ -203,47 +192,56 @@ class HERTransform(RelabelTransform):
         """Relabel transitions ``[*batch]``; the input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        rewards = self._rewards_for(tensordict)
-        batch = self._unpack(tensordict, rewards)
-        goals, drawn = self._draw(batch)
-        relabelled = self._whole_sequences(drawn, rewards.available(batch)).view(*batch.data.batch_size, 1)
+        batch, rewards = self._unpack(tensordict)
+        goals, relabelled = self._draw(batch, rewards.available(batch))
         self._set_goals(batch, goals, relabelled)
         rewards.recompute(batch, relabelled)
         return batch.data.set(RELABELLED, relabelled)
 
-    def _rewards_for(self, tensordict: TensorDictBase) -> Rewards:
-        """Return the object that recomputes the rewards of sampled transitions: one-step or n-step rewards."""
-        if tensordict.get(STEPS, None) is None:
-            return self._one_step
-        if self._n_step is None:
-            self._check_neighbours()  # another process wrote them
-        if self._n_step is None:
-            raise ValueError(
-                "The sampled transitions span several steps ('steps_to_next_obs'), and no MultiStepTransform is listed "
-                "before HERTransform: make the buffer as it was when they were written."
-            )
-        return self._n_step
+    def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
+        """Return sampled transitions without the entries to replace, and what recomputes their rewards.
 
-    def _unpack(self, tensordict: TensorDictBase, rewards: Rewards) -> SampledBatch:
-        """Read the stamps and the entries to replace, and make a shallow copy without these entries.
-
-        A storage can return its own tensordict, which must not be written into.
+        The transitions are a shallow copy: a storage can return its own tensordict, which must not be written into.
         """
-        stamp = get_stamp(tensordict)
+        rewards: OneStepReward | NStepReward = self._one_step
+        if tensordict.get(STEPS, None) is not None:
+            if self._n_step is None:
+                self._check_neighbours()  # another process wrote them
+            if self._n_step is None:
+                raise ValueError(
+                    "The sampled transitions span several steps ('steps_to_next_obs'), and no MultiStepTransform is "
+                    "listed before HERTransform: make the buffer as it was when they were written."
+                )
+            rewards = self._n_step
+        stamp = tensordict.get(STAMP, None)
+        if not isinstance(stamp, Tensor):
+            raise KeyError(
+                f"The sampled transitions carry no stamp under {STAMP!r}: they were written before HERTransform was "
+                "part of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
+                "transform=HERTransform(...), then extend it."
+            )
         replaced = (*self._goal_keys, *rewards.replaced(tensordict))
         stored = {key: tensordict.get(key, None) for key in replaced}
-        check_are_sampled(stored, self.keys)
+        for key in (*self._goal_keys, self.keys.reward):
+            if stored[key] is None:
+                raise KeyError(
+                    f"The sample has no entry {key!r}, although it was written: list the transform that drops it after "
+                    "HERTransform. If CompactGoals drops it, list that before HERTransform, here, too."
+                )
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
         data = tensordict.exclude(*replaced, RELABELLED)
-        longest = self.longest_window if self._n_step is None else self._n_step.longest(self.longest_window)
-        return SampledBatch(data, stored, table, episode, step, longest)
+        return SampledBatch(data, stored, table, episode, step, self.longest_window), rewards
 
-    def _draw(self, batch: SampledBatch) -> tuple[Tensor, Tensor]:
-        """Draw goals ``[n, *goal]``, one per transition or sequence, and which transitions get one, ``bool [n]``."""
+    def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Tensor, Tensor]:
+        """Draw goals ``[n, *goal]``, one per transition or sequence, and which get one, ``bool [*batch, 1]``.
+
+        Only transitions whose rewards are available get one, and of a sequence all that were drawn, or none.
+        """
         episode, step, length = batch.episode, batch.step, self.sequence_length
         if length is None:
-            return draw_from_table(self.strategy, batch.table, self.her_ratio, episode, step)
+            goals, drawn = draw_from_table(self.strategy, batch.table, self.her_ratio, episode, step)
+            return goals, (drawn & available).view(*batch.data.batch_size, 1)
         if len(step) % length:
             raise ValueError(
                 f"sequence_length={length} and the sampled batch has {len(step)} transitions: it must be a multiple. "
@@ -252,39 +250,24 @@ class HERTransform(RelabelTransform):
         last = slice(length - 1, None, length)
         goals, drawn = draw_from_table(self.strategy, batch.table, self.her_ratio, episode[last], step[last])
         same_episode = episode == episode[last].repeat_interleave(length)
-        return goals.repeat_interleave(length, 0), drawn.repeat_interleave(length) & same_episode
-
-    def _whole_sequences(self, drawn: Tensor, available: Tensor | bool) -> Tensor:
-        """Return which transitions to relabel, ``bool [n]``: of a sequence all that were drawn, or none."""
-        if self.sequence_length is None:
-            return drawn & available
-        whole = (~drawn | available).view(-1, self.sequence_length).all(1)
-        return drawn & whole.repeat_interleave(self.sequence_length)
+        drawn = drawn.repeat_interleave(length) & same_episode
+        whole = (~drawn | available).view(-1, length).all(1).repeat_interleave(length)
+        return goals.repeat_interleave(length, 0), (drawn & whole).view(*batch.data.batch_size, 1)
 
     def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
-        """Return the table, moved to the device of the sampled goals, which can differ from that of the written data.
-
-        Raises:
-            RuntimeError: if processes share the table, so that it cannot move.
-        """
-        table = self.table
-        if table is None or table.device != desired.device:
+        """Return the table, moved to the device of the sampled goals, which can differ from that of written data."""
+        if self.table is None or self.table.device != desired.device:
             with self._lock:
                 if self.table is None:  # the storage was loaded without the state of this transform
                     self.table = GoalTable(self.capacity, desired.shape[dimensions:], desired.dtype, desired.device)
                 check_may_move(self.table, desired.device)
                 self.table.to(desired.device)
-                table = self.table
-        return table
+        return self.table
 
     # Processes, saving
 
     def share_memory_(self) -> HERTransform:
-        """Move the goal table into shared memory. TorchRL calls it for buffers that processes share.
-
-        Raises:
-            RuntimeError: if the goals are not known yet.
-        """
+        """Move the goal table into shared memory. TorchRL calls it for buffers that processes share."""
         if self.table is None:
             raise RuntimeError(
                 "A buffer that processes share needs the goal table before the first write: pass "
@@ -296,18 +279,14 @@ class HERTransform(RelabelTransform):
         return self
 
     def _reset_after_fork(self) -> None:
-        """After a fork, start without the open lanes of the parent process if the buffer is shared."""
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            if self._lock.is_shared:
-                self.tracker = self.tracker.without_lanes()
-                if self._n_step is not None:
-                    self._n_step.forget_rows()
+        if self._lock.is_shared:
+            self.tracker = self.tracker.without_lanes()
+            if self._n_step is not None:
+                self._n_step.forget_rows()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the goal table and the running episodes, for ``state_dict``."""
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             return {
                 "table": None if self.table is None else self.table.state_dict(),
                 "lanes": self.tracker.state_dict(),
@@ -315,14 +294,9 @@ class HERTransform(RelabelTransform):
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `get_extra_state`.
-
-        Raises:
-            ValueError: if it has other goals or another capacity, or is that of a buffer with ``CompactGoals``.
-        """
+        """Load the result of `get_extra_state`, of a transform with the same goals and capacity."""
         check_saved_without_compact_goals(state)
-        with self._lock:
-            self._reset_after_fork()
+        with self._writing():
             saved = state["table"]
             if saved is not None:
                 goals = saved["goals"]

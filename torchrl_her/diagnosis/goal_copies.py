@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
+from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
 from torchrl_her.keys import HERKeys
 
@@ -21,39 +22,33 @@ WRITES = 1000  # the search ends here if the goal hardly ever changes
 class GoalCopies(NamedTuple):
     """The entries that contained the desired goal in all writes so far."""
 
-    places: dict[NestedKey, Tensor] | None = None  # where in each entry, bool [places]; None before the first write
+    places: dict[NestedKey, set[int]] | None = None  # where the goal begins in each; None before the first write
     goals: frozenset[bytes] = frozenset()  # the different desired goals so far
     writes: int = 0
 
 
 def warn_if_goal_is_copied(
-    tensordict: TensorDictBase, keys: HERKeys, rewritten: set[NestedKey], copies: GoalCopies
+    tensordict: TensorDictBase, keys: HERKeys, later: Iterable[Transform], copies: GoalCopies
 ) -> GoalCopies | None:
-    """Search one of the first writes for entries that contain the desired goal, and warn when they are certain.
+    """Search a write for entries that contain the desired goal; return the result, or None when the search is over.
 
     An environment that concatenates observation and goal stores the goal twice. Relabelling does not replace the copy,
-    and a network that reads it learns the original goal with the new goal's reward.
-
-    Args:
-        tensordict: written transitions ``[*batch]``.
-        keys: the keys of their entries.
-        rewritten: entries that transforms write or drop after relabelling, which cannot keep the original goal.
-        copies: the result for the previous write.
-
-    Returns:
-        What is known after this write, or None if the search is over.
+    and a network that reads it learns the original goal with the new goal's reward. Copies that ``later`` transforms
+    rewrite in every sample do no harm.
     """
     desired = [_rows(tensordict, tensordict.get(key)) for key in (keys.desired, keys.next_desired)]  # [rows, goal]
     stride = math.prod(tensordict.get(keys.desired).shape[tensordict.ndim + 1 :])
-    places: dict[NestedKey, Tensor] = {}
-    for key in _leaves(tensordict) if copies.places is None else copies.places:
-        if key in (keys.achieved, keys.desired) or {key, _under_next(key)} <= rewritten:
+    rewritten = _rewritten_by(later)
+    leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
+    places: dict[NestedKey, set[int]] = {}
+    for key in leaves:
+        pair = (key, unravel_key(("next", key)))
+        if key in (keys.achieved, keys.desired) or rewritten.issuperset(pair):
             continue
-        found = _places(tensordict, key, desired, stride)
+        found = _places(tensordict, pair, desired, stride)
         if copies.places is not None:
-            earlier = copies.places[key].to(found.device)
-            found = found & earlier if found.shape == earlier.shape else torch.zeros_like(found)
-        if bool(found.any()):
+            found &= copies.places[key]
+        if found:
             places[key] = found
     goals = copies.goals.union(goal.tobytes() for goal in desired[0].contiguous().view(torch.uint8).numpy(force=True))
     if places and len(goals) >= GOALS:
@@ -69,14 +64,17 @@ def warn_if_goal_is_copied(
     return None if is_over else GoalCopies(places, goals, copies.writes + 1)
 
 
-def _under_next(key: NestedKey) -> NestedKey:
-    return unravel_key(("next", key))
-
-
-def _leaves(tensordict: TensorDictBase) -> Iterable[NestedKey]:
-    """Return the entries that are present at the root and under ``"next"``."""
-    keys = dict.fromkeys(tensordict.keys(include_nested=True, leaves_only=True))
-    return [key for key in keys if _under_next(key) in keys]
+def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
+    """Return the entries that transforms write, rename or drop."""
+    keys: set[NestedKey] = set()
+    for transform in transforms:
+        # A transform that also reads an entry passes on the goal in it.
+        keys.update(set(transform.out_keys or ()) - set(transform.in_keys or ()))
+        if isinstance(transform, RenameTransform):
+            keys.update(transform.in_keys)
+        if isinstance(transform, ExcludeTransform):
+            keys.update(map(unravel_key, transform.excluded_keys))
+    return keys
 
 
 def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:
@@ -87,29 +85,28 @@ def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:
     return value.reshape(count, -1)[index]
 
 
-def _places(tensordict: TensorDictBase, key: NestedKey, goals: Iterable[Tensor], stride: int) -> Tensor:
-    """Return where an entry contains the goal in all rows, at the root and under ``"next"``: ``bool [places]``."""
-    places, nowhere = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
-    for entry, goal in zip((key, _under_next(key)), goals, strict=True):
+def _places(tensordict: TensorDictBase, pair: Iterable[NestedKey], goals: list[Tensor], stride: int) -> set[int]:
+    """Return where an entry contains the goals ``[rows, goal]`` in all rows, at the root and under ``"next"``."""
+    places = torch.ones((), dtype=torch.bool)
+    for key, goal in zip(pair, goals, strict=True):
         try:
-            value = tensordict.get(entry)
+            value = tensordict.get(key, None)
         except RuntimeError:  # its shape differs from row to row
-            return nowhere
-        if not isinstance(value, Tensor) or not _can_hold(value.dtype, goal.dtype):
-            return nowhere
-        values = _rows(tensordict, value)
-        if values.shape[1] < goal.shape[1]:
-            return nowhere
-        goal, places = goal.to(values.dtype), places.to(values.device)
+            return set()
+        if not isinstance(value, Tensor) or not _can_contain(value.dtype, goal.dtype):
+            return set()
+        values, goal = _rows(tensordict, value), goal.to(value.dtype)
         last = values.shape[1] - goal.shape[1]  # the last place at which the goal can begin
+        if last < 0:
+            return set()
         for feature in range(goal.shape[1]):  # one at a time: [rows, places, goal] can take gigabytes
             column = values[:, feature : feature + last + 1 : stride]  # [rows, places]
             places = places & (column == goal[:, feature, None]).all(dim=0)
             if not places.any():
-                return nowhere
-    return places
+                return set()
+    return set(places.nonzero().flatten().tolist())
 
 
-def _can_hold(dtype: torch.dtype, goal: torch.dtype) -> bool:
+def _can_contain(dtype: torch.dtype, goal: torch.dtype) -> bool:
     """Return whether a concatenation with goals can have this dtype, perhaps after a cast."""
     return torch.promote_types(dtype, goal) == dtype or (dtype.is_floating_point and goal.is_floating_point)
