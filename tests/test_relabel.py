@@ -1,7 +1,5 @@
 """Recomputed rewards and flags: of any module, compared with those stored, and refused at the first write."""
 
-import warnings
-
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -146,19 +144,17 @@ def test_a_module_that_writes_no_reward_is_refused():
 # Rewards that differ from those stored
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_reward_that_differs_from_those_stored_is_reported_once():
     rb = make_small_buffer(lambda achieved, desired: 10 * distance(achieved, desired))
     with pytest.warns(UserWarning, match=r"gives 22\.36.* whose stored reward is 2\.236.*EnvReward\(env\)"):
         rb.extend(transitions())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rb.extend(transitions(10))
+    rb.extend(transitions(10))
 
 
+@pytest.mark.filterwarnings("error")
 def test_rewards_of_padding_are_not_compared():
     rb = make_small_buffer(mask_key="mask")
     chunk = transitions().set("mask", torch.arange(10) < 8)
     chunk[REWARD][8:] = 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rb.extend(chunk)
+    rb.extend(chunk)

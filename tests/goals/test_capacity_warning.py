@@ -7,14 +7,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from support.refused import NEXT_DESIRED, make_small_buffer, transitions
+from support.refused import make_small_buffer, transitions
 from support.rewards import distance
 
 
 def warnings_of(length, writes, chunk, size=1000, **options):
     """Write episodes of some length in chunks, sample after each write, and return the warnings."""
     rb = make_small_buffer(size=size, **options)
-    torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for write in range(writes):
@@ -47,39 +46,33 @@ def test_a_table_that_is_large_enough_is_not_reported(strategy, length, chunk, c
     assert warnings_of(length, 200, chunk, size=2000, strategy=strategy, capacity=capacity) == []
 
 
+@pytest.mark.filterwarnings("error")
 def test_episodes_that_run_in_many_environments_are_not_taken_for_lost_goals():
     lanes, length, size = 80, 20, 2_000
     rb, lane = make_small_buffer(size=size), torch.arange(lanes)
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for now in range(0, 1_000, 5):
-            time = torch.arange(now, now + 5).unsqueeze(1) + lane  # [steps, lanes], each lane at another step
-            step, episode = (time % length).flatten(), (lane + lanes * (time // length)).flatten()
-            start, desired = torch.stack([episode, step], 1).float(), -torch.ones(len(step), 2)
-            outcome, done = start + torch.tensor([0.0, 1.0]), (step == length - 1).unsqueeze(1)
-            after = {"achieved_goal": outcome, "reward": distance(outcome, desired).unsqueeze(1), "done": done}
-            data = TensorDict({"achieved_goal": start, "desired_goal": desired, "next": after}, [len(step)])
-            data[NEXT_DESIRED] = desired
-            rb.extend(data)
-            rb.sample(512)
+    for now in range(0, 1_000, 5):
+        time = torch.arange(now, now + 5).unsqueeze(1) + lane  # [steps, lanes], each lane at another step
+        step, episode = (time % length).flatten(), (lane + lanes * (time // length)).flatten()
+        start, desired = torch.stack([episode, step], 1).float(), -torch.ones(len(step), 2)
+        outcome, done = start + torch.tensor([0.0, 1.0]), (step == length - 1).unsqueeze(1)
+        after = {"achieved_goal": outcome, "desired_goal": desired, "done": done}
+        after["reward"] = distance(outcome, desired).unsqueeze(1)
+        rb.extend(TensorDict({"achieved_goal": start, "desired_goal": desired, "next": after}, [len(step)]).clone())
+        rb.sample(512)
     assert int(rb.transform[0].table.counters[1]) > size  # more episodes than the table has places
 
 
+@pytest.mark.filterwarnings("error")
 def test_padding_is_not_taken_for_lost_goals():
     rb = make_small_buffer(size=1000, mask_key="mask", her_ratio=1.0)
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for first in range(0, 2400, 16):  # more episodes than the table has places, so one gets that of the id 0
-            chunk = transitions(first, 16, length=2).set("mask", torch.ones(16, dtype=torch.bool))
-            rb.extend(torch.cat([chunk, chunk.apply(torch.zeros_like)]))
-            rb.sample(2048)
+    for first in range(0, 2400, 16):  # more episodes than the table has places, so one gets that of the id 0
+        chunk = transitions(first, 16, length=2).set("mask", torch.ones(16, dtype=torch.bool))
+        rb.extend(torch.cat([chunk, chunk.apply(torch.zeros_like)]))
+        rb.sample(2048)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_buffer_that_is_not_sampled_is_not_reported():
     rb = make_small_buffer(size=1000, capacity=50)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for write in range(100):
-            rb.extend(transitions(10 * write, length=10))
+    for write in range(100):
+        rb.extend(transitions(10 * write, length=10))

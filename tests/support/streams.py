@@ -231,7 +231,7 @@ def make_episode(
 
     Args:
         goals: achieved one after the other, ``[steps + 1, *goal]``.
-        desired: the goal that it is asked for, ``[*goal]``.
+        desired: the goal that it is asked for, of any shape.
         reward: of all steps, or ``[steps, 1]``.
         truncated: whether the last step is truncated, or ``[steps, 1]``.
 
@@ -244,7 +244,7 @@ def make_episode(
         done |= truncated
     else:
         done[-1:] = truncated
-    asked = desired.expand(steps, *goals.shape[1:])
+    asked = desired.expand(steps, *desired.shape)
     return TensorDict(
         {
             "achieved_goal": goals[:-1],
