@@ -90,10 +90,8 @@ MUTANTS = COMMON | {
     ),
     "serves stale rows": drawn_with(checks_owner=False, checks_length=True),
     "relabels what is not in the table yet": drawn_with(checks_owner=True, checks_length=False),
-    "writes into the storage's own tensordict": replaced(
-        HERTransform,
-        "_unpack",
-        lambda unpack: lambda self, data, rewards: replace(unpack(self, data, rewards), data=data),
+    "writes into the storage's own tensordict": followed_by(
+        HERTransform, "_unpack", lambda unpacked, self, data: (replace(unpacked[0], data=data), unpacked[1])
     ),
     "recomputes rewards that keep their goal": replaced(
         OneStepReward,

@@ -226,7 +226,7 @@ class HERTransform(RelabelTransform):
             if stored[key] is None:
                 raise KeyError(
                     f"The sample has no entry {key!r}, although it was written: list the transform that drops it after "
-                    "HERTransform. If CompactGoals drops it, list that before HERTransform, here, too."
+                    "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
                 )
         episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
