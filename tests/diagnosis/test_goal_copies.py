@@ -32,7 +32,7 @@ def both(place):
 def concatenated(in_keys=("observation", "desired_goal"), **options):
     """Transitions of an environment that concatenates the goal with other entries."""
     cat = CatTensors(list(in_keys), "both", del_keys=False, **options)
-    return tape.collect(TransformedEnv(make_tape(), cat), FRAMES)
+    return tape.collect(TransformedEnv(make_tape(), cat), FRAMES)[0]
 
 
 def with_entry(key, function, data=None):

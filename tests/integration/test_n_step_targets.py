@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torchrl.envs import MultiStepTransform
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, QValueActor, TanhNormal
 
 from support.factories import filled, seeded_sample
-from support.losses import STATE_KEYS, ConcatenatingSequential
+from support.losses import STATE_KEYS, ConcatenatingSequential, targets_of
 from support.n_step_oracle import WALK, NStepOracle, kind_of, missing
 from support.oracle import RELABELLED, expected_of
 from support.streams import NEXT_FLAGS
@@ -111,19 +110,9 @@ LOSSES_THAT_IGNORE_THE_WINDOW = {
 }
 
 
-def targets_of(loss: nn.Module, batch: TensorDictBase) -> list[float]:
-    """The targets that a loss computes on its way, recorded where it does."""
+def n_step_targets_of(loss: nn.Module, batch: TensorDictBase) -> list[float]:
     loss.make_value_estimator(gamma=LOSS_GAMMA)
-    estimate, recorded = loss.value_estimator.value_estimate, []
-
-    def record(*args, **kwargs):
-        recorded.append(estimate(*args, **kwargs))
-        return recorded[-1]
-
-    with mock.patch.object(loss.value_estimator, "value_estimate", record):
-        loss(batch.clone())
-    (targets,) = recorded
-    targets = targets.reshape(len(batch), -1)
+    targets = targets_of(loss, batch).reshape(len(batch), -1)
     assert (targets == targets[:, :1]).all()  # the quantiles of TQC
     return targets[:, 0].tolist()
 
@@ -133,7 +122,7 @@ def count_targets(oracle: NStepOracle, loss: nn.Module, batch: TensorDictBase) -
     relabelled = batch.get(RELABELLED, torch.zeros(len(batch), 1, dtype=torch.bool)).flatten().tolist()
     goals = [tuple(goal) for goal in batch["desired_goal"].tolist()]
     right, wrong = Counter(), Counter()
-    for index, target in enumerate(targets_of(loss, batch)):
+    for index, target in enumerate(n_step_targets_of(loss, batch)):
         goal = goals[index] if relabelled[index] else None
         row = expected_of(oracle.windows[int(batch["uid"][index])], goal, oracle.stream.gamma)
         bootstrap = 0 if row["next", "terminated"] else LOSS_GAMMA ** row["steps_to_next_obs"]
@@ -173,7 +162,7 @@ def test_losses_that_ignore_the_window_discount_the_next_value_as_if_it_were_one
     next_value = value_of(batch["next", "observation"], batch["next", "desired_goal"].unsqueeze(-2).unbind(-1))
     one_step = batch["next", "reward"] + LOSS_GAMMA * next_value * ~batch["next", "terminated"]
     assert (batch["steps_to_next_obs"] > 1).any()
-    targets = targets_of(LOSSES_THAT_IGNORE_THE_WINDOW[name](), batch)
+    targets = n_step_targets_of(LOSSES_THAT_IGNORE_THE_WINDOW[name](), batch)
     torch.testing.assert_close(torch.tensor(targets), one_step.squeeze(-1), rtol=1e-4, atol=1e-2)
     _, wrong = count_targets(oracle, LOSSES_THAT_IGNORE_THE_WINDOW[name](), batch)
     assert wrong["original: goes on"] > 0

@@ -18,7 +18,6 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data import Sequence as SequenceUnit
-from torchrl.envs import SerialEnv
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
 
@@ -26,7 +25,7 @@ from support.factories import WAYS_TO_COPY, make_augmentation, make_buffer, make
 from support.named import STORAGES
 from support.oracle import RELABELLED, Oracle
 from support.streams import Stream, extend, make_tensordict, rows_of
-from support.tape import check, make_tape, places
+from support.tape import check, make_serial, make_tape, places
 from torchrl_her import EnvReward
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8
@@ -198,7 +197,7 @@ def test_the_large_priority_of_one_copy_is_not_that_of_its_siblings():
 
 
 def test_the_loop_with_a_loss_gives_priorities_under_the_goals_that_it_saw():
-    env = SerialEnv(4, [partial(make_tape, number, discrete=True) for number in range(4)])
+    env = make_serial(*range(4), discrete=True)
     network = MLP(in_features=6, out_features=2, num_cells=[16])
     values = TensorDictModule(network, ["observation", "desired_goal"], ["action_value"])
     policy = TensorDictSequential(values, QValueModule(spec=env.action_spec_unbatched))

@@ -8,8 +8,11 @@ weight belong to the goal.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import TensorSpec
@@ -99,3 +102,17 @@ def make_loss(name: str) -> LossModule:
     loss = LOSSES[name](make_tape(discrete=name in DISCRETE).action_spec)
     loss.make_value_estimator(gamma=DISCOUNT)
     return loss
+
+
+def targets_of(loss: LossModule, batch: TensorDictBase) -> Tensor:
+    """The value targets that a loss computes on its way, recorded where it does."""
+    estimate, recorded = loss.value_estimator.value_estimate, []
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        recorded.append(estimate(*args, **kwargs))
+        return recorded[-1]
+
+    with mock.patch.object(loss.value_estimator, "value_estimate", record):
+        loss(batch.clone())
+    (targets,) = recorded
+    return targets

@@ -17,7 +17,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
-from torchrl.envs import EnvBase, GymWrapper
+from torchrl.envs import GymWrapper, SerialEnv
 
 from support.goals import reached, reward_of
 from support.oracle import ENTRIES, N_STEP_ENTRIES, RELABELLED, Row, as_dicts, expected_of
@@ -190,16 +190,26 @@ def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[t
     return list(itertools.islice(episodes, steps))
 
 
-def collect(env: EnvBase, frames: int = 60) -> TensorDictBase:
-    """The first transitions ``[frames]`` of random actions."""
-    torch.manual_seed(0)
-    return next(iter(Collector(env, None, frames_per_batch=frames, total_frames=frames)))
+def collect(
+    env: Any, frames: int, batches: int = 1, kind: Any = Collector, policy: Any = None, **options: Any
+) -> list[TensorDictBase]:
+    """What a collector yields; options are the collector's."""
+    collector = kind(env, policy, frames_per_batch=frames, total_frames=frames * batches, **options)
+    yielded = list(collector)
+    collector.shutdown()
+    return yielded
+
+
+def make_serial(*numbers: int, discrete: bool = False) -> SerialEnv:
+    """The environments with these numbers side by side."""
+    return SerialEnv(len(numbers), [functools.partial(make_tape, number, discrete=discrete) for number in numbers])
 
 
 @functools.cache
 def collected(frames: int = 60, discrete: bool = False) -> TensorDictBase:
     """The first transitions of the tape; do not write into them."""
-    return collect(make_tape(discrete=discrete), frames)
+    torch.manual_seed(0)
+    return collect(make_tape(discrete=discrete), frames)[0]
 
 
 def in_double_precision(data: TensorDictBase) -> TensorDictBase:
