@@ -141,8 +141,3 @@ def test_it_is_used_once_before_the_other_and_never_in_an_environment(make):
         TransformedEnv(make_tape(), CompactGoals())
     with pytest.raises(ValueError, match="saved with CompactGoals"):
         make().load_state_dict(CompactGoals().state_dict())
-
-
-def test_an_empty_write_is_accepted():
-    rb = buffer(CompactGoals(), hindsight(), kind=TensorDictReplayBuffer)
-    assert len(rb.extend(written(10)[:0])) == 0

@@ -96,14 +96,13 @@ def test_discrete_goals_that_are_stored_as_one_hot_vectors_are_refused_with_the_
     assert len(rb) == 0
 
 
+@pytest.mark.filterwarnings("error")  # its functions are batched
 @pytest.mark.parametrize("form", ["bits", "image_observation", "discrete_observation"])
 def test_bit_flipping_ends_where_the_new_goal_is_reached_and_not_where_the_old_one_was(form):
     options = {} if form == "bits" else {form: True}
     env = GymEnv(BIT_FLIPPING, n_bits=3, max_steps=5, categorical_action_encoding=True, **options)
     written, expected = rollout(env), by_environment(BitFlipping(3, **options))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # its functions are batched
-        batch = check_relabelled(EnvReward(env), *expected, written=written, count=400, strategy="episode")
+    batch = check_relabelled(EnvReward(env), *expected, written=written, count=400, strategy="episode")
     before, after = written["next", "terminated"][batch["index"]], batch["next", "terminated"]
     at_time_limit = batch["hindsight", "relabelled"] & batch["next", "truncated"]
     for some in (before & ~after, ~before & after, at_time_limit & ~after, at_time_limit & after):
@@ -188,10 +187,9 @@ def test_a_function_that_takes_no_batch_is_called_row_by_row_with_one_warning(en
     assert "terminated_fn" in warning
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_flag_that_is_the_same_for_all_goals_is_used_for_the_batch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        check_relabelled(EnvReward(LikeFetch()), by_environment(PointReach())[0], lambda row: False, count=100)
+    check_relabelled(EnvReward(LikeFetch()), by_environment(PointReach())[0], lambda row: False, count=100)
 
 
 @pytest.mark.filterwarnings("ignore:compute_reward of OneThreshold")
@@ -202,13 +200,12 @@ def test_that_a_function_takes_no_batch_is_found_out_wherever_the_first_transiti
     assert rewards.flatten().tolist() == [float(distance_of_row(row) <= 0.5) - 1 for row in written.unbind(0)]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_copy_keeps_whether_the_functions_are_batched():
     module = EnvReward(LikePointMaze())
     with pytest.warns(UserWarning, match="row by row"):
         expected = module(point_reach())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (pickle.loads(pickle.dumps(module))(point_reach()) == expected).all()
+    assert (pickle.loads(pickle.dumps(module))(point_reach()) == expected).all()
 
 
 def test_the_probe_leaves_the_environments_draws_alone():
@@ -260,6 +257,7 @@ def test_an_environment_without_a_goal_space_is_probed_with_goals_near_those_sto
     assert len(caught) == len(row_by_row(caught)) == (not batched)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool, torch.float64])
 def test_the_probe_takes_goals_of_any_dtype(dtype):
     class Same:
@@ -267,9 +265,7 @@ def test_the_probe_takes_goals_of_any_dtype(dtype):
             return (achieved_goal == desired_goal).all(-1) - 1.0
 
     achieved, desired = torch.tensor([[0, 1], [1, 1]]).to(dtype), torch.tensor([[0, 1], [0, 1]]).to(dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rewards = EnvReward(Same())(goals_of(achieved, desired))["next", "reward"]
+    rewards = EnvReward(Same())(goals_of(achieved, desired))["next", "reward"]
     assert rewards.tolist() == [[0.0], [-1.0]]
 
 
