@@ -4,13 +4,12 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import SerialEnv
 
 from support.factories import make_augmentation, start_processes_from_a_server
 from support.oracle import RELABELLED
-from support.tape import check, length_of, make_tape, places
+from support.tape import check, collect, length_of, make_serial, make_tape, places
 from torchrl_her import EnvReward
 
 quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_a_server)
@@ -37,21 +36,15 @@ def check_rows(rb, environments, copies=4):
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
 def test_a_collector_of_one_environment_writes_into_the_buffer(kind):
     rb = make_buffer(kind)
-    collector = Collector(make_tape(3), None, frames_per_batch=10, total_frames=200, replay_buffer=rb)
-    for _ in collector:
-        pass
-    collector.shutdown()
+    collect(make_tape(3), 10, 20, replay_buffer=rb)
     assert check_rows(rb, {3}) >= 5 * 180
 
 
 @pytest.mark.parametrize("options", [{}, {"track_traj_ids": False}, {"split_trajs": True}])
 def test_batches_of_a_collector_are_written_flattened(options):
     rb = make_buffer(mask_key=("collector", "mask") if "split_trajs" in options else None)
-    env = SerialEnv(4, [partial(make_tape, number) for number in range(4)])
-    collector = Collector(env, None, frames_per_batch=40, total_frames=800, **options)
-    for data in collector:
+    for data in collect(make_serial(*range(4)), 40, 20, **options):
         rb.extend(data.reshape(-1))
-    collector.shutdown()
     assert check_rows(rb, range(4)) >= 5 * 740
 
 
@@ -59,9 +52,5 @@ def test_batches_of_a_collector_are_written_flattened(options):
 @pytest.mark.parametrize("shared", [True, False])
 def test_processes_write_into_a_shared_buffer_and_each_holds_its_own_back(kind, shared):
     rb = make_buffer(shared=shared)
-    makers = [partial(make_tape, number) for number in (1, 2)]
-    collector = kind(makers, None, frames_per_batch=40, total_frames=800, replay_buffer=rb)
-    for _ in collector:
-        pass
-    collector.shutdown()
+    collect([partial(make_tape, 1), partial(make_tape, 2)], 40, 20, kind, replay_buffer=rb)
     assert check_rows(rb, {1, 2}) >= 5 * 700

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
-from torchrl.collectors import Collector, MultiAsyncCollector
+from torchrl.collectors import MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, MultiStep, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import Compose, MultiStepTransform, SerialEnv
+from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import check_refused, make_transform, start_processes_from_a_server
-from support.tape import check, make_tape
+from support.tape import check, collect, make_serial, make_tape
 from torchrl_her import EnvReward
 
 quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_a_server)
@@ -29,18 +28,6 @@ def n_step_hindsight(**options: Any) -> Compose:
 
 def make_buffer(kind: Any = TensorDictReplayBuffer, size: int = 2000, ndim: int = 1, **options: Any) -> ReplayBuffer:
     return kind(**({"storage": LazyTensorStorage(size, ndim=ndim), "transform": n_step_hindsight()} | options))
-
-
-def serial(*numbers: int) -> SerialEnv:
-    return SerialEnv(len(numbers), [functools.partial(make_tape, number) for number in numbers])
-
-
-def collect(env: Any, frames: int, batches: int = 1, **options: Any) -> list[TensorDictBase]:
-    """What a collector yields."""
-    collector = Collector(env, frames_per_batch=frames, total_frames=frames * batches, **options)
-    collected = list(collector)
-    collector.shutdown()
-    return collected
 
 
 def check_sample(rb: ReplayBuffer) -> None:
@@ -60,7 +47,7 @@ def check_sample(rb: ReplayBuffer) -> None:
 def test_windows_of_a_collector_are_right(how, environments, frames):
     kind = ReplayBuffer if environments > 1 or how == "adds" else TensorDictReplayBuffer
     rb = make_buffer(kind, size=300, ndim=2 if environments > 1 else 1)
-    env = serial(0, 1, 2) if environments == 3 else make_tape(1)
+    env = make_serial(0, 1, 2) if environments == 3 else make_tape(1)
     for data in collect(env, frames, 480 // frames, **({"replay_buffer": rb} if how == "writes" else {})):
         if how == "yields":
             rb.extend(data)
@@ -79,10 +66,7 @@ def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own(fille
     if filled_before:
         rb.extend(*collect(make_tape(2), 103))
     workers = [functools.partial(make_tape, number) for number in range(2)]
-    collector = MultiAsyncCollector(workers, frames_per_batch=100, total_frames=1500, replay_buffer=rb)
-    for _ in collector:
-        pass
-    collector.shutdown()
+    collect(workers, 100, 15, MultiAsyncCollector, replay_buffer=rb)
     check_windows(rb[:])
     check_sample(rb)
     assert len(rb[:]["observation"][:, 0].unique()) == 2 + filled_before
@@ -121,29 +105,27 @@ def test_a_shared_buffer_that_its_processes_do_not_set_up_is_beyond_torchrls_tra
 # What is refused
 
 
-def test_flattened_data_of_a_collector_is_refused():
-    (data,) = collect(serial(0, 1, 2), 60)
-    rb = make_buffer()
-    is_refused(rb, lambda: rb.extend(data.reshape(-1)))
+# By name: the storage's number of dimensions, and several writes, of which the last is refused.
+REFUSED = {
+    "flattened data": (1, lambda: [collect(make_serial(0, 1, 2), 60)[0].reshape(-1)]),
+    # As an asynchronous collector yields the batches of its workers; here the workers' ids collide, too.
+    "collectors in turn": (2, lambda: [*collect(make_serial(0, 1), 20), *collect(make_serial(2, 3), 20)]),
+    "silent resets": (2, lambda: collect(make_serial(0, 1), 20, 2, reset_at_each_iter=True)),
+}
 
 
-def test_collectors_in_turn_are_refused():
-    """As an asynchronous collector yields the batches of its workers; here the workers' ids collide, too."""
-    rb = make_buffer(ndim=2)
-    rb.extend(*collect(serial(0, 1), 20))
-    (data,) = collect(serial(2, 3), 20)
-    is_refused(rb, lambda: rb.extend(data))
-
-
-def test_silent_resets_are_refused():
-    rb = make_buffer(ndim=2)
-    first, second = collect(serial(0, 1), 20, 2, reset_at_each_iter=True)
-    rb.extend(first)
-    is_refused(rb, lambda: rb.extend(second))
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_would_mix_lanes_in_a_window_is_refused(name):
+    ndim, make_writes = REFUSED[name]
+    rb = make_buffer(ndim=ndim)
+    *accepted, refused = make_writes()
+    for data in accepted:
+        rb.extend(data)
+    is_refused(rb, lambda: rb.extend(refused))
 
 
 def test_n_step_data_from_a_collectors_postprocessing_is_refused():
-    (data,) = collect(serial(0, 1), 20, postproc=MultiStep(gamma=0.5, n_steps=3))
+    (data,) = collect(make_serial(0, 1), 20, postproc=MultiStep(gamma=0.5, n_steps=3))
     for transform in (n_step_hindsight(), n_step_hindsight()[1]):
         rb = make_buffer(ndim=2, transform=transform)
         is_refused(rb, functools.partial(rb.extend, data.clone()))
