@@ -137,7 +137,7 @@ RAGGED = lazy_stack([TensorDict({"a": torch.zeros(length)}) for length in (1, 2,
 FIRST = {
     "text": (three(a=torch.zeros(3), text=TEXT), "'text' is a NonTensorData"),
     "nested text": (three(next={"text": TEXT}), r"\('next', 'text'\) is a"),
-    "ragged": (RAGGED, "store tensors of one shape each; 'a' has several"),
+    "ragged": (RAGGED, "store tensors of one shape each, and 'a' has several"),
     "jagged": (three(a=JAGGED), "'a' is a NestedTensor"),
     "nothing": (three(), "a tensordict without entries"),
     "a tensor": (torch.zeros(3, 2), "stores TensorDicts, got a Tensor"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
 from torchrl_her._torchrl import CustomTensorStorage, hooks_of
-from torchrl_her.storage.row_layout import WORD, RowLayout, entries_of
+from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
 
 
 class PackedStorageCheckpointer(TensorStorageCheckpointer):
@@ -141,7 +141,7 @@ class PackedStorage(CustomTensorStorage):
         if self.initialized:
             self._layout.check(data, but={"index"})  # writers of TensorDict buffers add it between this and `set`
         else:
-            entries_of(data, data.batch_dims)
+            read_entries(data, data.batch_dims)
 
     @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:

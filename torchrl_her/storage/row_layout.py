@@ -15,21 +15,17 @@ from torchrl_her._torchrl import make_tensordict
 
 WORD = torch.int64  # a row is a whole number of words, so that its entries are aligned
 
-STORED = "PackedStorage and HindsightAugmentation store tensors of one shape each"  # begins messages
 
-Entry = tuple[torch.dtype, torch.Size]  # its shape in one row
-
-
-@dataclass(frozen=True)
+@dataclass
 class Column:
-    """The place of an entry in a row, in items of the entry's dtype."""
+    """An entry of a row, and its place there in items of its dtype."""
 
-    number: int  # its position among the columns
     dtype: torch.dtype
     shape: torch.Size
-    strides: tuple[int, ...]  # within a row
-    start: int
-    end: int
+    number: int = 0  # its position among the columns
+    start: int = 0
+    end: int = 0
+    strides: tuple[int, ...] = ()  # within a row
 
 
 @dataclass(frozen=True)
@@ -49,40 +45,31 @@ class RowLayout:
     """
 
     def __init__(self, transitions: TensorDictBase, dimensions: int = 0):
-        found = entries_of(transitions, dimensions)
-        self.columns: dict[NestedKey, Column] = {}
-        end = 0  # bytes
-        for key, (dtype, shape) in sorted(found.items(), key=lambda item: (-item[1][0].itemsize, str(item[1][0]))):
-            start, items = end // dtype.itemsize, shape.numel()
-            strides = torch.empty(shape, device="meta").stride()
-            self.columns[key] = Column(len(self.columns), dtype, shape, strides, start, start + items)
-            end += items * dtype.itemsize
-        alignment = max(WORD.itemsize, *(dtype.itemsize for dtype, _ in found.values()))
-        self.words = -(-max(end, 1) // alignment) * alignment // WORD.itemsize
-        self._blocks = {
-            dtype: list(columns) for dtype, columns in groupby(self.columns.values(), lambda column: column.dtype)
+        self.columns, self.root = read_entries(transitions, dimensions)
+        order = sorted(self.columns.values(), key=lambda column: (-column.dtype.itemsize, str(column.dtype)))
+        size = 0  # bytes
+        for number, column in enumerate(order):
+            column.number = number
+            column.start = size // column.dtype.itemsize
+            column.end = column.start + column.shape.numel()
+            column.strides = torch.empty(column.shape, device="meta").stride()
+            size = column.end * column.dtype.itemsize
+        alignment = max(WORD.itemsize, order[0].dtype.itemsize)
+        self.words = -(-max(size, 1) // alignment) * alignment // WORD.itemsize
+        self._blocks = {dtype: list(columns) for dtype, columns in groupby(order, lambda column: column.dtype)}
+        sizes = {
+            dtype: (columns[-1].end - columns[0].start) * dtype.itemsize for dtype, columns in self._blocks.items()
         }
-        sizes = {dtype: sum(column.shape.numel() for column in self._blocks[dtype]) for dtype in self._blocks}
-        self._largest = max(sizes, key=lambda dtype: sizes[dtype] * dtype.itemsize)
-        self._root = self._group(transitions, dimensions, ())
-
-    def _group(self, transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]) -> Group:
-        entries: dict[str, Column | Group] = {}
-        for name, value in transitions.items():
-            nested = is_tensor_collection(value)
-            key = (*parent, name)
-            entries[name] = self._group(value, dimensions, key) if nested else self.columns[key if parent else name]
-        kind = type(transitions) if is_tensorclass(transitions) else None
-        return Group(transitions.batch_size[dimensions:], entries, kind)
+        self._largest = max(sizes, key=sizes.__getitem__)
 
     def check(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> list[Any]:
         """Return the value of each column, or raise an error if entries differ; those in ``but`` may be missing."""
         values: list[Any] = [None] * len(self.columns)
         dimensions = len(self._batch_of(transitions))
-        fit = _collect(self._root, transitions, dimensions, values)
+        fit = _collect(self.root, transitions, dimensions, values)
         missing = [key for key, column in self.columns.items() if values[column.number] is None]
         if not fit or not but >= set(missing):
-            differences = "; ".join(self._differences(entries_of(transitions, dimensions), but))
+            differences = "; ".join(self._differences(transitions, dimensions, but))
             raise ValueError(
                 f"The entries differ from those of earlier transitions: {differences}. Nothing was stored: exclude() "
                 "what is new and give what is missing, or make a new buffer."
@@ -91,19 +78,21 @@ class RowLayout:
 
     def _batch_of(self, transitions: TensorDictBase) -> torch.Size:
         """Return the batch dimensions that count rows."""
-        return transitions.batch_size[: transitions.batch_dims - len(self._root.batch)]
+        return transitions.batch_size[: transitions.batch_dims - len(self.root.batch)]
 
-    def _differences(self, found: dict[NestedKey, Entry], but: Set[NestedKey]) -> Iterator[str]:
-        stored: dict[NestedKey, Entry] = {key: (column.dtype, column.shape) for key, column in self.columns.items()}
-        for key in {**stored, **found}:
+    def _differences(self, transitions: TensorDictBase, dimensions: int, but: Set[NestedKey]) -> Iterator[str]:
+        found, stored = (
+            {key: f"{column.dtype} {list(column.shape)}" for key, column in columns.items()}
+            for columns in (read_entries(transitions, dimensions)[0], self.columns)
+        )
+        for key in stored | found:
             if key not in stored:
                 yield f"{key!r} is new"
             elif key not in found:
                 if key not in but:
                     yield f"{key!r} is missing"
             elif found[key] != stored[key]:
-                is_now, was = (f"{dtype} {list(shape)}" for dtype, shape in (found[key], stored[key]))
-                yield f"{key!r} is {is_now} and was {was}"
+                yield f"{key!r} is {found[key]} and was {stored[key]}"
 
     def pack(self, transitions: TensorDictBase) -> Tensor:
         """Return transitions ``[*rows]`` as ``int64 [*rows, words]``, or raise an error if their entries differ."""
@@ -118,7 +107,7 @@ class RowLayout:
 
     def view(self, rows: Tensor) -> TensorDict:
         """Return transitions that are views of rows ``[*rows, words]``, which begin at the start of their memory."""
-        return _view(self._root, {dtype: (rows.view(dtype), 0) for dtype in self._blocks}, rows.shape[:-1], rows.device)
+        return _view(self.root, {dtype: (rows.view(dtype), 0) for dtype in self._blocks}, rows.shape[:-1], rows.device)
 
     def unpack(self, rows: Tensor) -> TensorDict:
         """Return transitions that take over the memory of rows ``[*rows, words]``, which begin at its start.
@@ -130,35 +119,40 @@ class RowLayout:
             first, last = columns[0].start, columns[-1].end
             block = rows.view(dtype)
             items[dtype] = (block, 0) if dtype == self._largest else (block[..., first:last].clone(), first)
-        return _view(self._root, items, rows.shape[:-1], rows.device)
+        return _view(self.root, items, rows.shape[:-1], rows.device)
 
 
-def entries_of(transitions: TensorDictBase, dimensions: int) -> dict[NestedKey, Entry]:
-    """Return the dtype and shape of each entry, or raise an error if one is not a tensor or there is none."""
-    found = dict(_entries(transitions, dimensions, ()))
-    if not found:
+def read_entries(transitions: TensorDictBase, dimensions: int) -> tuple[dict[NestedKey, Column], Group]:
+    """Return the entries of transitions, whose first ``dimensions`` batch dimensions count rows, flat and nested."""
+    columns: dict[NestedKey, Column] = {}
+    root = _read(transitions, dimensions, (), columns)
+    if not columns:
         raise ValueError("PackedStorage got a tensordict without entries: there is nothing to store.")
-    return found
+    return columns, root
 
 
-def _entries(
-    transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...]
-) -> Iterator[tuple[NestedKey, Entry]]:
+def _read(
+    transitions: TensorDictBase, dimensions: int, parent: tuple[str, ...], columns: dict[NestedKey, Column]
+) -> Group:
+    entries: dict[str, Column | Group] = {}
+    needed = "PackedStorage and HindsightAugmentation store tensors of one shape each"
     for name in transitions.keys():  # noqa: SIM118
         key: NestedKey = (*parent, name) if parent else name
         try:
             value = transitions.get(name)
         except RuntimeError as error:  # a stack of different shapes
-            raise TypeError(f"{STORED}; {key!r} has several: {error}") from None
+            raise TypeError(f"{needed}, and {key!r} has several: {error}") from None
         if is_tensor_collection(value) and not is_non_tensor(value):
-            yield from _entries(value, dimensions, (*parent, name))
+            entries[name] = _read(value, dimensions, (*parent, name), columns)
         elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-            yield key, (value.dtype, value.shape[dimensions:])
+            entries[name] = columns[key] = Column(value.dtype, value.shape[dimensions:])
         else:
             raise TypeError(
-                f"{STORED}; {key!r} is a {type(value).__name__}: exclude() it from what is written, or use "
+                f"{needed}, and {key!r} is a {type(value).__name__}: exclude() it from what is written, or use "
                 "LazyTensorStorage or ListStorage, and HERTransform."
             )
+    kind = type(transitions) if is_tensorclass(transitions) else None
+    return Group(transitions.batch_size[dimensions:], entries, kind)
 
 
 def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values: list[Any]) -> bool:
