@@ -6,11 +6,10 @@ import random
 import pytest
 
 from support.augmentation_oracle import check_draws, run
-from support.mutants import COMMON, all_of, first_failure, followed_by, future_from, ones, replaced
+from support.mutants import COMMON, PUBLISHED_AT_EVERY_WRITE, first_failure, followed_by, future_from, ones, replaced
 from support.streams import FLAT_LAYOUTS, random_stream
 from torchrl_her import HindsightAugmentation, augmentation
 from torchrl_her.episodes.held_transitions import HeldTransitions
-from torchrl_her.episodes.tracker import Lane
 from torchrl_her.goals import draw as drawing
 
 
@@ -72,9 +71,7 @@ MUTANTS = COMMON | {
     "stores the step after the one that achieved the goal": drawn_and(
         lambda drawn, *_: drawn._replace(steps=drawn.steps + 1)
     ),
-    "writes episodes that run": all_of(
-        tracked_with(publish_running=True), replaced(Lane, "has_doubled", lambda _: property(lambda lane: True))
-    ),
+    "writes episodes that run": PUBLISHED_AT_EVERY_WRITE,
     "never cuts long episodes": tracked_with(max_episode_steps=10**9),
     "forgets what was flushed": followed_by(HindsightAugmentation, "flush", forgets_what_was_flushed),
     "stores ended episodes twice": replaced(HeldTransitions, "take_ended", lambda take: lambda self: list(self.ended)),

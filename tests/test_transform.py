@@ -353,7 +353,7 @@ def test_a_draw_is_counted_once():
     table = rb.transform[0].table
     table.last_draw = (torch.tensor([True] * 3), torch.tensor([True, True, False]))
     for _ in range(500 * 16):
-        rb.transform[0]._eviction_warning.after_write(table.last_draw)
+        rb.transform[0]._eviction_warning.after_write(table)
 
 
 def test_its_representation_names_the_settings():

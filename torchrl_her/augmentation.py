@@ -176,15 +176,11 @@ class HindsightAugmentation(RelabelTransform):
         outcomes = map_goals(outcomes, self.goal_fn).detach().to(desired.dtype)  # [n, *goal]
         episodes, lengths = zip(*((episode.episode, len(episode.kept)) for episode in ended), strict=True)
         drawn = draw_from_episodes(self.strategy, outcomes, episodes, lengths, copies, self.reservoir)
-        chosen = torch.arange(len(packed), device=device).unsqueeze(1).expand(-1, copies + 1)  # [n, 1 + k]
         goals = torch.cat([outcomes.unsqueeze(1), drawn.goals], dim=1)  # [n, 1 + k, *goal], the first are not used
-        steps = torch.cat([torch.full_like(chosen[:, :1], -1), drawn.steps], dim=1)
-        if drawn.left_out is None:
-            chosen, goals, steps = chosen.flatten(), goals.flatten(0, 1), steps.flatten()
-        else:
-            kept = torch.cat([steps[:, :1] < 0, ~drawn.left_out], dim=1)
-            chosen, goals, steps = chosen[kept], goals[kept], steps[kept]
-        goal_step = steps.unsqueeze(-1)
+        steps = torch.cat([torch.full_like(drawn.steps[:, :1], -1), drawn.steps], dim=1)
+        kept = torch.cat([steps[:, :1] < 0, drawn.valid], dim=1)
+        chosen, copy = kept.nonzero(as_tuple=True)  # the transition of each row, and which of its copies it is
+        goals, goal_step = goals[chosen, copy], steps[chosen, copy].unsqueeze(-1)
         relabelled = goal_step >= 0
 
         rows = self._held.unpack(packed.index_select(0, chosen))

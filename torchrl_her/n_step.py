@@ -131,7 +131,7 @@ class NStepReward:
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
         rows = (start + batch.step).unsqueeze(1) + ahead
         goals, owners = table.read(rows.flatten())
-        batch.outcomes = goals.view(*rows.shape, *table.goal_shape)
+        batch.outcomes = goals.view(*rows.shape, *goals.shape[1:])
         whole = (owners.view_as(rows) == batch.episode.unsqueeze(1)).all(1) & table.start_at(batch.episode, start)
         # In an episode that fills the table, the row after the last step is the first step.
         return whole & (batch.step + steps <= length)

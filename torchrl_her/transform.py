@@ -15,7 +15,7 @@ from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.goals.draw import check_her_ratio, draw_from_table
 from torchrl_her.goals.strategies import GoalStrategy
-from torchrl_her.goals.table import EvictionWarning, GoalTable, check_may_move
+from torchrl_her.goals.table import EvictionWarning, GoalTable
 from torchrl_her.keys import HERKeys
 from torchrl_her.n_step import STEPS, NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
@@ -119,7 +119,7 @@ class HERTransform(RelabelTransform):
         self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec)
         self.longest_window = 1  # the most steps that a stored transition spans
         self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
-        self._eviction_warning = EvictionWarning(capacity)
+        self._eviction_warning = EvictionWarning()
 
     # Writing
 
@@ -154,7 +154,7 @@ class HERTransform(RelabelTransform):
             tracked = self.tracker.track(written, goals, first_episode=table.next_episode)
             table.open_episodes(tracked.opened)
             table.publish(tracked.episodes)
-        self._eviction_warning.after_write(table.last_draw)
+        self._eviction_warning.after_write(table)
         if written.mask is None:
             return tracked.stamps
         stamps = np.tile([0, self.capacity], (batch.numel(), 1))  # of padding: no episode has such a step
@@ -256,11 +256,10 @@ class HERTransform(RelabelTransform):
 
     def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
         """Return the table, moved to the device of the sampled goals, which can differ from that of written data."""
-        if self.table is None or self.table.device != desired.device:
+        if self.table is None or self.table.goals.device != desired.device:
             with self._lock:
                 if self.table is None:  # the storage was loaded without the state of this transform
                     self.table = GoalTable(self.capacity, desired.shape[dimensions:], desired.dtype, desired.device)
-                check_may_move(self.table, desired.device)
                 self.table.to(desired.device)
         return self.table
 

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_while_it_moves_it_is_where_the_goals_are_not_yet():
-    """`device` says where the table is, and it is asked without a lock."""
+    """The device of the goals is that of the table, and it is asked without a lock."""
 
     moved = []
 
@@ -77,8 +77,8 @@ class Model:
         self.table.publish(list(publications.values()))
 
     def tensor(self, goals):
-        values = torch.tensor(goals).view(-1, *[1] * len(self.table.goal_shape))
-        return values.expand(-1, *self.table.goal_shape).to(self.table.goals.dtype)
+        values = torch.tensor(goals).view(-1, *[1] * self.table.goals[0].ndim)
+        return values.expand(-1, *self.table.goals.shape[1:]).to(self.table.goals.dtype)
 
     def found(self):
         """What the table says: (episode, step) -> goal, where the owner is that episode."""
@@ -96,7 +96,7 @@ class Model:
 
     def kept(self):
         """What the newest rows hold: (episode, step) -> goal."""
-        size = max(1, self.table.goal_shape.numel())
+        size = max(1, self.table.goals[0].numel())
         return {
             (episode, step): [goal] * size
             for episode, goals in self.goals.items()
@@ -195,7 +195,7 @@ def test_a_goal_of_the_same_owner_before_and_after_it_was_read_is_whole_though_a
     read = overtaken = 0
     try:
         while read < 1000 or overtaken < 100:
-            before = table.owners_of(rows)
+            before = table.owners[rows]
             goals, after = table.read(rows)
             same_owner = (before == after) & (after >= 0)
             lowest, highest = goals.aminmax(dim=1)
@@ -273,7 +273,7 @@ def test_a_state_is_as_large_as_what_the_table_holds():
 def test_the_state_of_another_kind_of_table_is_refused_and_changes_nothing(table, message):
     model = Model(10, (2,))
     model.publish([(None, 4)])
-    table.publish([(table.open_episodes(1), torch.ones(3, *table.goal_shape, dtype=table.goals.dtype), 0)])
+    table.publish([(table.open_episodes(1), torch.ones(3, *table.goals.shape[1:], dtype=table.goals.dtype), 0)])
     before = copy.deepcopy(table.state_dict())
     with pytest.raises(ValueError, match=message):
         table.load_state_dict(model.table.state_dict())

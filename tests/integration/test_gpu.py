@@ -42,4 +42,4 @@ def test_a_state_of_the_device_loads_into_a_transform_on_the_host():
     on_host.load_state_dict(rb.transform[0].state_dict())
     batch = on_host(rb.storage[:64].cpu())
     assert batch["hindsight", "relabelled"].any()
-    assert on_host.table.device.type == "cpu"
+    assert on_host.table.goals.device.type == "cpu"

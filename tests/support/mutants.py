@@ -13,7 +13,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_her import Future, StrategyInput, relabel, uniform
-from torchrl_her.episodes.tracker import EpisodeTracker, Lane
+from torchrl_her.episodes.tracker import EpisodeTracker, Lane, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys
 from torchrl_her.relabel import Batch, OneStepReward, RelabelTransform
@@ -104,6 +104,18 @@ def _idle_at_once(waiting: Any) -> Any:
     return mutated
 
 
+def _publishes_running(track: Any) -> Any:
+    def mutated(self: EpisodeTracker, *arguments: Any, **options: Any) -> TrackedTransitions:
+        tracked = track(self, *arguments, **options)
+        episodes = {each.episode: each for each in tracked.episodes}
+        for lane in self.open_lanes():
+            lane.publish_into(episodes)
+        return tracked._replace(episodes=list(episodes.values()))
+
+    return mutated
+
+
+PUBLISHED_AT_EVERY_WRITE = replaced(EpisodeTracker, "track", _publishes_running)
 # Mutants of what both transforms use.
 COMMON: dict[str, Mutant] = {
     "draws the future from t+1 on": future_from(lambda given: given.step + 1, lambda given: given.length),

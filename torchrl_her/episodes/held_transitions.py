@@ -23,7 +23,7 @@ class HeldTransitions:
         self._has_warned = False
 
     def __len__(self) -> int:
-        return self.tracker.open_steps + sum(len(episode.kept) for episode in self.ended)
+        return sum(lane.steps for lane in self.tracker.open_lanes()) + sum(len(episode.kept) for episode in self.ended)
 
     def without_transitions(self) -> HeldTransitions:
         """Return an object with the same settings that holds nothing, for another process."""
@@ -36,7 +36,7 @@ class HeldTransitions:
                 if self.layout is not None:
                     return self.layout.pack(rows)
             except ValueError:  # other entries
-                if self.tracker.has_open_lanes or self.ended:
+                if len(self):
                     raise
             self.layout = RowLayout(rows, 1)
             return self.layout.pack(rows)

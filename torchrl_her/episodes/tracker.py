@@ -14,8 +14,10 @@ from torch import Tensor
 
 from torchrl_her.episodes.transitions import WrittenTransitions
 
-# A running episode is published from this many steps on, each time that its length has doubled.
+# The steps of a running episode are handed over from this many on, each time that its length has doubled.
 FIRST_PUBLICATION = 64
+
+Key = tuple[int | None, bytes]  # the trajectory id, and the bytes of the achieved and the desired goal
 
 
 class EpisodeSteps(NamedTuple):
@@ -39,17 +41,11 @@ class Lane:
     """One environment's stream of transitions, and its running episode."""
 
     episode: int
-    trajectory: int | None  # the collector's id
-    outcome: bytes = b""  # both goals under "next" in the last transition
+    key: Key = (None, b"")  # of the last transition, with its goals under "next"; the next transition must match it
     written: int = 0  # the tracker's count of transitions when the lane was last continued
     kept: list[Tensor] = field(default_factory=list)  # pieces [steps, ...], the per-step data of the running episode
     steps: int = 0
     published: int = 0  # how many steps were handed over
-
-    @property
-    def key(self) -> tuple[int | None, bytes]:
-        """The trajectory id and the last goals, which the next transition of the lane must match."""
-        return self.trajectory, self.outcome
 
     def extend(self, kept: Tensor) -> None:
         """Append further steps."""
@@ -68,11 +64,6 @@ class Lane:
         episodes[self.episode] = EpisodeSteps(self.episode, self.kept[0], before)
         self.published = self.steps
 
-    @property
-    def has_doubled(self) -> bool:
-        """Whether a running episode is due to be published."""
-        return self.steps >= max(FIRST_PUBLICATION, 2 * self.published)
-
 
 class EpisodeTracker:
     """Finds the episode and the step of each written transition.
@@ -82,14 +73,11 @@ class EpisodeTracker:
     episode ends with a done flag, after ``max_episode_steps``, or when nothing continues its lane any more.
 
     A silent reset carries no flag. So a lane counts as idle when it has waited twice as long as any lane that was
-    continued ever did, measured in transitions written meanwhile. The steps of an idle lane are handed over.
+    continued ever did, measured in transitions written meanwhile. A lane is closed when it waited for more than
+    ``patience`` transitions.
 
-    Args:
-        max_episode_steps (int): the length after which an episode is ended.
-        patience (int): the number of transitions written meanwhile after which a waiting lane is closed.
-        publish_running (bool): whether the steps of an episode are handed over while it runs: when its length has
-            doubled, and when its lane becomes idle. Otherwise they are handed over once, when the episode ends, and a
-            waiting lane is closed when it is past ``patience`` and idle. Default: True.
+    With ``publish_running``, the steps of an episode are handed over also while it runs: when its length has doubled,
+    and when its lane becomes idle. Without, they are handed over once, and only idle lanes are closed.
     """
 
     def __init__(self, max_episode_steps: int, patience: int, *, publish_running: bool = True):
@@ -98,18 +86,18 @@ class EpisodeTracker:
         self.publish_running = publish_running
         self.written = 0  # transitions so far
         self.longest_wait = 0  # of a lane that was continued, in transitions written to other lanes
+        self._clear()
+
+    def _clear(self) -> None:
         # Open lanes by episode, each dict ordered by how long they have waited. Idle lanes waited longest.
         self._idle: dict[int, Lane] = {}
         self._lanes: dict[int, Lane] = {}
-        self._by_key: dict[tuple[int | None, bytes], deque[Lane]] = {}  # all open lanes
+        self._by_key: dict[Key, deque[Lane]] = {}  # all open lanes
 
     def track(self, written: WrittenTransitions, kept: Tensor, first_episode: int) -> TrackedTransitions:
         """Assign transitions to episodes. The work in Python is per run of transitions, not per transition.
 
-        Args:
-            written: the transitions.
-            kept: what their lanes keep of them, ``[n, ...]``.
-            first_episode: the id of the first episode that begins in this write; the others follow it.
+        Lanes keep the rows ``kept [n, ...]``. Episodes that begin in this write get the ids from ``first_episode`` on.
         """
         order, written = _order_by_lane(written)
         if order is not None:
@@ -132,7 +120,7 @@ class EpisodeTracker:
                     lane = None
             while begin < end:
                 if lane is None:
-                    lane = Lane(first_episode + opened, of_trajectory)
+                    lane = Lane(first_episode + opened)
                     opened += 1
                 cut = min(end, begin + self.max_episode_steps - lane.steps)
                 stamps[begin:cut, 0] = lane.episode
@@ -143,9 +131,8 @@ class EpisodeTracker:
                     lane.publish_into(episodes)
                     lane = None
             if lane is not None:
-                lane.outcome = outcome[end - 1].tobytes()
-                self._leave_open(lane)
-                if self.publish_running and lane.has_doubled:
+                self._leave_open(lane, (of_trajectory, outcome[end - 1].tobytes()))
+                if self.publish_running and lane.steps >= max(FIRST_PUBLICATION, 2 * lane.published):
                     lane.publish_into(episodes)
         self._close_waiting_lanes(episodes)
         if order is not None:
@@ -159,12 +146,12 @@ class EpisodeTracker:
     def flush(self) -> list[EpisodeSteps]:
         """End the running episodes and hand over their steps."""
         episodes: dict[int, EpisodeSteps] = {}
-        for lane in self._open_lanes():
+        for lane in self.open_lanes():
             lane.publish_into(episodes)
         self._clear()
         return list(episodes.values())
 
-    def _take(self, key: tuple[int | None, bytes]) -> Lane | None:
+    def _take(self, key: Key) -> Lane | None:
         """Remove the lane with this key that waited longest from the open lanes, and return it."""
         lanes = self._by_key.get(key)
         if lanes is None:
@@ -175,24 +162,20 @@ class EpisodeTracker:
         del (self._lanes if lane.episode in self._lanes else self._idle)[lane.episode]
         return lane
 
-    def _leave_open(self, lane: Lane) -> None:
+    def _leave_open(self, lane: Lane, key: Key) -> None:
+        lane.key = key
         lane.written = self.written
         self._lanes[lane.episode] = lane
-        self._by_key.setdefault(lane.key, deque()).append(lane)
+        self._by_key.setdefault(key, deque()).append(lane)
 
     def _close_waiting_lanes(self, episodes: dict[int, EpisodeSteps]) -> None:
         """Hand over the steps of lanes that became idle, and close lanes that nothing continued for too long."""
-        idle_after = 2 * self.longest_wait
-        if self.publish_running:
-            for lane in self._waiting(self._lanes, min(idle_after, self.patience)):
-                lane.publish_into(episodes)
-                self._idle[lane.episode] = self._lanes.pop(lane.episode)
-            for lane in self._waiting(self._idle, self.patience):
-                self._take(lane.key)  # it is the one with this key that waited longest
-        else:
-            for lane in self._waiting(self._lanes, max(idle_after, self.patience)):
-                lane.publish_into(episodes)
-                self._take(lane.key)
+        idle_after = (min if self.publish_running else max)(2 * self.longest_wait, self.patience)
+        for lane in self._waiting(self._lanes, idle_after):
+            lane.publish_into(episodes)
+            self._idle[lane.episode] = self._lanes.pop(lane.episode)
+        for lane in self._waiting(self._idle, self.patience):
+            self._take(lane.key)  # it is the one with this key that waited longest
 
     def _waiting(self, lanes: dict[int, Lane], patience: int) -> Iterator[Lane]:
         """Yield each lane that nothing continued for more than ``patience`` transitions; the caller removes it."""
@@ -202,35 +185,22 @@ class EpisodeTracker:
                 break
             yield lane
 
-    @property
-    def has_open_lanes(self) -> bool:
-        """Whether an episode is running."""
-        return bool(self._lanes or self._idle)
-
-    @property
-    def open_steps(self) -> int:
-        """The number of steps that the open lanes keep."""
-        return sum(lane.steps for lane in self._open_lanes())
-
-    def _open_lanes(self) -> Iterator[Lane]:
+    def open_lanes(self) -> Iterator[Lane]:
+        """Return the lanes whose episodes are running."""
         return chain(self._idle.values(), self._lanes.values())
-
-    def _clear(self) -> None:
-        for lanes in (self._idle, self._lanes, self._by_key):
-            lanes.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open lanes as tensors, numbers and lists."""
         lanes = [
             {
                 "episode": lane.episode,
-                "trajectory": lane.trajectory,
-                "outcome": torch.from_numpy(np.frombuffer(lane.outcome, np.uint8).copy()),
+                "trajectory": lane.key[0],
+                "outcome": torch.from_numpy(np.frombuffer(lane.key[1], np.uint8).copy()),
                 "written": lane.written,
                 "kept": torch.cat(lane.kept),
                 "published": lane.published,
             }
-            for lane in self._open_lanes()
+            for lane in self.open_lanes()
         ]
         return {"written": self.written, "longest_wait": self.longest_wait, "lanes": lanes}
 
@@ -238,34 +208,25 @@ class EpisodeTracker:
         """Replace the open lanes by those of `state_dict`."""
         self._clear()
         for saved in state["lanes"]:
-            lane = Lane(saved["episode"], saved["trajectory"], saved["outcome"].numpy(force=True).tobytes())
+            lane = Lane(saved["episode"])
             lane.extend(saved["kept"])
             lane.published = saved["published"]
             self.written = saved["written"]
-            self._leave_open(lane)
+            self._leave_open(lane, (saved["trajectory"], saved["outcome"].numpy(force=True).tobytes()))
         self.written, self.longest_wait = state["written"], state["longest_wait"]
 
 
 def _order_by_lane(written: WrittenTransitions) -> tuple[np.ndarray | None, WrittenTransitions]:
     """Order transitions lane by lane, each lane in time.
 
-    Returns:
-        The order, an index ``int64 [n]`` (None if the transitions have it already), and the transitions in this order,
-        without their goals and their mask.
+    Return the order, ``int64 [n]`` or None if it is that of writing, and the transitions; their goals keep their order.
     """
     trajectory = written.trajectory
     if trajectory is None or (trajectory[1:] >= trajectory[:-1]).all():
         return None, written
     order = np.argsort(trajectory, kind="stable")
-    return order, written._replace(
-        goals=written.goals[:0],
-        start=written.start[order],
-        outcome=written.outcome[order],
-        done=written.done[order],
-        begins=written.begins[order],
-        trajectory=trajectory[order],
-        mask=None,
-    )
+    columns = ("start", "outcome", "done", "begins", "trajectory")
+    return order, written._replace(**{name: getattr(written, name)[order] for name in columns})
 
 
 def _cut_into_runs(written: WrittenTransitions, order: np.ndarray | None) -> list[tuple[int, int]]:

@@ -18,27 +18,18 @@ from torchrl_her.goals.table import GoalTable
 def draw_from_table(
     strategy: GoalStrategy, table: GoalTable, her_ratio: float, episode: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw goals for transitions of which some are to be relabelled.
+    """Draw goals ``[n, *goal]`` for steps of episodes, ``int64 [n]`` each; return them and which apply, ``bool [n]``.
 
-    Args:
-        strategy: selects rows of the table.
-        table: the goal table, which other threads and processes may be writing to.
-        her_ratio: the probability that a transition is relabelled.
-        episode: the ids of the transitions' episodes, ``int64 [n]``.
-        step: their steps in the episodes, ``int64 [n]``.
-
-    Returns:
-        Goals ``[n, *goal]``, and which transitions get them, ``bool [n]``.
+    Other threads and processes may be writing to the table.
     """
     start, length = table.find(episode)
-    rows = strategy.select(StrategyInput(episode, step, start, length, table.owners, table.size))
-    check_rows(rows, step, strategy)
+    rows = _select(strategy, StrategyInput(episode, step, start, length, table.owners, table.size))
     drawn = (torch.rand(step.shape, device=step.device) < her_ratio) & (step < length)
     goals, owners = table.read(rows)
     if strategy.same_episode:
         relabelled = drawn & (owners == episode) & table.start_at(episode, start)
     else:
-        drawn = drawn & (table.owners_of(start + step) == episode)
+        drawn = drawn & (table.owners.take((start + step) % table.capacity) == episode)
         relabelled = drawn & (owners > 0)
     table.last_draw = drawn, relabelled
     return goals, relabelled
@@ -49,7 +40,7 @@ class DrawnGoals(NamedTuple):
 
     goals: Tensor  # [n, copies, *goal]
     steps: Tensor  # int64 [n, copies], the steps that achieved the goals
-    left_out: Tensor | None  # bool [n, copies], copies without a valid goal; None if all are valid
+    valid: Tensor  # bool [n, copies], whether the strategy selected a goal that a copy may get
 
 
 def draw_from_episodes(
@@ -60,35 +51,28 @@ def draw_from_episodes(
     copies: int,
     reservoir: GoalReservoir | None,
 ) -> DrawnGoals:
-    """Draw goals for the copies of each transition of ended episodes.
+    """Draw goals for the copies of each transition of ended episodes, which achieved ``goals [n, *goal]`` in order.
 
-    Args:
-        strategy: selects goals of the episodes, which it sees as the rows of a goal table.
-        goals: the goals achieved by the steps, ``[n, *goal]``, episode after episode.
-        episodes: the ids of the episodes.
-        lengths: the number of steps of each episode.
-        copies: how many goals to draw for each transition.
-        reservoir: the goals of past episodes, for a strategy that draws from them. They are the first rows.
+    The strategy sees the goals as the rows of a table, after those of the reservoir of past goals, if there is one.
     """
     owners, steps, starts, of_length = _columns_of(episodes, lengths, goals.device)
     count, size = len(goals), torch.tensor(len(goals), device=goals.device)
     if reservoir is not None:
         reservoir.add(goals, owners, steps)
         starts, size = starts + reservoir.size, torch.tensor(reservoir.filled, device=goals.device)
-        goals = torch.cat([reservoir.goals_like(goals), goals])
+        goals = torch.cat([reservoir.goals, goals])
         owners = torch.cat([reservoir.episodes, owners])
         steps = torch.cat([reservoir.steps, steps])
     columns = torch.stack([owners[-count:], steps[-count:], starts, of_length])
     episode, step, start, length = columns.repeat_interleave(copies, dim=1)
-    rows = strategy.select(StrategyInput(episode, step, start, length, owners, size))
-    check_rows(rows, step, strategy)
-    outside = (rows < start) | (rows >= start + length) if strategy.same_episode else None
+    rows = _select(strategy, StrategyInput(episode, step, start, length, owners, size))
+    inside = (rows >= start) & (rows < start + length)
     rows = rows % len(goals)
-    is_wrong = owners.index_select(0, rows) < 0 if outside is None else outside
+    valid = inside if strategy.same_episode else owners.take(rows) >= 0
     return DrawnGoals(
         goals.index_select(0, rows).unflatten(0, (count, copies)),
         steps.index_select(0, rows).view(count, copies),
-        is_wrong.view(count, copies) if is_wrong.any() else None,
+        valid.view(count, copies),
     )
 
 
@@ -100,13 +84,15 @@ def _columns_of(episodes: Sequence[int], lengths: Sequence[int], device: torch.d
     return torch.from_numpy(columns).to(device)
 
 
-def check_rows(rows: Tensor, steps: Tensor, strategy: object) -> None:
-    """Check that a strategy returned one row per transition."""
-    if rows.shape != steps.shape or rows.dtype != steps.dtype:
+def _select(strategy: GoalStrategy, choice: StrategyInput) -> Tensor:
+    """Return the rows that a strategy selects, after a check that there is one per transition: ``int64 [n]``."""
+    rows, step = strategy.select(choice), choice.step
+    if rows.shape != step.shape or rows.dtype != step.dtype:
         raise ValueError(
-            f"{strategy!r} must select one row of the goal table per transition, {steps.dtype} {tuple(steps.shape)}, "
+            f"{strategy!r} must select one row of the goal table per transition, {step.dtype} {tuple(step.shape)}, "
             f"and returned {rows.dtype} {tuple(rows.shape)}."
         )
+    return rows
 
 
 def check_her_ratio(her_ratio: float) -> float:

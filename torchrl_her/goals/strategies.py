@@ -31,8 +31,7 @@ class GoalStrategy(ABC):
         A strategy that looks at most ten steps ahead:
 
         >>> import torch
-        >>> from torchrl_her import GoalStrategy
-        >>> from torchrl_her import uniform
+        >>> from torchrl_her import GoalStrategy, uniform
         >>> class NearFuture(GoalStrategy):
         ...     def select(self, choice):
         ...         end = torch.minimum(choice.step + 10, choice.length)
@@ -91,39 +90,22 @@ class Random(GoalStrategy):
         return rows.gather(0, hits.argmax(dim=0, keepdim=True)).squeeze(0)
 
 
-STRATEGIES: dict[str, type[GoalStrategy]] = {
-    "future": Future,
-    "final": Final,
-    "episode": Episode,
-    "random": Random,
-}
+STRATEGIES: dict[str, type[GoalStrategy]] = {"future": Future, "final": Final, "episode": Episode, "random": Random}
 
 
 def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
-    """Return the strategy with a name, or the strategy itself.
-
-    Raises:
-        ValueError: if the name is unknown.
-        TypeError: if the argument is neither a name nor a `GoalStrategy`.
-    """
+    """Return the strategy with a name, or the strategy itself."""
     if isinstance(strategy, GoalStrategy):
         return strategy
     if not isinstance(strategy, str):
-        raise TypeError(
-            f"strategy must be a name or a GoalStrategy, got {strategy!r}. "
-            "Pass an instance, for example strategy=Future()."
-        )
+        raise TypeError(f"strategy must be a name or a GoalStrategy, got {strategy!r}. Pass, say, strategy=Future().")
     if strategy not in STRATEGIES:
-        raise ValueError(
-            f"Unknown strategy {strategy!r}: use one of {', '.join(map(repr, STRATEGIES))}, or a GoalStrategy."
-        )
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"Unknown strategy {strategy!r}: use one of {known}, or a GoalStrategy.")
     return STRATEGIES[strategy]()
 
 
 def uniform(low: Tensor, high: Tensor) -> Tensor:
-    """Draw integers uniformly from ``{low, ..., high - 1}``, elementwise, with the shape of ``low``.
-
-    Double precision keeps the draws unbiased, and below ``high``, for spans of a million steps.
-    """
-    span = high - low
-    return low + torch.rand(low.shape, dtype=torch.float64, device=low.device).mul_(span).to(torch.int64)
+    """Draw integers uniformly from ``{low, ..., high - 1}``, elementwise, with the shape of ``low``."""
+    share = torch.rand(low.shape, dtype=torch.float64, device=low.device)  # in float32, long spans would be biased
+    return low + share.mul_(high - low).to(torch.int64)

@@ -29,23 +29,6 @@ class GoalTable:
     episode's record is replaced meanwhile. It is the goal of step j if the episode still starts j rows before it: an
     episode that is published again, longer, gets its new start before its rows. Writers exclude each other with a
     `WriteLock`, which the caller holds.
-
-    Args:
-        capacity (int): the number of goals that are kept.
-        goal_shape (sequence of int): the shape of one goal.
-        dtype (torch.dtype): the dtype of the goals.
-        device (torch.device): the device of the table.
-
-    Examples:
-        >>> import torch
-        >>> from torchrl_her.goals.table import GoalTable
-        >>> table = GoalTable(10, (1,), torch.float32, torch.device("cpu"))
-        >>> episode = table.open_episodes(1)
-        >>> table.publish([(episode, torch.tensor([[0.0], [0.1], [0.2]]), 0)])
-        >>> start, length = table.find(torch.tensor([episode]))
-        >>> goal, owner = table.read(start + length - 1)
-        >>> goal, owner == episode
-        (tensor([[0.2000]]), tensor([True]))
     """
 
     def __init__(self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device):
@@ -65,27 +48,13 @@ class GoalTable:
 
     @classmethod
     def of_spec(cls, capacity: int, spec: TensorSpec) -> GoalTable:
-        """Make a table for goals of a spec.
-
-        Raises:
-            TypeError: if it is not the spec of one tensor.
-        """
+        """Make a table for goals of a spec."""
         if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
             raise TypeError(
                 f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
                 'env.observation_spec["achieved_goal"], of one environment.'
             )
         return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"))
-
-    @property
-    def goal_shape(self) -> torch.Size:
-        """The shape of one goal."""
-        return self.goals.shape[1:]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the table."""
-        return self.goals.device
 
     # Writing
 
@@ -98,7 +67,7 @@ class GoalTable:
     def open_episodes(self, count: int) -> int:
         """Reserve ``count`` consecutive episode ids and return the first. No id is 0."""
         first = self.next_episode
-        self._reserve(1, count)
+        self.counters.numpy()[1] += count
         for ring, _ in _slices(self.capacity, first, count):
             self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
         return first
@@ -106,22 +75,23 @@ class GoalTable:
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
         """Append the goals of episodes to the ring.
 
-        Args:
-            publications (sequence): triples of an episode id, the goals ``[steps, *goal]`` of its steps from the first
-                on (at most ``capacity``), and how many of these steps were published before.
+        A publication is an episode id, the goals ``[steps, *goal]`` of its steps from the first on (at most
+        ``capacity``), and how many of these steps were published before.
         """
         if not publications:
             return
         ids = np.array([episode for episode, _, _ in publications])
         lengths = np.array([len(goals) for _, goals, _ in publications])
-        goals = torch.cat([goals.to(self.device) for _, goals, _ in publications])
+        goals = torch.cat([goals.to(self.goals.device) for _, goals, _ in publications])
         for episode, _, before in publications:
             if before:  # each step of an episode is in the table once
                 start = self.starts[episode % self.capacity]
-                rows = (start + torch.arange(before, device=self.device)) % self.capacity
+                rows = (start + torch.arange(before, device=start.device)) % self.capacity
                 self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
 
-        first = self._reserve(0, len(goals))
+        counters = self.counters.numpy()
+        first = int(counters[0])
+        counters[0] += len(goals)
         index = self._tensor(ids % self.capacity)
         self.starts.index_copy_(0, index, self._tensor(first + np.cumsum(lengths) - lengths))
         owners = self._tensor(np.repeat(ids, lengths))
@@ -134,14 +104,8 @@ class GoalTable:
 
         self.lengths.index_copy_(0, index, self._tensor(lengths))
 
-    def _reserve(self, counter: int, count: int) -> int:
-        counters = self.counters.numpy()
-        first = int(counters[counter])
-        counters[counter] += count
-        return first
-
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return torch.from_numpy(values).to(self.goals.device)
 
     # Reading
 
@@ -164,17 +128,18 @@ class GoalTable:
         """Return whether episodes still start at the rows that `find` returned: ``bool [batch]``."""
         return self.starts.index_select(0, episodes % self.capacity) == starts
 
-    def owners_of(self, rows: Tensor) -> Tensor:
-        """Return the episodes ``[batch]`` in which the goals of rows were achieved, -1 for empty rows."""
-        return self.owners.index_select(0, rows % self.capacity)
-
     # Moving, saving
 
     _rings = ("goals", "owners", "starts", "lengths")
     _tensors = (*_rings, "size")
 
     def to(self, device: torch.device) -> None:
-        """Move the table. The goals, which `device` refers to, move last: readers take no lock."""
+        """Move the table. The goals move last: their device is that of the table for readers, which take no lock."""
+        if self.is_shared and self.goals.device != device:
+            raise RuntimeError(
+                f"The sampled transitions are on {device}, and the goal table, which processes share, on "
+                f"{self.goals.device}: give HERTransform the goal_spec on the device of the storage."
+            )
         for name in reversed(self._tensors):
             setattr(self, name, getattr(self, name).to(device))
 
@@ -198,28 +163,20 @@ class GoalTable:
         rows, episodes, _ = self.counters.tolist()
         filled = {"goals": rows, "owners": rows, "starts": episodes + 1, "lengths": episodes + 1}
         state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
-        return state | {
-            "capacity": self.capacity,
-            "size": self.size.clone(),
-            "counters": self.counters.clone(),
-        }
+        return state | {"capacity": self.capacity, "size": self.size.clone(), "counters": self.counters.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`.
-
-        Raises:
-            ValueError: if it has another capacity, or goals of another shape or dtype.
-        """
+        """Load the result of `state_dict`."""
         if state["capacity"] != self.capacity:
             raise ValueError(
                 f"The saved goal table holds {state['capacity']} goals and this one {self.capacity}: "
                 f"make the transform with capacity={state['capacity']}, then load."
             )
-        saved = state["goals"]
-        if saved.shape[1:] != self.goal_shape or saved.dtype != self.goals.dtype:
+        saved, own = ((goals.dtype, tuple(goals.shape[1:])) for goals in (state["goals"], self.goals))
+        if saved != own:
             raise ValueError(
-                f"The saved goals are {saved.dtype} {tuple(saved.shape[1:])}, those of this transform "
-                f"{self.goals.dtype} {tuple(self.goal_shape)}: load into a transform for the same goals."
+                f"The saved goals are {saved[0]} {saved[1]}, those of this transform {own[0]} {own[1]}: load into a "
+                "transform for the same goals."
             )
         self.owners.fill_(-1)
         for name in self._rings:
@@ -250,9 +207,9 @@ class WriteLock:
     A process that is killed while it holds a shared lock never releases it, so acquiring the lock times out.
     """
 
-    def __init__(self) -> None:
-        self._lock: Any = threading.Lock()
-        self.is_shared = False
+    def __init__(self, shared_lock: Any = None):
+        self._lock = shared_lock or threading.Lock()
+        self.is_shared = shared_lock is not None
 
     def share_memory_(self) -> None:
         """Exclude the writers of other processes, too."""
@@ -269,12 +226,8 @@ class WriteLock:
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"shared_lock": self._lock if self.is_shared else None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.is_shared = state["shared_lock"] is not None
-        self._lock = state["shared_lock"] or threading.Lock()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WriteLock, (self._lock if self.is_shared else None,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WriteLock:
         return WriteLock()
@@ -289,25 +242,18 @@ class EvictionWarning:
     """Warns once if many transitions are not relabelled because their goals have left the table.
 
     Sampling leaves its last draw in the table, on its device. Writing reads it now and then.
-
-    Args:
-        capacity (int): the capacity of the goal table.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    def __init__(self) -> None:
         self._writes = 0
         self._is_done = False
         self._last_draw: tuple[Tensor, Tensor] | None = None
         self._counts = np.zeros(2)  # transitions drawn for relabelling, and those actually relabelled
 
-    def after_write(self, last_draw: tuple[Tensor, Tensor]) -> None:
-        """Read the last draw at every 16th write.
-
-        Args:
-            last_draw: `GoalTable.last_draw`.
-        """
+    def after_write(self, table: GoalTable) -> None:
+        """Read the last draw at every 16th write."""
         self._writes += 1
+        last_draw = table.last_draw
         if self._is_done or self._writes % WRITES_BETWEEN or last_draw is self._last_draw:
             return
         self._last_draw = last_draw
@@ -320,20 +266,11 @@ class EvictionWarning:
         if lost < SHARE_LOST:
             return
         self._is_done = True
-        least = math.ceil(self.capacity / (1 - lost)) if relabelled else self.capacity + 1
+        least = math.ceil(table.capacity / (1 - lost)) if relabelled else table.capacity + 1
         warnings.warn(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
-            f"the goal table: HERTransform(capacity={self.capacity}) is too small for what the storage holds. Pass the "
-            "max_size of the storage, or up to three times that for episodes of 64 steps and more, and at least "
+            f"the goal table: HERTransform(capacity={table.capacity}) is too small for what the storage holds. Pass "
+            "the max_size of the storage, or up to three times that for episodes of 64 steps and more, and at least "
             f"{least}.",
             stacklevel=2,
-        )
-
-
-def check_may_move(table: GoalTable, device: torch.device) -> None:
-    """Check that the goal table is on the device of the samples, or can be moved to it."""
-    if table.is_shared and table.device != device:
-        raise RuntimeError(
-            f"The sampled transitions are on {device}, and the goal table, which processes share, on {table.device}: "
-            "give HERTransform the goal_spec on the device of the storage."
         )
