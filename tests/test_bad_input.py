@@ -26,7 +26,7 @@ from support.refused import (
     without,
 )
 from support.rewards import POINT_REACH, distance
-from torchrl_her import Future, HERTransform
+from torchrl_her import Future, HERTransform, HindsightAugmentation
 
 # Writes
 
@@ -308,13 +308,16 @@ def test_the_state_of_a_transform_with_another_capacity_is_refused_and_changes_n
 # Buffers that processes share
 
 
-def test_a_shared_buffer_without_goal_spec_is_refused():
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda transform: transform.share_memory_(),
+        lambda transform: TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=transform, shared=True),
+    ],
+)
+def test_a_shared_buffer_without_goal_spec_is_refused(share):
     with pytest.raises(RuntimeError, match=r'goal_spec=env\.observation_spec\["achieved_goal"\]'):
-        HERTransform(distance, capacity=100).share_memory_()
-    with pytest.raises(RuntimeError, match=r'goal_spec=env\.observation_spec\["achieved_goal"\]'):
-        TensorDictReplayBuffer(
-            storage=LazyTensorStorage(100), transform=HERTransform(distance, capacity=100), shared=True
-        )
+        share(HERTransform(distance, capacity=100))
 
 
 def test_a_shared_transform_with_goal_spec_or_data_is_not_refused():
@@ -326,34 +329,22 @@ def test_a_shared_transform_with_goal_spec_or_data_is_not_refused():
 
 # Use as a transform of an environment
 
-MISPLACED = "cannot be a transform of an environment: .*ReplayBuffer\\(transform=HERTransform"
+USES = {
+    "alone": lambda env, transform: TransformedEnv(env, transform),
+    "in a Compose": lambda env, transform: TransformedEnv(env, Compose(StepCounter(), transform)),
+    "in nested Composes": lambda env, transform: TransformedEnv(env, Compose(StepCounter(), Compose(transform))),
+    "appended": lambda env, transform: env.append_transform(transform),
+    "appended to a transform": lambda env, transform: TransformedEnv(env, StepCounter()).append_transform(transform),
+    "inserted": lambda env, transform: TransformedEnv(env, Compose(StepCounter())).insert_transform(0, transform),
+}
 
 
-def make_env():
-    return GymEnv(POINT_REACH)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda transform: TransformedEnv(make_env(), transform),
-        lambda transform: TransformedEnv(make_env(), Compose(StepCounter(), transform)),
-        lambda transform: TransformedEnv(make_env(), Compose(StepCounter(), Compose(transform))),
-        lambda transform: make_env().append_transform(transform),
-        lambda transform: TransformedEnv(make_env(), StepCounter()).append_transform(transform),
-        lambda transform: TransformedEnv(make_env(), Compose(StepCounter())).insert_transform(0, transform),
-    ],
-    ids=["alone", "in a Compose", "in nested Composes", "appended", "appended to a transform", "inserted"],
-)
-def test_use_as_a_transform_of_an_environment_is_refused(use):
-    with pytest.raises(ValueError, match=MISPLACED):
-        use(HERTransform(distance))
-
-
-def test_a_transform_that_an_environment_refused_can_be_given_to_a_buffer():
-    transform = HERTransform(distance, capacity=100)
-    with pytest.raises(ValueError, match=MISPLACED):
-        TransformedEnv(make_env(), transform)
+@pytest.mark.parametrize("kind", [HERTransform, HindsightAugmentation])
+@pytest.mark.parametrize("use", USES)
+def test_a_transform_that_an_environment_refuses_can_be_given_to_a_buffer(use, kind):
+    transform = kind(distance)
+    with pytest.raises(ValueError, match=rf"cannot be a transform of an environment: .*transform={kind.__name__}"):
+        USES[use](GymEnv(POINT_REACH), transform)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=transform)
     rb.extend(transitions(count=25))
     assert rb.sample(50)["hindsight", "relabelled"].any()

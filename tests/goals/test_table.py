@@ -17,7 +17,6 @@ CPU = torch.device("cpu")
 
 def test_while_it_moves_it_is_where_the_goals_are_not_yet():
     """The device of the goals is that of the table, and it is asked without a lock."""
-
     moved = []
 
     class Recording(GoalTable):
@@ -38,7 +37,7 @@ class Model:
     Every goal ever published is a number of its own.
     """
 
-    def __init__(self, capacity, goal_shape=(), dtype=torch.float32):
+    def __init__(self, capacity, goal_shape=(), dtype=torch.float32, calls=()):
         self.capacity = capacity
         self.table = GoalTable(capacity, goal_shape, dtype, CPU)
         self.first = self.table.next_episode
@@ -48,6 +47,8 @@ class Model:
         self.records = {}  # place of an episode's record -> the episode that it is of
         self.lost = set()  # episodes whose record is another's, with the same id modulo the capacity
         self.repeated = set()  # of these, such as were published again
+        for call in calls:
+            self.publish(call)
 
     def goal(self, episode, step):
         """A number below 2**24 that tells the episode and the step."""
@@ -134,17 +135,8 @@ def test_the_newest_goals_and_no_wrong_ones_are_found_each_in_one_row(capacity, 
         assert (owners[model.table.size :] == -1).all()
 
 
-def test_a_table_holds_as_many_goals_as_its_capacity_says():
-    model = Model(100)
-    for _ in range(37):
-        model.publish([(None, 7)])
-        assert len(model.found()) == min(model.rows, 100)
-
-
 def test_the_goals_of_a_growing_episode_are_found_though_its_new_rows_overlap_its_old_ones():
-    model = Model(10)
-    model.publish([(None, 4)])
-    model.publish([(0, 4)])  # 8 steps in rows 4 to 11, of which the last two are 0 and 1
+    model = Model(10, calls=[[(None, 4)], [(0, 4)]])  # 8 steps in rows 4 to 11, of which the last two are 0 and 1
     assert model.found() == {(model.first, step): [1000.0 + step] for step in range(8)}
 
 
@@ -174,8 +166,7 @@ def test_no_episode_id_is_given_away_twice_and_0_is_none(counts):
 
 
 def test_publishing_nothing_changes_nothing():
-    model = Model(10)
-    model.publish([(None, 4)])
+    model = Model(10, calls=[[(None, 4)]])
     before = copy.deepcopy(model.table.state_dict())
     model.table.publish([])
     assert same(model.table.state_dict(), before)
@@ -210,26 +201,16 @@ def test_a_goal_of_the_same_owner_before_and_after_it_was_read_is_whole_though_a
 # Keeping
 
 
-def saved_and_read(state):
-    """The state after a way through a file, as rb.loads reads it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @settings(max_examples=100, deadline=None)
 @given(capacities, calls, calls, calls)
 def test_a_table_that_was_saved_and_loaded_goes_on_like_the_original(capacity, before, after, replaced):
-    model = Model(capacity)
-    for call in before:
-        model.publish(call)
-    other = Model(capacity)
-    for call in replaced:  # what it held is gone
-        other.publish(call)
+    model, other = Model(capacity, calls=before), Model(capacity, calls=replaced)
     twin = copy.deepcopy(model)
     twin.table = other.table
-    twin.table.load_state_dict(saved_and_read(model.table.state_dict()))
+    file = io.BytesIO()  # as rb.dumps and rb.loads do
+    torch.save(model.table.state_dict(), file)
+    file.seek(0)
+    twin.table.load_state_dict(torch.load(file, weights_only=True))
     assert twin.found() == model.found()
     for call in after:
         model.publish(call)
@@ -243,9 +224,7 @@ def test_a_table_that_was_saved_and_loaded_goes_on_like_the_original(capacity, b
 @given(capacities, calls, calls)
 @settings(max_examples=50, deadline=None)
 def test_a_state_is_not_changed_by_what_is_published_later(capacity, before, after):
-    model = Model(capacity)
-    for call in before:
-        model.publish(call)
+    model = Model(capacity, calls=before)
     state = model.table.state_dict()
     expected = copy.deepcopy(state)
     for call in after:
@@ -254,8 +233,7 @@ def test_a_state_is_not_changed_by_what_is_published_later(capacity, before, aft
 
 
 def test_a_state_is_as_large_as_what_the_table_holds():
-    model = Model(100_000)
-    model.publish([(None, 50), (None, 30)])
+    model = Model(100_000, calls=[[(None, 50), (None, 30)]])
     numbers = sum(value.numel() for value in model.table.state_dict().values() if isinstance(value, torch.Tensor))
     assert numbers < 200
 
@@ -271,8 +249,7 @@ def test_a_state_is_as_large_as_what_the_table_holds():
     ],
 )
 def test_the_state_of_another_kind_of_table_is_refused_and_changes_nothing(table, message):
-    model = Model(10, (2,))
-    model.publish([(None, 4)])
+    model = Model(10, (2,), calls=[[(None, 4)]])
     table.publish([(table.open_episodes(1), torch.ones(3, *table.goals.shape[1:], dtype=table.goals.dtype), 0)])
     before = copy.deepcopy(table.state_dict())
     with pytest.raises(ValueError, match=message):
