@@ -10,9 +10,7 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
-import os
 import re
-import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -23,24 +21,20 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.data import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
 from torchrl.envs import GymWrapper, ObservationNorm, ParallelEnv, SerialEnv
 
-from support.factories import make_transform
+from support.factories import make_transform, start_processes_from_a_server
+from support.named import named
 from support.tape import Tape, check, length_of, make_tape, places, taken
-from torchrl_her import EnvReward, PackedStorage
+from torchrl_her import EnvReward
 
 NUMBER = 8  # of environments of one process
 STEPS, BATCHES = 8, 6  # a collector yields so many batches, with so many steps of each environment
 SIZE = 30_000  # of storages and goal tables: nothing is overwritten
 MASK = ("collector", "mask")
+
+
+quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_a_server)
 
 
 class Row(NamedTuple):
@@ -76,15 +70,6 @@ def of(count, pattern):
     return pytest.mark.parametrize("row", own, ids=str)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_start():
-    """Fork processes from one that has imported everything; they get what "spawn", TorchRL's default, gives them."""
-    with pytest.MonkeyPatch.context() as patch, started_by("forkserver"):
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server does not get sys.path itself
-        multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])
-        yield
-
-
 @contextlib.contextmanager
 def started_by(method):
     before = multiprocessing.get_start_method()
@@ -104,24 +89,20 @@ class SlowTape(Tape):
         return super().step(action)
 
 
+def tapes(first, number=NUMBER):
+    return [functools.partial(make_tape, first + i) for i in range(number)]
+
+
 def serial(first):
-    return SerialEnv(NUMBER, [functools.partial(make_tape, first + i) for i in range(NUMBER)])
+    return SerialEnv(NUMBER, tapes(first))
 
 
 def parallel(first):
-    makers = [functools.partial(make_tape, first + i) for i in range(NUMBER)]
-    return ParallelEnv(NUMBER, makers, mp_start_method="fork", shutdown_timeout=0.1)  # quick to start and to end
+    return ParallelEnv(NUMBER, tapes(first), mp_start_method="fork", shutdown_timeout=0.1)  # quick to start and to end
 
 
 COLLECTORS = {kind.__name__: kind for kind in (Collector, MultiSyncCollector, MultiAsyncCollector)}
 ENVIRONMENTS = {"one": (make_tape, 1), "8 in SerialEnv": (serial, NUMBER), "8 in ParallelEnv": (parallel, NUMBER)}
-BUFFERS = {
-    "ReplayBuffer": ReplayBuffer,
-    "TensorDictReplayBuffer": TensorDictReplayBuffer,
-    "PrioritizedReplayBuffer": functools.partial(PrioritizedReplayBuffer, alpha=0.7, beta=0.5),
-    "TensorDictPrioritizedReplayBuffer": functools.partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5),
-}
-STORAGES = {kind.__name__: kind for kind in (LazyTensorStorage, LazyMemmapStorage, PackedStorage)}
 GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
 
 
@@ -137,12 +118,14 @@ def make_buffer(words, hindsight=True, capacity=None):
     """A buffer that relabels every transition that it can."""
     (kind, *storage), options = read(words)
     size = options.pop("size", SIZE)
+    options |= {"alpha": 0.7, "beta": 0.5} if "Prioritized" in kind else {}
     of_storage = {key: options.pop(key) for key in ("ndim", "shared_init") if key in options}
     of_transform = {key: options.pop(key) for key in ("goal_spec", "mask_key") if key in options}
     if hindsight:
         of_transform = {"goal_spec": GOAL_SPEC, "capacity": capacity or 2 * size} | of_transform
         options["transform"] = make_transform(reward=EnvReward(Tape(0)), her_ratio=1.0, **of_transform)
-    return BUFFERS[kind](storage=STORAGES[(*storage, "LazyTensorStorage")[0]](size, **of_storage), **options)
+    make_storage = named((*storage, "LazyTensorStorage")[0])
+    return named(kind)(storage=make_storage(size, **of_storage), **options)
 
 
 @contextlib.contextmanager
@@ -171,6 +154,11 @@ def collecting(collector, environments, **options):
         yield running
 
 
+def collector_here(number):
+    """A collector of one environment in this process."""
+    return Collector(make_tape(number), None, frames_per_batch=STEPS, total_frames=-1)
+
+
 @functools.cache
 def yielded(collector, environments, options):
     """The batches of a collector, shared by the rows that differ in the buffer alone."""
@@ -189,13 +177,7 @@ def fill(row, rb):
         if how == "start()":
             run_in_the_background(running, rb)
         else:
-            run(running)
-
-
-def run(collector):
-    """Let a collector that writes into a buffer write ``BATCHES`` times."""
-    for _ in itertools.islice(collector, BATCHES):
-        pass
+            list(itertools.islice(running, BATCHES))
 
 
 def until(is_true, things=None):
@@ -298,22 +280,19 @@ def test_steps_of_all_environments_without_trajectory_ids(row):
     for _ in range(STEPS * BATCHES):
         transition, state = env.step_and_maybe_reset(env.rand_action(state))
         write(transition)
-    rows = unpadded(rb[:])
-    assert "collector" not in list(rows.keys())
-    assert len(rows) == NUMBER * STEPS * BATCHES
-    check_buffer(rb, NUMBER)
+    assert "collector" not in list(rb[:].keys())
+    check_buffer(rb, NUMBER, steps=STEPS * BATCHES)
 
 
 @of(1, "^AsyncBatchedCollector")
 def test_steps_of_environments_in_any_order_without_trajectory_ids(row):
     policy = TensorDictModule(lambda seen: torch.zeros(*seen.shape[:-1], 2), ["observation"], ["action"])
-    makers = [functools.partial(make_tape, number) for number in range(NUMBER)]
-    collector = AsyncBatchedCollector(makers, policy=policy, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+    collector = AsyncBatchedCollector(tapes(0), policy=policy, frames_per_batch=NUMBER * STEPS, total_frames=-1)
     rb = make_buffer(row.buffer)
     with shut_down_after(collector):
         for batch in itertools.islice(collector, BATCHES):
             rb.extend(batch)
-    assert "collector" not in list(unpadded(rb[:]).keys())
+    assert "collector" not in list(rb[:].keys())
     check_buffer(rb, NUMBER)
 
 
@@ -346,10 +325,9 @@ def test_trajectory_ids_of_two_collectors_collide(row):
 def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes(row):
     rb = make_buffer(row.buffer)
     options = {"frames_per_batch": STEPS, "total_frames": -1, "replay_buffer": rb}
-    makers = [functools.partial(make_tape, number) for number in range(4)]
-    synchronous = MultiSyncCollector(makers[:2], None, **options)
-    asynchronous = MultiAsyncCollector(makers[2:], None, **options)
-    here = iter(Collector(make_tape(4), None, frames_per_batch=STEPS, total_frames=-1))
+    synchronous = MultiSyncCollector(tapes(0, 2), None, **options)
+    asynchronous = MultiAsyncCollector(tapes(2, 2), None, **options)
+    here = iter(collector_here(4))
     with shut_down_after(synchronous, asynchronous):
         synchronous.start()
         asynchronous.start()
@@ -362,16 +340,15 @@ def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes
 @of(2, "in between")
 def test_silent_resets_end_episodes(row):
     rb, env = make_buffer(row.buffer), serial(0)
-    collector = Collector(env, None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+    make_collector = functools.partial(Collector, env, None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+    collector = make_collector()
     for i in range(BATCHES):
         rb.extend(collector.next().reshape(-1))
-        if i % 2:
-            continue
-        if "collector.reset()" in row.data:
+        if i % 2 == 0 and "collector.reset()" in row.data:
             collector.reset()
-        else:
+        elif i % 2 == 0:
             collector.shutdown(close_env=False)
-            collector = Collector(env, None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+            collector = make_collector()
     stored = places(rb[:])
     assert len(stored) == len(set(stored)) == NUMBER * STEPS * BATCHES
     cut = {place[:2] for place in stored} - {place[:2] for place in ended(stored)}
@@ -414,7 +391,7 @@ def make_slow_tape(number):
 @of(1, "preemptive_threshold")
 def test_the_padding_of_a_slow_environment_is_left_out(row):
     rb = make_buffer(row.buffer)
-    makers = [functools.partial(make_tape, 0), functools.partial(make_slow_tape, 1)]
+    makers = [make_tape, functools.partial(make_slow_tape, 1)]
     collector = MultiSyncCollector(makers, None, frames_per_batch=2 * STEPS, total_frames=-1, preemptive_threshold=0.5)
     with shut_down_after(collector):
         for batch in itertools.islice(collector, BATCHES):
@@ -437,7 +414,7 @@ def test_torchrl_yields_the_flags_of_another_batch(row):
 @of(3, "started by .*-works$")
 def test_however_processes_are_started(row):
     rb = make_buffer(row.buffer)
-    here = Collector(make_tape(2), None, frames_per_batch=STEPS, total_frames=-1)
+    here = collector_here(2)
     rb.extend(here.next())  # an episode that runs in this process when the others start
     method = started_by(row.data.split()[-1])
     with method, collecting(row.collector, row.environments, replay_buffer=rb) as running:
@@ -498,9 +475,8 @@ def test_rows_of_the_storage_that_hold_many_transitions_need_as_much_capacity(ro
 def test_flush_ends_the_episodes_of_the_process_that_writes():
     rb = make_buffer("TensorDictReplayBuffer, shared=True")
     with collecting("MultiSyncCollector", "one", replay_buffer=rb) as running:
-        run(running)
-    here = Collector(make_tape(2), None, frames_per_batch=STEPS, total_frames=-1)
-    for batch in itertools.islice(here, BATCHES):
+        list(itertools.islice(running, BATCHES))
+    for batch in itertools.islice(collector_here(2), BATCHES):
         rb.extend(batch)
     rows = rb[:]
     whole = ended(places(rows))
