@@ -2,29 +2,26 @@
 
 import functools
 import random
+from unittest import mock
 
 import pytest
+import torch
 
 from support.augmentation_oracle import check_draws, run
-from support.mutants import COMMON, PUBLISHED_AT_EVERY_WRITE, first_failure, followed_by, future_from, ones, replaced
+from support.mutants import COMMON, PUBLISHED_AT_EVERY_WRITE, first_failure, followed_by, future_from, replaced
 from support.streams import FLAT_LAYOUTS, random_stream
 from torchrl_her import HindsightAugmentation, augmentation
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.goals import draw as drawing
 
 
-def augmented_with(**changes):
-    """A mutant whose attributes are others while episodes are augmented; each function gets the attribute."""
+def augmented_with(name, change):
+    """A mutant in which an attribute is changed while episodes are augmented."""
 
     def make(augment):
         def mutated(self, ended):
-            kept = {name: getattr(self, name) for name in changes}
-            for name, change in changes.items():
-                setattr(self, name, change(kept[name]))
-            rows = augment(self, ended)
-            for name, value in kept.items():
-                setattr(self, name, value)
-            return rows
+            with mock.patch.object(self, name, change(getattr(self, name))):
+                return augment(self, ended)
 
         return mutated
 
@@ -32,18 +29,6 @@ def augmented_with(**changes):
 
 
 drawn_and = functools.partial(followed_by, augmentation, "draw_from_episodes")
-
-
-def tracked_with(**changes):
-    """A mutant whose tracker has other settings."""
-
-    def make(tracker):
-        def mutated(max_episode_steps, patience, **options):
-            return tracker(**({"max_episode_steps": max_episode_steps, "patience": patience} | options | changes))
-
-        return mutated
-
-    return replaced(augmentation, "EpisodeTracker", make)
 
 
 def starts_at_the_first_row(columns, *_):
@@ -57,13 +42,17 @@ def forgets_what_was_flushed(empty, self):
 
 
 MUTANTS = COMMON | {
-    "reads the achieved goal at the root": augmented_with(keys=lambda keys: keys._replace(next_achieved=keys.achieved)),
+    "reads the achieved goal at the root": augmented_with(
+        "keys", lambda keys: keys._replace(next_achieved=keys.achieved)
+    ),
     "takes all episodes to start at the first row": followed_by(drawing, "_columns_of", starts_at_the_first_row),
-    "stores a copy less": augmented_with(n_sampled_goal=lambda copies: copies - 1),
+    "stores a copy less": augmented_with("n_sampled_goal", lambda copies: copies - 1),
     "relabels the originals": replaced(
         HindsightAugmentation,
         "_set_goals",
-        lambda set_goals: lambda self, batch, goals, relabelled: set_goals(self, batch, goals, ones(relabelled)),
+        lambda set_goals: (
+            lambda self, batch, goals, relabelled: set_goals(self, batch, goals, torch.ones_like(relabelled))
+        ),
     ),
     "gives the copies of one transition to others": drawn_and(
         lambda drawn, *_: drawn._replace(goals=drawn.goals.flip(0), steps=drawn.steps.flip(0))
@@ -72,7 +61,11 @@ MUTANTS = COMMON | {
         lambda drawn, *_: drawn._replace(steps=drawn.steps + 1)
     ),
     "writes episodes that run": PUBLISHED_AT_EVERY_WRITE,
-    "never cuts long episodes": tracked_with(max_episode_steps=10**9),
+    "never cuts long episodes": replaced(
+        augmentation,
+        "EpisodeTracker",
+        lambda tracker: lambda steps, *others, **options: tracker(10**9, *others, **options),
+    ),
     "forgets what was flushed": followed_by(HindsightAugmentation, "flush", forgets_what_was_flushed),
     "stores ended episodes twice": replaced(HeldTransitions, "take_ended", lambda take: lambda self: list(self.ended)),
     "stores what a single transition completes at once": replaced(

@@ -17,7 +17,6 @@ from support.mutants import (
     first_failure,
     followed_by,
     future_from,
-    ones,
     read_as,
     replaced,
     stored_again,
@@ -53,10 +52,6 @@ def drawn_with(checks_owner, checks_length):
         return goals, drawn
 
     return replaced(transform, "draw_from_table", lambda _: mutated)
-
-
-def drawn_for_everything(draw):
-    return lambda strategy, table, her_ratio, *places: draw(strategy, table, 1.0, *places)
 
 
 def drawn_for_a_prefix(draw):
@@ -97,7 +92,7 @@ MUTANTS = COMMON | {
     "recomputes rewards that keep their goal": replaced(
         OneStepReward,
         "recompute",
-        lambda recompute: lambda self, batch, relabelled: recompute(self, batch, ones(relabelled)),
+        lambda recompute: lambda self, batch, relabelled: recompute(self, batch, torch.ones_like(relabelled)),
     ),
     "restores the flags of the next step at the root": restored_with(
         lambda sample, *_: sample.update({flag: sample["next", flag] for flag in ROOT_FLAGS})
@@ -181,13 +176,17 @@ N_STEP_MUTANTS = {
     "relabels windows that have left the table in part": followed_by(
         NStepReward, "available", available_by_the_last_step
     ),
-    "relabels windows whatever is in the table": followed_by(NStepReward, "available", lambda whole, *_: ones(whole)),
+    "relabels windows whatever is in the table": followed_by(
+        NStepReward, "available", lambda whole, *_: torch.ones_like(whole)
+    ),
 }
 
 
 SHARE_MUTANTS = {
     "relabels a fixed prefix of the batch": replaced(transform, "draw_from_table", drawn_for_a_prefix),
-    "relabels everything": replaced(transform, "draw_from_table", drawn_for_everything),
+    "relabels everything": replaced(
+        transform, "draw_from_table", lambda draw: lambda given, table, ratio, *places: draw(given, table, 1.0, *places)
+    ),
 }
 
 

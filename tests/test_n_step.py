@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torchrl.envs import Compose, MultiStepTransform, RewardScaling
 from support.factories import WAYS_TO_COPY, check_refused, filled, make_buffer, make_transform, seeded_sample
 from support.goals import reached, reward_of
 from support.n_step_oracle import WALK, NStepOracle, check_often, expected_in_float32, missing
-from support.oracle import N_STEP_ENTRIES, RELABELLED, as_dicts, expected_of, run
+from support.oracle import RELABELLED, as_dicts, expected_of, run
 from support.streams import NEXT_FLAGS, Lanes, Stream, Transition, make_episode, make_tensordict, rows_of, write
 from support.tape import make_tape
 from torchrl_her import EnvReward, SparseReward
@@ -55,7 +56,7 @@ def feed(rb: ReplayBuffer, oracle: NStepOracle, writes: Iterable[Lanes], change:
 
 def read(batch: TensorDictBase, oracle: NStepOracle) -> Iterator[tuple[dict, list[Transition], Any]]:
     """The entries of each transition, its window and its new goal, None where it was not relabelled."""
-    for row in as_dicts(batch, [*N_STEP_ENTRIES, RELABELLED]):
+    for row in as_dicts(batch, [*oracle.entries, RELABELLED]):
         goal = row["desired_goal"] if row.pop(RELABELLED) else None
         yield row, oracle.windows[row["uid"]], goal
 
@@ -228,16 +229,11 @@ def test_flags_that_the_data_does_not_have_are_not_needed(without):
 # Configurations
 
 
-def reward_module(*in_keys: Any, function: Any = lambda *entries: sum(entry[..., :1] for entry in entries)) -> Any:
-    """A reward that reads the given entries."""
-    return TensorDictModule(function, in_keys=list(in_keys), out_keys=[NEXT_REWARD])
-
-
-def rewards_and_ends(achieved: Any, desired: Any) -> Any:
-    return reward_of(achieved, desired).float().unsqueeze(-1), reached(achieved, desired).unsqueeze(-1)
-
-
-GOAL_MODULE = TensorDictModule(rewards_and_ends, [NEXT_ACHIEVED, "desired_goal"], [NEXT_REWARD, ("next", "terminated")])
+GOAL_MODULE = TensorDictModule(
+    lambda *goals: (reward_of(*goals).float().unsqueeze(-1), reached(*goals).unsqueeze(-1)),
+    [NEXT_ACHIEVED, "desired_goal"],
+    [NEXT_REWARD, ("next", "terminated")],
+)
 CONFIGURED = {
     "TorchRL sets done only": lambda: Compose(n_step(done_keys=["done"]), her()),
     "TorchRL does not set done": lambda: Compose(n_step(done_keys=["terminated", "truncated"]), her()),
@@ -253,9 +249,8 @@ def test_every_case_is_right_when(name):
 
 
 def test_transforms_appended_one_after_the_other_work_as_composed():
-    rb, oracle = ReplayBuffer(storage=LazyTensorStorage(10_000, ndim=2)), NStepOracle(WALK)
-    for transform in (n_step(), her()):
-        rb.append_transform(transform)
+    rb, oracle = make_buffer(WALK, n_step()), NStepOracle(WALK)
+    rb.append_transform(her())
     feed(rb, oracle, WALK)
     assert not missing(oracle.check(seeded_sample(rb, 2_000)))
 
@@ -349,7 +344,6 @@ PARTLY_KNOWN = {  # windows of episodes of which the table does not have all
 @pytest.mark.parametrize("case", PARTLY_KNOWN)
 def test_a_sequence_gets_one_goal_or_keeps_its_own(case):
     capacity, writes = PARTLY_KNOWN[case]
-
     transform = Compose(n_step(), her(SparseReward(0), her_ratio=1.0, capacity=capacity, sequence_length=4))
     rb = ReplayBuffer(storage=LazyTensorStorage(1_000), sampler=slices(), transform=transform)
     for data in writes:
@@ -362,6 +356,14 @@ def test_a_sequence_gets_one_goal_or_keeps_its_own(case):
 
 
 # Saving, loading, flushing
+
+
+def loaded_or_flushed(how: str, rb: ReplayBuffer, path: Path) -> ReplayBuffer:
+    """Drop what the n-step transform holds back: it is in no state dict, and flush drops it."""
+    if how != "flush":
+        return WAYS_TO_COPY[how](rb, make_buffer(WALK), path)
+    rb.transform[1].flush()
+    return rb
 
 
 LOADED_OR_FLUSHED = pytest.mark.parametrize("how", ["dumps", "state_dict", "flush"])
@@ -385,13 +387,10 @@ def in_chunks(lanes: Lanes, size: int) -> Iterator[Lanes]:
 
 @LOADED_OR_FLUSHED
 def test_lanes_go_on_after_loading_and_after_flush(how, tmp_path):
-    """The steps that the n-step transform holds back are in no state dict, and flush drops them."""
     rb, oracle, lanes = half_written()
+    rb = loaded_or_flushed(how, rb, tmp_path)
     if how == "flush":
-        rb.transform[1].flush()
         oracle.end_episodes()
-    else:
-        rb = WAYS_TO_COPY[how](rb, make_buffer(WALK), tmp_path)
     oracle.lose_what_is_held_back()
     oracle.check(rb[:])
     feed(rb, oracle, in_chunks(lanes, WALK.chunk))
@@ -419,12 +418,8 @@ def check_fresh_start(rb: ReplayBuffer, oracle: NStepOracle, lanes: Lanes) -> No
 
 @LOADED_OR_FLUSHED
 def test_after_loading_and_after_flush_all_environments_can_be_reset(how, tmp_path):
-    """A process that resumes holds nothing back that a window could join to the next write."""
     rb, oracle, lanes = half_written()
-    if how == "flush":
-        rb.transform[1].flush()
-    else:
-        rb = WAYS_TO_COPY[how](rb, make_buffer(WALK), tmp_path)
+    rb = loaded_or_flushed(how, rb, tmp_path)
     after_reset = [list(itertools.dropwhile(lambda step: step.step, steps)) for steps in lanes]
     shortest = min(map(len, after_reset))
     check_fresh_start(rb, oracle, [steps[:shortest] for steps in after_reset])
@@ -453,6 +448,11 @@ def test_a_copy_of_the_buffer_goes_on_as_the_original_does(copy_of):
 # What is refused
 
 
+def reward_module(*in_keys: Any) -> TensorDictModule:
+    """A reward that reads the given entries."""
+    return TensorDictModule(lambda *entries: sum(entry[..., :1] for entry in entries), list(in_keys), [NEXT_REWARD])
+
+
 REFUSED_TRANSFORMS = {
     "the wrong order": lambda: (her(), n_step()),
     "the wrong order, nested": lambda: (Compose(her()), Compose(n_step())),
@@ -463,10 +463,7 @@ REFUSED_TRANSFORMS = {
     # The goal achieved before is not an outcome of the window.
     "a reward of how far a step went": lambda: (n_step(), her(reward_module("achieved_goal", NEXT_ACHIEVED))),
     "a reward of the info": lambda: (n_step(), her(EnvReward(make_tape, info_keys=["observation"]))),
-    "goal_fn and a module": lambda: (
-        n_step(),
-        her(reward_module(NEXT_ACHIEVED, "desired_goal"), goal_fn=lambda state: state),
-    ),
+    "goal_fn and a module": lambda: (n_step(), her(reward_module(NEXT_ACHIEVED, "desired_goal"), goal_fn=torch.clone)),
     "rewards of another name": lambda: (n_step(reward_keys=["income"]), her()),
     "more rewards than one": lambda: (n_step(reward_keys=["reward", "income"]), her()),
     "an end of another name": lambda: (n_step(done_key="truncated"), her()),
@@ -550,10 +547,10 @@ def test_limits_of_torchrls_transform():
     rb = make_buffer(single, kind=TensorDictReplayBuffer)
     is_refused(rb, lambda: write(rb, next(iter(single)), "add"), message="MultiStepTransform.*use extend")
 
-    steps = list(replace(WALK, chunk=1))
+    *before, last = replace(WALK, chunk=1, writes=4)
     for transform in (n_step(), make_transform(WALK)):
         rb = make_buffer(WALK, transform, kind=TensorDictReplayBuffer)
-        for lanes in steps[:3]:
+        for lanes in before:
             write(rb, lanes, WALK.layout)
         with pytest.raises(RuntimeError, match="tensor shape is incompatible"):
-            write(rb, steps[3], WALK.layout)
+            write(rb, last, WALK.layout)

@@ -30,10 +30,8 @@ AnOracle = TypeVar("AnOracle")
 def make_transform(stream: Stream | None = None, reward: Any = None, **options: Any) -> Any:
     """HERTransform with the settings of a stream, behind a MultiStepTransform where the stream has ``n`` steps.
 
-    Args:
-        stream: gives strategy, her_ratio, capacity, compact, n and gamma; by default those of HERTransform.
-        reward: by default `support.goals.reward_of`, with terminations unless the stream says otherwise.
-        options: arguments of HERTransform, which override the stream's, and ``compact``: True for a CompactGoals.
+    Options are arguments of HERTransform, which override the stream's; ``compact=True`` puts CompactGoals before it.
+    By default, the reward is `support.goals.reward_of`, with terminations unless the stream says otherwise.
     """
     before: list[Transform] = []
     terminated_fn: Any = reached
@@ -60,15 +58,9 @@ def make_buffer(
     hindsight: bool = True,
     **options: Any,
 ) -> ReplayBuffer:
-    """A buffer for a stream.
+    """A buffer for a stream, which gives its size, by default its kind, its number of dimensions and its transform.
 
-    Args:
-        stream: gives the storage's size, and its number of dimensions where ``storage`` is not given.
-        transform: by default `make_transform` of the stream.
-        kind: by default TensorDictReplayBuffer, and ReplayBuffer for n-step returns and the layout "plain add".
-        storage: makes the storage from its number of rows.
-        hindsight: False for a buffer without a transform.
-        options: arguments of the buffer; the batch size is 64 by default.
+    ``storage`` makes the storage from its number of rows; ``hindsight=False`` leaves out the transform.
     """
     if kind is None:
         kind = ReplayBuffer if stream.n or stream.layout == "plain add" else TensorDictReplayBuffer

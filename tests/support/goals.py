@@ -18,15 +18,7 @@ DESIRED_WEIGHTS = (65537, 257, 1)
 
 
 def reward_of(achieved: Any, desired: Any) -> Any:
-    """The reward for a pair of goals: a number that no other pair of nearby goals has.
-
-    Args:
-        achieved: a number, a tuple, or an array or tensor ``[..., components]``.
-        desired: the same kind of goal.
-
-    Returns:
-        A number for numbers and tuples, else ``[...]``.
-    """
+    """The reward for a pair of goals, numbers, tuples or arrays ``[..., components]``: no other nearby pair has it."""
     return _weighed(achieved, ACHIEVED_WEIGHTS) - _weighed(desired, DESIRED_WEIGHTS)
 
 

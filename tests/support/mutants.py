@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tensordict import NestedKey
 from torch import Tensor
 
@@ -133,8 +132,3 @@ COMMON: dict[str, Mutant] = {
         Lane, "extend", lambda extend: lambda self, kept: extend(self, kept * 0)
     ),
 }
-
-
-def ones(relabelled: Tensor) -> Tensor:
-    """As if all transitions were relabelled."""
-    return torch.ones_like(relabelled)

@@ -27,13 +27,9 @@ def expected_of(
     gamma: float | None = None,
     tells_terminated: bool = True,
 ) -> Row:
-    """The entries of a sampled transition: a single step, or the window of an n-step return.
+    """The entries of a transition: a single step, or the window of an n-step return with the discount ``gamma``.
 
-    Args:
-        window: consecutive transitions, of which the last may end the episode; one of them for a single step.
-        goal: what it was relabelled with, None if it was not.
-        gamma: the discount of an n-step return; None leaves out its own entries.
-        tells_terminated: whether reaching a new goal terminates.
+    ``goal`` is what it was relabelled with, None if it was not; reaching it terminates where ``tells_terminated``.
     """
     first, last = window[0], window[-1]
     desired = first.desired if goal is None else goal
@@ -116,9 +112,7 @@ class RunningEpisodes:
             if self._ends_with(row):
                 self.waits_since.pop(row.episode, None)
                 del continued[row.episode]
-        for episode in continued:
-            self.waits_since[episode] = self.count
-            self._goes_on(episode)
+        self.waits_since |= dict.fromkeys(continued, self.count)
         for episode, since in list(self.waits_since.items()):
             if self.count - since > max(2 * self.longest_wait, self.patience):
                 self._is_idle(episode)
@@ -126,9 +120,6 @@ class RunningEpisodes:
     def _ends_with(self, row: Transition) -> bool:
         """Add a transition to its episode, and return whether the episode ends with it."""
         raise NotImplementedError
-
-    def _goes_on(self, episode: int) -> None:
-        """An episode was continued and did not end."""
 
     def _is_idle(self, episode: int) -> None:
         """Nothing continued an episode for too long."""
@@ -156,6 +147,9 @@ class Oracle(RunningEpisodes):
         self.transitions |= {row.uid: row for row in rows}
         self.windows |= self._windows_of(rows)
         super().write(rows)
+        for episode in dict.fromkeys(row.episode for row in rows):
+            if len(self.episodes[episode]) >= max(self.stream.first_publication, 2 * self.published.get(episode, 0)):
+                self._publish(episode)
 
     def _windows_of(self, rows: Sequence[Transition]) -> dict[int, list[Transition]]:
         """The windows that a write makes available: single steps."""
@@ -174,10 +168,6 @@ class Oracle(RunningEpisodes):
             self._publish(row.episode)
         return row.done
 
-    def _goes_on(self, episode: int) -> None:
-        if len(self.episodes[episode]) >= max(self.stream.first_publication, 2 * self.published.get(episode, 0)):
-            self._publish(episode)
-
     def _is_idle(self, episode: int) -> None:
         self._publish(episode)
 
@@ -187,7 +177,7 @@ class Oracle(RunningEpisodes):
             self.table[-1].extend(self.episodes[episode])
 
     def allowed_goals(self, row: Transition) -> list[Goal]:
-        """The goals that the strategy may draw for a transition whose outcome is known."""
+        """The goals that the strategy may draw for a transition."""
         return [other.outcome for other in self._allowed(row)]
 
     def _allowed(self, row: Transition) -> list[Transition]:

@@ -70,12 +70,7 @@ def check_relabelled(
 ) -> Any:
     """Sample transitions and check that those relabelled have the right reward and flags, and others are as stored.
 
-    Args:
-        reward: of the transform.
-        expected: the reward of a single transition.
-        terminated: whether a single transition ends its episode; None where the flags stay as stored.
-        written: the transitions, by default of PointReach.
-        options: of `sample_of`, which makes the sample that is returned.
+    ``expected`` and ``terminated`` are functions of a single transition; without the latter flags stay as stored.
     """
     written = point_reach() if written is None else written
     batch = sample_of(written, reward, **options)

@@ -227,16 +227,9 @@ def make_episode(
     reward: float | torch.Tensor = -1.0,
     truncated: bool | torch.Tensor = True,
 ) -> TensorDict:
-    """One episode from its goals of any kind.
+    """One episode ``[steps]``, which shares no memory with its goals ``[steps + 1, *goal]``, of any shape and dtype.
 
-    Args:
-        goals: achieved one after the other, ``[steps + 1, *goal]``.
-        desired: the goal that it is asked for, of any shape.
-        reward: of all steps, or ``[steps, 1]``.
-        truncated: whether the last step is truncated, or ``[steps, 1]``.
-
-    Returns:
-        Transitions ``[steps]``, which share no memory with each other or with the goals.
+    ``reward`` and ``truncated`` are those of all steps and of the last one, or of each step, ``[steps, 1]``.
     """
     steps = len(goals) - 1
     done = torch.zeros(steps, 1, dtype=torch.bool)
