@@ -137,14 +137,9 @@ def check(
 ) -> Count:
     """Check transitions ``[*batch]``, one by one, and count them.
 
-    Args:
-        batch: what a buffer returned.
-        strategy: of "future", "final", "episode" and "random". Episodes that still run are known in part: of
-            "final", too, any step from the transition's own on is accepted then.
-        lengths: those that the environments were made with.
-        flags: whether to check the done flags, which a SliceSampler overwrites in TensorDict buffers.
-        n: the steps of a MultiStepTransform's returns; 0 if there is none.
-        gamma: the discount of these returns, of which sums are exact: 0.5 or 1.
+    Of "final", too, any step from the transition's own on is accepted: episodes that still run are known in part.
+    ``flags=False`` leaves out the done flags, which a SliceSampler overwrites in TensorDict buffers. ``n`` and
+    ``gamma`` are those of a MultiStepTransform.
     """
     assert gamma in (0.5, 1.0), "with halves and whole numbers sums are exact"
     ignored = {"uid", *ROOT_FLAGS, *(() if flags else NEXT_FLAGS)} - set(ROOT_FLAGS if n else ())
