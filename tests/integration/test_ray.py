@@ -68,6 +68,12 @@ def make_hindsight(size):
     return make_transform(reward=EnvReward(make_tape), capacity=size)
 
 
+def make_local_buffer():
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(SIZE), transform=make_hindsight(SIZE), batch_size=BATCH_SIZE
+    )
+
+
 def make_buffer(
     at_the_end, kind=TensorDictReplayBuffer, size=SIZE, storage=LazyTensorStorage, hindsight=make_hindsight, **kwargs
 ):
@@ -82,11 +88,8 @@ def make_buffer(
     return buffer
 
 
-def make_pair(first):
-    return SerialEnv(2, [partial(make_tape, first), partial(make_tape, first + 1)])
-
-
-TAPES = [partial(make_tape, 0), partial(make_tape, 1)]
+TAPES = [partial(make_tape, number) for number in range(4)]
+PAIRS = [partial(SerialEnv, 2, TAPES[:2]), partial(SerialEnv, 2, TAPES[2:])]
 
 
 def make_policy():
@@ -111,16 +114,12 @@ def make_data(steps):
 # Checks
 
 
-def check_nothing_is_lost(stored):
-    """Each environment's transitions are stored from its first one on, without a gap and none twice."""
+def check_nothing_is_lost(stored, environments):
+    """The environments' transitions are stored from their first one on, without a gap and none twice."""
     stored_at = sorted(places(stored))
     counts = Counter(number for number, _, _ in stored_at)
-    assert stored_at == [place for number in sorted(counts) for place in taken(number, counts[number])]
-
-
-def check_ids_collided(stored):
-    episodes = stored["observation"][:, :2].unique(dim=0)
-    assert len(stored["collector", "traj_ids"].unique()) < len(episodes), "no trajectory ids collided"
+    assert stored_at == [place for number in range(environments) for place in taken(number, counts[number])]
+    assert len(counts) == environments, "one of the collectors did not write"
 
 
 def share_relabelled(buffer, batches=20):
@@ -137,39 +136,35 @@ def share_relabelled(buffer, batches=20):
 
 # Collectors
 
+# By name: the environments of each collector, arguments of the buffer, and arguments of the collectors.
+COLLECTED = {
+    "several environments": (PAIRS, {"kind": ReplayBuffer, "storage": partial(LazyTensorStorage, ndim=2)}, {}),
+    "batches, whole episodes and single steps": (
+        TAPES[:3], {}, {"collector_kwargs": [{}, {"trajs_per_batch": 4}, {"extend_buffer": False}]}
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.slow
-def test_collectors_of_several_environments_lose_nothing_and_get_right_goals(at_the_end):
-    buffer = make_buffer(at_the_end, ReplayBuffer, storage=partial(LazyTensorStorage, ndim=2))
-    pairs = [partial(make_pair, 0), partial(make_pair, 2)]
-    for nothing in make_collector(at_the_end, pairs, replay_buffer=buffer, total_frames=600):
-        assert nothing is None
+@pytest.mark.parametrize("name", COLLECTED)
+def test_collectors_lose_nothing_and_get_right_goals(name, at_the_end):
+    environments, of_buffer, of_collectors = COLLECTED[name]
+    buffer = make_buffer(at_the_end, **of_buffer)
+    collector = make_collector(at_the_end, environments, replay_buffer=buffer, total_frames=600, **of_collectors)
+    assert set(collector) == {None}
     stored = buffer[:].reshape(-1)
-    assert len(stored) >= 600
+    assert environments is not PAIRS or len(stored) >= 600
     check(stored)
-    check_nothing_is_lost(stored)
-    check_ids_collided(stored)
-    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
-
-
-@pytest.mark.slow
-def test_collectors_may_write_batches_whole_episodes_and_single_steps(at_the_end):
-    buffer = make_buffer(at_the_end)
-    kinds = [{}, {"trajs_per_batch": 4}, {"extend_buffer": False}]
-    environments = [partial(make_tape, number) for number in range(3)]
-    for _ in make_collector(at_the_end, environments, collector_kwargs=kinds, replay_buffer=buffer, total_frames=480):
-        pass
-    stored = buffer[:]
-    assert stored["observation"][:, 0].unique().tolist() == [0, 1, 2], "one of the collectors did not write"
-    check_nothing_is_lost(stored)
-    check_ids_collided(stored)
+    check_nothing_is_lost(stored, environments=4 if environments is PAIRS else 3)
+    episodes = stored["observation"][:, :2].unique(dim=0)
+    assert len(stored["collector", "traj_ids"].unique()) < len(episodes), "no trajectory ids collided"
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
 @pytest.mark.slow
 def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_copies(at_the_end):
     buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
-    for _ in make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=480):
+    for _ in make_collector(at_the_end, TAPES[:2], replay_buffer=buffer, total_frames=480):
         pass
     stored = buffer[:]
     assert check(stored).relabelled == 0.8 * len(stored)
@@ -177,7 +172,7 @@ def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_cop
     counts = Counter(zip(places(stored), relabelled, strict=True))
     assert {(is_copy, count) for (_, is_copy), count in counts.items()} == {(False, 1), (True, 4)}
     assert len(stored) > 5 * 440  # one episode of each is held back
-    check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)])
+    check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)], environments=2)
 
 
 @pytest.mark.slow
@@ -186,7 +181,7 @@ def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_
     size = 300
     # Two calls at a time: samples are taken while a collector's transitions are being written.
     buffer = make_buffer(at_the_end, size=size, storage=storage, remote_config={**SHARE, "max_concurrency": 2})
-    collector = make_collector(at_the_end, TAPES, replay_buffer=buffer, total_frames=1_000_000)
+    collector = make_collector(at_the_end, TAPES[:2], replay_buffer=buffer, total_frames=1_000_000)
     collector.start()
     count = Count()
     while (written := buffer.write_count) < 5 * size:
@@ -198,14 +193,13 @@ def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_
     assert share_relabelled(buffer) > 0.7  # of some episodes, the first steps' goals have left the table
 
 
+@pytest.mark.slow
 def test_batches_of_synchronous_collectors_extended_by_hand_get_right_goals(at_the_end):
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(SIZE), transform=make_hindsight(SIZE), batch_size=BATCH_SIZE
-    )
-    for data in make_collector(at_the_end, TAPES, sync=True, total_frames=600):
+    buffer = make_local_buffer()
+    for data in make_collector(at_the_end, TAPES[:2], sync=True, total_frames=600):
         assert data.shape == (2, 30)
         buffer.extend(data.reshape(-1))
-    check_nothing_is_lost(buffer[:])
+    check_nothing_is_lost(buffer[:], environments=2)
     assert len(buffer) == 600
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
@@ -224,7 +218,7 @@ def test_what_torchrls_actor_cannot_do_fails_without_hindsight_too(at_the_end):
     plain = make_buffer(at_the_end, hindsight=None)
     for several in (MultiSyncCollector, MultiAsyncCollector):
         with pytest.raises(AttributeError, match="_storage"):
-            several(TAPES, make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
+            several(TAPES[:2], make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
 
 
 # The learner
@@ -263,9 +257,7 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
     check(buffer.sample())
     state = buffer.state_dict()
     buffer.dumps(tmp_path)
-    fresh = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(SIZE), transform=make_hindsight(SIZE), batch_size=BATCH_SIZE
-    )
+    fresh = make_local_buffer()
     for restored, restore in (
         (buffer, partial(buffer.load_state_dict, state)),
         (buffer, partial(buffer.loads, tmp_path)),
@@ -276,7 +268,7 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
         restore()
         assert len(restored) == 8
         restored.extend(rest.clone())
-        check_nothing_is_lost(restored[:])
+        check_nothing_is_lost(restored[:], environments=1)
         samples = torch.cat([restored.sample() for _ in range(10)])
         check(samples)
         _, episode, step = samples["observation"].unbind(-1)
