@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, lazy_stack
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
+from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
 from torchrl_her._torchrl import CustomTensorStorage, hooks_of
 from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
+
+BY_WRITERS = {"index"}  # what the writers of TensorDict buffers add, after `check_write`
+TENSOR_SAVED = (
+    "{} holds tensors outside of a TensorDict, and PackedStorage stores TensorDicts: load it into a LazyTensorStorage."
+)
 
 
 class PackedStorageCheckpointer(TensorStorageCheckpointer):
@@ -43,10 +49,7 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
             return super().loads(storage, path)
         metadata = json.loads((Path(path) / "storage_metadata.json").read_text())
         if metadata["is_pytree"]:
-            raise TypeError(
-                f"{path} holds tensors outside of a TensorDict, and PackedStorage stores TensorDicts: load it into a "
-                "LazyTensorStorage."
-            )
+            raise TypeError(TENSOR_SAVED.format(path))
         storage.read_from(TensorDict.load_memmap(path), metadata["len"])
 
 
@@ -139,7 +142,7 @@ class PackedStorage(CustomTensorStorage):
         """Raise an error if ``data`` cannot be stored. The writer then has changed nothing yet."""
         data = _as_tensordict(data)
         if self.initialized:
-            self._layout.check(data, but={"index"})  # writers of TensorDict buffers add it between this and `set`
+            self._layout.check(data, but=BY_WRITERS)
         else:
             read_entries(data, data.batch_dims)
 
@@ -153,15 +156,23 @@ class PackedStorage(CustomTensorStorage):
         if not self.initialized:
             self.allocate(data if isinstance(cursor, int) else data[0])
         if isinstance(cursor, int) and set_cursor:
-            self._rows[cursor] = self._layout.pack(data).to(self.device)
+            self._rows[cursor] = self._pack(cursor, data)
         elif isinstance(cursor, Tensor) and cursor.ndim == 1 and set_cursor:
-            rows = self._layout.pack(data).to(self.device)
+            rows = self._pack(cursor, data)
             last = slice(-len(self._rows), None)  # a write larger than the storage keeps its last transitions
             self._rows.index_copy_(0, cursor[last].to(self.device), rows[last])
         else:
-            self._layout.check(data)
+            self._layout.check(data, but=BY_WRITERS)
             self.entries[cursor] = data
         self.note_write(cursor, data, set_cursor)
+
+    def _pack(self, cursor: int | Tensor, data: TensorDictBase) -> Tensor:
+        # TensorDictMaxValueWriter adds the index in `add` and not in `extend`, without a call of `check_write`.
+        given = "index" in data.keys()  # noqa: SIM118
+        if given != ("index" in self._layout.columns):
+            index = expand_as_right(torch.as_tensor(cursor), data)
+            data = data.exclude("index") if given else data.copy().set("index", index)
+        return self._layout.pack(data).to(self.device)
 
     # Reading
 
@@ -169,16 +180,18 @@ class PackedStorage(CustomTensorStorage):
         """Return the transitions at an index, or by its key one entry of all transitions.
 
         The result owns its memory, except for ``[:]`` and a key: TorchRL's buffers update stored entries through
-        ``[:]`` (``rb.set_``, ``rb.update_``), and its samplers read episodes through both.
+        ``[:]`` (``rb.set_``, ``rb.update_``, ``rb[i, j] = ...``), and its samplers read episodes through both. Of
+        ``[:]``, values can be changed but not replaced, so that a change reaches the storage or is an error.
         """
-        tensors = index if isinstance(index, tuple) else (index,)
-        are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in tensors)
-        if self.initialized and are_rows and len(tensors) == self.ndim:  # as samplers draw them
-            return self._layout.unpack(self._gather(tensors))
+        indices = index if isinstance(index, tuple) else (index,)
+        are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in indices)
+        if self.initialized and are_rows and len(indices) == self.ndim:  # as samplers draw them
+            return self._layout.unpack(self._gather(indices))
         found = super().get(index)
-        if not isinstance(found, TensorDictBase):
+        if not is_tensor_collection(found):
             return found
-        return found.copy() if isinstance(index, slice) and index == slice(None) else found.clone()
+        everything = all(isinstance(each, slice) and each == slice(None) for each in indices)
+        return found.copy().lock_() if everything else found.clone()
 
     def _gather(self, index: tuple[Tensor, ...]) -> Tensor:
         written = -(self.count // -self._lanes)
@@ -198,6 +211,8 @@ class PackedStorage(CustomTensorStorage):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
+        if isinstance(state_dict["_storage"], Tensor):
+            raise TypeError(TENSOR_SAVED.format("The state"))
         if state_dict["initialized"]:
             saved = TensorDict()
             saved.load_state_dict(state_dict["_storage"], strict=False)
@@ -234,11 +249,11 @@ class PackedStorage(CustomTensorStorage):
 
 
 def _as_tensordict(data: Any) -> TensorDictBase:
-    if isinstance(data, list) and all(isinstance(each, TensorDictBase) for each in data):
+    if isinstance(data, list) and all(is_tensor_collection(each) for each in data):
         data = lazy_stack(data)
-    if not isinstance(data, TensorDictBase):
+    if not is_tensor_collection(data) or is_non_tensor(data):
         raise TypeError(
-            f"PackedStorage stores TensorDicts, got a {type(data).__name__}. For tensors, tensorclasses and other "
-            "structures use LazyTensorStorage or ListStorage."
+            f"PackedStorage stores TensorDicts and tensorclasses, got a {type(data).__name__}: put tensors into a "
+            "TensorDict, or use LazyTensorStorage or ListStorage."
         )
     return data
