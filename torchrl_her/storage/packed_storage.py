@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
+import shutil
+import tempfile
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
 from tensordict.utils import expand_as_right
 from torch import Tensor
+from torch import multiprocessing as mp
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
 from torchrl_her._torchrl import CustomTensorStorage, hooks_of
@@ -70,6 +76,8 @@ class PackedStorage(CustomTensorStorage):
         scratch_dir (str or Path, optional): a directory for a memory-mapped file with the rows, which is kept when the
             program ends. By default the rows are in memory.
         compilable (bool): as in ``LazyTensorStorage``. Default: False.
+        shared_init (bool): whether the buffer can go to other processes before the first write. Rows are then in a
+            file, by default in a temporary directory that is deleted with the storage. Default: False.
 
     Raises:
         TypeError: if the data written or loaded is not a tensordict, or an entry is not a tensor.
@@ -99,26 +107,50 @@ class PackedStorage(CustomTensorStorage):
         ndim: int = 1,
         scratch_dir: str | Path | None = None,
         compilable: bool = False,
+        shared_init: bool = False,
     ):
         super().__init__(None, max_size, device=device or "cpu", ndim=ndim, compilable=compilable)
-        if scratch_dir is not None and self.device != torch.device("cpu"):
-            raise ValueError(f"A memory-mapped file is on the CPU: leave out device={device!r} or scratch_dir.")
+        if (scratch_dir is not None or shared_init) and self.device != torch.device("cpu"):
+            option = "scratch_dir" if scratch_dir is not None else "shared_init"
+            raise ValueError(f"A memory-mapped file is on the CPU: leave out device={device!r} or {option}.")
+        if shared_init and compilable:
+            raise ValueError("A compilable storage stays in one process: leave out compilable or shared_init.")
+        if shared_init and scratch_dir is None:
+            scratch_dir = tempfile.mkdtemp(prefix="packed_storage_")
+            Finalize(self, shutil.rmtree, (scratch_dir,), {"ignore_errors": True}, exitpriority=0)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._layout: RowLayout
         self._rows: Tensor  # int64 [size, *lanes, words]
         self._lanes: int
+        self.shared_init = shared_init
+        self._allocating: Any = mp.RLock() if shared_init else contextlib.nullcontext()
+        self._shared_layout = Path(scratch_dir or "") / f"layout_{uuid4().hex}.pickle"
+
+    @property
+    def initialized(self) -> bool:
+        """Whether rows are allocated, here or with ``shared_init`` by another process."""
+        return self._initialized or (self.shared_init and self._map_shared_rows())
+
+    @initialized.setter
+    def initialized(self, value: bool) -> None:
+        self._initialized = value
 
     # Writing
 
     def allocate(self, data: TensorDictBase) -> None:
         """Allocate the rows for transitions like ``data``: one, or with ``ndim`` > 1 one per lane ``[*lanes]``."""
+        with self._allocating:
+            if not self.initialized:  # another process may have been faster
+                self._allocate(data)
+
+    def _allocate(self, data: TensorDictBase) -> None:
         lanes = data.batch_size[: self.ndim - 1]
         layout = RowLayout(data, len(lanes))
         shape = self._shape_for(lanes)
         if self.device == "auto":
             self.device = data.device or torch.device("cpu")
         if self.scratch_dir is None:
-            self._rows = torch.empty(*shape, layout.words, dtype=WORD, device=self.device)
+            rows = torch.empty(*shape, layout.words, dtype=WORD, device=self.device)
         else:
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
             path = self.scratch_dir / "rows.memmap"
@@ -128,12 +160,24 @@ class PackedStorage(CustomTensorStorage):
                     "needed; rb.dumps and rb.loads save and restore a buffer."
                 )
             size = torch.Size([*shape, layout.words])
-            self._rows = MemoryMappedTensor.empty(size, dtype=WORD, filename=str(path))
-        self._layout = layout
-        self._lanes = lanes.numel()
-        self.max_size = shape.numel()
+            rows = MemoryMappedTensor.empty(size, dtype=WORD, filename=str(path))
+            if self.shared_init:
+                self._shared_layout.write_bytes(pickle.dumps((layout, rows)))
+        self._use(layout, rows)
+
+    def _use(self, layout: RowLayout, rows: Tensor) -> None:
+        self._layout, self._rows = layout, rows
+        self._lanes = rows.shape[1:-1].numel()
+        self.max_size = rows.shape[:-1].numel()
         # TorchRL's samplers, checkpointers and in-place updates work on these views of the rows.
-        self.entries = layout.view(self._rows)
+        self.entries = layout.view(rows)
+
+    def _map_shared_rows(self) -> bool:
+        """Use the rows that another process has allocated; return whether there are any."""
+        with self._allocating:
+            if self._shared_layout.exists():
+                self._use(*pickle.loads(self._shared_layout.read_bytes()))
+        return self._initialized
 
     def _shape_for(self, lanes: torch.Size) -> torch.Size:
         return torch.Size([-(self.max_size // -lanes.numel()), *lanes])
@@ -237,9 +281,11 @@ class PackedStorage(CustomTensorStorage):
         self.count = count
 
     def __getstate__(self) -> dict[str, Any]:
+        allocated = self.initialized  # first, since it maps shared rows
         state = super().__getstate__()
-        if self.initialized and self.scratch_dir is not None and get_spawning_popen() is None:
-            state |= {"_rows": self._rows.clone(), "scratch_dir": None}  # a copy lives in memory
+        if get_spawning_popen() is None and self.scratch_dir is not None and (allocated or self.shared_init):
+            state |= {"_rows": self._rows.clone()} if allocated else {}  # a copy lives in memory
+            state |= {"scratch_dir": None, "shared_init": False, "_allocating": contextlib.nullcontext()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
