@@ -101,6 +101,13 @@ def test_a_checkpoint_of_no_tensordicts_is_refused(data, tmp_path):
         packed_buffer(10).loads(tmp_path)
 
 
+def test_a_state_of_no_tensordicts_is_refused():
+    saved = ReplayBuffer(storage=LazyTensorStorage(10))
+    saved.extend(torch.ones(5, 3))
+    with pytest.raises(TypeError, match=r"tensors outside of a TensorDict.*load it into a LazyTensorStorage"):
+        packed_buffer(10).load_state_dict(saved.state_dict())
+
+
 def test_hooks_of_a_checkpoint_are_called(tmp_path):
     rb, twin = packed_buffer(), packed_buffer()
     rb.extend(make_transitions(14))

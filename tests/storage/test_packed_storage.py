@@ -1,6 +1,7 @@
 """PackedStorage holds what a plain Python list would hold, and is read and written as TorchRL's storages are."""
 
 import copy
+import gc
 import pickle
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 from torch import multiprocessing as mp
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SliceSampler
@@ -73,6 +74,52 @@ def highest_ranks(rb):
     yield rb[:]
 
 
+def ranks_of_both_writes(rb):
+    """``TensorDictMaxValueWriter`` adds the index in `add` only; the buffer adds it to what was extended."""
+    data = make_transitions(10)
+    rb.extend(data)
+    rb.add(make_transitions(1, 40)[0])
+    rb.extend(data)
+    rb.extend(make_transitions(10, 20))
+    rb.add(make_transitions(1, 50)[0])
+    yield rb[:].exclude("index")
+    yield seeded_sample(rb)["index"]
+
+
+def ranks_of_the_other_order(rb):
+    rb.add(make_transitions(1, 40)[0])
+    yield from ranks_of_both_writes(rb)
+
+
+def writes_without_the_index(rb):
+    rb.extend(make_transitions(13))
+    rb[0] = make_transitions(1, 50)[0]
+    rb[1:3] = make_transitions(2, 60)
+    rb[[5, 4]] = make_transitions(2, 70)
+    yield rb[:]
+
+
+@tensorclass
+class Step:
+    observation: torch.Tensor
+    next: "Step | None" = None
+
+
+def make_step(count):
+    values = torch.arange(2.0 * count).reshape(count, 2)
+    return Step(values, Step(values + 1, batch_size=[count]), batch_size=[count])
+
+
+def tensorclasses(rb):
+    rb.extend(make_step(6))
+    rb.add(make_step(1)[0])
+    rb.extend([make_step(2)[1], make_step(3)[2]])
+    rb[1:3] = make_step(4)[2:]
+    for each in (seeded_sample(rb), rb[:], rb[2], rb[2:4]):
+        assert type(each) is type(each.next) is Step
+        yield each.to_tensordict()
+
+
 def written_after_it_was_emptied(rb):
     rb.extend(make_transitions(13))
     rb.empty()
@@ -94,6 +141,10 @@ AS_TORCHRLS = [
     (nested_batch_sizes, {"kind": ReplayBuffer}),
     (updates_in_place, {}),
     (highest_ranks, {"writer": partial(TensorDictMaxValueWriter, rank_key="uid")}),
+    (ranks_of_both_writes, {"writer": partial(TensorDictMaxValueWriter, rank_key="uid")}),
+    (ranks_of_the_other_order, {"writer": partial(TensorDictMaxValueWriter, rank_key="uid")}),
+    (writes_without_the_index, {}),
+    (tensorclasses, {"kind": ReplayBuffer}),
     (written_after_it_was_emptied, {}),
     (slices, {"sampler": partial(SliceSampler, slice_len=4, traj_key=("collector", "traj_ids")), "size": 40}),
 ]
@@ -170,6 +221,40 @@ def test_every_index_writes_what_it_writes_in_torchrls_storage(index):
     assert identical(lazy[:], packed[:])
 
 
+ONE, TWO = torch.tensor([1, 0]), torch.tensor([2, 1])
+
+
+@pytest.mark.parametrize("through", ["buffer", "storage"])
+@pytest.mark.parametrize(
+    ("ndim", "index"),
+    [
+        *((2, each) for each in [(0, slice(1, 2)), (slice(None), slice(1, 3)), (1, 2), (slice(None), TWO), (ONE, TWO)]),
+        *((2, each) for each in [(slice(1, 2), 0), (..., 1)]),
+        *((3, each) for each in [(0, 1, slice(1, 2)), (slice(None), 1, slice(0, 2)), (1, 1, 1), (ONE, ONE), (..., 1)]),
+    ],
+    ids=str,
+)
+def test_an_index_of_several_dimensions_writes_what_it_writes_in_torchrls_storage(ndim, index, through):
+    both = both_storages(ReplayBuffer, ndim=ndim)
+    shape = {2: {"buffer": (3, 6), "storage": (7, 3)}, 3: {"buffer": (3, 2, 3), "storage": (4, 2, 3)}}[ndim][through]
+    for rb in both:
+        rb.extend(make_transitions(18).reshape(*{2: (3, 6), 3: (3, 2, 3)}[ndim]))
+        where = rb if through == "buffer" else rb.storage
+        where[index] = make_transitions(np.prod(shape), 50).reshape(*shape)[index]
+        assert (rb[:]["uid"] >= 50).any()
+        rb[(slice(None),) * (ndim - 1) + (slice(0, 1),)] = make_transitions(1, 90)  # for each lane
+        assert (rb[:]["uid"][..., 0] == 90).all()
+    assert identical(*(rb[:] for rb in both))
+
+
+@pytest.mark.parametrize("key", ["uid", "new", ("next", "done")])
+def test_an_entry_that_is_replaced_in_all_rows_is_refused(key):
+    rb = packed_buffer(kind=TensorDictReplayBuffer)
+    rb.extend(make_transitions(13))
+    with pytest.raises(RuntimeError, match=r"locked.*`set_\(\)`"):
+        rb[key] = torch.zeros(13, 1)
+
+
 def test_reading_from_an_empty_storage_is_the_error_that_it_is_in_torchrl():
     for storage in (LazyTensorStorage(10), PackedStorage(10)):
         with pytest.raises(RuntimeError, match="non-initialized"):
@@ -243,9 +328,11 @@ def test_conditional_updates_reach_the_store():
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_a_copy_and_its_original_go_on_apart(how, on_disk, tmp_path):
-    rb = packed_buffer(scratch_dir=tmp_path if on_disk else None)
+@pytest.mark.parametrize(("on_disk", "shared_init"), [(False, False), (True, False), (False, True)])
+def test_a_copy_and_its_original_go_on_apart(how, on_disk, shared_init, tmp_path):
+    rb = packed_buffer(scratch_dir=tmp_path if on_disk else None, shared_init=shared_init)
+    if shared_init:
+        how(rb).extend(make_transitions(12, 70))
     rb.extend(make_transitions(12))
     twin = how(rb)
     twin.extend(make_transitions(12, 50))
@@ -293,6 +380,31 @@ def test_processes_write_into_one_storage(on_disk, starts, tmp_path):
     write_in_child(rb, 15)
     assert rb.storage[:]["uid"].tolist() == list(range(20))
     assert sorted(rb.sample()["uid"].unique().tolist()) == list(range(20))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_another_process_may_write_first(on_disk, tmp_path):
+    storage = PackedStorage(40, scratch_dir=tmp_path if on_disk else None, shared_init=True)
+    rb = ReplayBuffer(storage=storage, batch_size=400, shared=True)
+    for start, number in (("fork", 0), ("spawn", 5)):
+        child = mp.get_context(start).Process(target=write_in_child, args=(rb, number))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    with pytest.raises(ValueError, match="'new' is new"):
+        rb.extend(make_transitions(5).set("new", torch.zeros(5)))
+    write_in_child(rb, 10)
+    assert rb[:]["uid"].tolist() == list(range(15))
+    directory = storage.scratch_dir
+    del rb, storage
+    gc.collect()
+    assert directory.exists() == on_disk
+
+
+@pytest.mark.parametrize("option", [{"device": "meta"}, {"compilable": True}], ids=str)
+def test_options_that_exclude_a_shared_first_write_are_refused(option):
+    with pytest.raises(ValueError, match=f"leave out {next(iter(option))}.* or shared_init"):
+        PackedStorage(10, shared_init=True, **option)
 
 
 def test_a_storage_without_rows_is_not_sent_to_a_process():

@@ -140,9 +140,8 @@ FIRST = {
     "ragged": (RAGGED, "store tensors of one shape each, and 'a' has several"),
     "jagged": (three(a=JAGGED), "'a' is a NestedTensor"),
     "nothing": (three(), "a tensordict without entries"),
-    "a tensor": (torch.zeros(3, 2), "stores TensorDicts, got a Tensor"),
-    "a dict": ({"a": torch.zeros(3, 2)}, "stores TensorDicts, got a dict"),
-    "a tensorclass": (STATE, "stores TensorDicts, got a Transition"),
+    "a tensor": (torch.zeros(3, 2), "stores TensorDicts and tensorclasses, got a Tensor: put tensors into"),
+    "a dict": ({"a": torch.zeros(3, 2)}, "stores TensorDicts and tensorclasses, got a dict"),
 }
 
 

@@ -14,7 +14,15 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
+from tensordict import (
+    MemoryMappedTensor,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+    lazy_stack,
+)
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch import multiprocessing as mp
@@ -211,12 +219,16 @@ class PackedStorage(CustomTensorStorage):
         self.note_write(cursor, data, set_cursor)
 
     def _pack(self, cursor: int | Tensor, data: TensorDictBase) -> Tensor:
-        # TensorDictMaxValueWriter adds the index in `add` and not in `extend`, without a call of `check_write`.
-        given = "index" in data.keys()  # noqa: SIM118
-        if given != ("index" in self._layout.columns):
+        try:
+            rows = self._layout.pack(data)
+        except ValueError:
+            # TensorDictMaxValueWriter adds the index in `add` and not in `extend`, without a call of `check_write`.
+            given = "index" in data.keys()  # noqa: SIM118
+            if given == ("index" in self._layout.columns):
+                raise
             index = expand_as_right(torch.as_tensor(cursor), data)
-            data = data.exclude("index") if given else data.copy().set("index", index)
-        return self._layout.pack(data).to(self.device)
+            rows = self._layout.pack(data.exclude("index") if given else data.copy().set("index", index))
+        return rows.to(self.device)
 
     # Reading
 
@@ -231,15 +243,17 @@ class PackedStorage(CustomTensorStorage):
         are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in indices)
         if self.initialized and are_rows and len(indices) == self.ndim:  # as samplers draw them
             return self._layout.unpack(self._gather(indices))
+        if self.initialized and all(isinstance(each, slice) and each == slice(None) for each in indices):
+            return self._layout.view(self._written_rows()).lock_()
         found = super().get(index)
-        if not is_tensor_collection(found):
-            return found
-        everything = all(isinstance(each, slice) and each == slice(None) for each in indices)
-        return found.copy().lock_() if everything else found.clone()
+        return found.clone() if is_tensor_collection(found) else found
+
+    def _written_rows(self) -> Tensor:
+        written = -(self.count // -self._lanes)
+        return self._rows if written == len(self._rows) else self._rows[:written]
 
     def _gather(self, index: tuple[Tensor, ...]) -> Tensor:
-        written = -(self.count // -self._lanes)
-        rows = self._rows if written == len(self._rows) else self._rows[:written]
+        rows = self._written_rows()
         if self.ndim == 1 and rows.is_cpu and index[0].ndim == 1:
             # Three times as fast as indexing, but without negative indices.
             with contextlib.suppress(IndexError):
@@ -297,7 +311,7 @@ class PackedStorage(CustomTensorStorage):
 def _as_tensordict(data: Any) -> TensorDictBase:
     if isinstance(data, list) and all(is_tensor_collection(each) for each in data):
         data = lazy_stack(data)
-    if not is_tensor_collection(data) or is_non_tensor(data):
+    if not isinstance(data, TensorDictBase) and (is_non_tensor(data) or not is_tensorclass(data)):
         raise TypeError(
             f"PackedStorage stores TensorDicts and tensorclasses, got a {type(data).__name__}: put tensors into a "
             "TensorDict, or use LazyTensorStorage or ListStorage."
