@@ -249,6 +249,10 @@ class Training:
             self.unlogged["success"].clear()
         self._note_updates()
         self._log_all(metrics | self.latest)
+        report = self.hindsight.report()  # counts from the start or the resumption of the run: not part of its history
+        for name in ("discontinuous", "ambiguous", "relabelled", "episode_running", "evicted", "elsewhere"):
+            if (value := getattr(report, name)) is not None:
+                self._log_scalar(f"hindsight/{name}", value, self.steps)
 
     def _note_updates(self) -> None:
         if self.batch is None:

@@ -271,7 +271,8 @@ def test_rewards_are_computed_in_one_call_per_write():
     for number, chunk in enumerate(written_by_one_lane(((5, "terminated"), (2, "truncated")), writes=6, chunk=20)):
         calls.clear()
         index = rb.extend(make_tensordict(chunk))
-        assert len(calls) == (1 if number else 2)  # the rewards of the first write are compared with the stored ones
+        # Rewards are compared with the stored ones when the first transitions are written, and when these have doubled.
+        assert len(calls) in ((1, 3) if number else (3,))
         assert calls[-1] == len(index)
 
 
@@ -401,7 +402,7 @@ def test_random_goals_come_from_past_episodes_too_long_after_these_have_left_the
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"n_sampled_goal": 0}, "n_sampled_goal must be a whole number of at least 1, got 0"),
+        ({"n_sampled_goal": -1}, "n_sampled_goal must be a whole number of at least 0, got -1"),
         ({"max_episode_steps": 0}, "max_episode_steps must be"),
         ({"reservoir_size": 2.5}, "reservoir_size must be"),
         ({"strategy": "past"}, "Unknown strategy 'past'"),

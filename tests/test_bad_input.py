@@ -271,7 +271,7 @@ NO_WHOLE_NUMBER = [0, -1, 2.5, 1e6, math.nan, "10", True]
 BAD_ARGUMENTS = [  # the argument, its values, the error and its message; {} is the value
     ("her_ratio", [-0.1, 1.0001, 4, math.nan, math.inf, -math.inf, "0.8", None], ValueError,
         r"her_ratio .*in \[0, 1\], got {}\..*k / \(k \+ 1\)"),
-    ("strategy", ["futur", "", "Future", "future "], ValueError,
+    ("strategy", ["futur", "", "Futures", "future "], ValueError,
         "Unknown strategy {}: use one of 'future', 'final', 'episode', 'random', or a GoalStrategy"),
     ("strategy", [Future, None, 3], TypeError, r"a GoalStrategy, got {}.*strategy=Future\(\)"),
     *[(name, values, ValueError, name + " must be a whole number of at least 1, got {}")

@@ -28,6 +28,7 @@ from support.streams import LAYOUTS, ROOT_FLAGS, Stream, random_stream
 from torchrl_her import CompactGoals, Final, HERTransform, StrategyInput, n_step, relabel, transform
 from torchrl_her.episodes import tracker
 from torchrl_her.episodes.tracker import EpisodeTracker
+from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 from torchrl_her.n_step import FIRST_REWARD, GAMMA, LAST_FLAGS, STEPS, NStepReward
 from torchrl_her.relabel import OneStepReward, where
@@ -49,15 +50,23 @@ def drawn_with(checks_owner, checks_length):
         goals, owners = table.read(rows)
         if checks_owner and strategy.same_episode:
             drawn &= (owners == episode) & table.start_at(episode, start)
-        return goals, drawn
+        return goals, Draw(episode, step, length, drawn, drawn)
 
     return replaced(transform, "draw_from_table", lambda _: mutated)
+
+
+def without_goals_of_lanes(leave_open):
+    def mutated(self, lane):
+        lane.key = lane.key[0], b""
+        leave_open(self, lane)
+
+    return mutated
 
 
 def drawn_for_a_prefix(draw):
     def mutated(strategy, table, her_ratio, episode, step):
         goals, drawn = draw(strategy, table, 1.0, episode, step)
-        return goals, drawn & (torch.arange(len(step)) < her_ratio * len(step))
+        return goals, drawn._replace(relabelled=drawn.relabelled & (torch.arange(len(step)) < her_ratio * len(step)))
 
     return mutated
 
@@ -75,14 +84,14 @@ MUTANTS = COMMON | {
         lambda written: without_seams(written)._replace(begins=np.zeros_like(written.begins), trajectory=None)
     ),
     "joins episodes across a seam between two writes": all_of(
-        replaced(EpisodeTracker, "_take", lambda take: lambda self, key: take(self, (key[0], b""))),
-        replaced(EpisodeTracker, "_leave_open", lambda leave: lambda self, lane, key: leave(self, lane, (key[0], b""))),
+        replaced(EpisodeTracker, "_take", lambda take: lambda self, key, lane=None: take(self, (key[0], b""), lane)),
+        replaced(EpisodeTracker, "_leave_open", without_goals_of_lanes),
     ),
     "ignores the end of episodes": read_as(lambda written: written._replace(done=np.zeros_like(written.done))),
     "reads a lane backwards": followed_by(
         tracker,
         "_cut_into_runs",
-        lambda _, written, order: [(row, row + 1) for row in reversed(range(len(written.done)))],
+        lambda _, written, *others: [(row, row + 1) for row in reversed(range(len(written.done)))],
     ),
     "serves stale rows": drawn_with(checks_owner=False, checks_length=True),
     "relabels what is not in the table yet": drawn_with(checks_owner=True, checks_length=False),

@@ -291,6 +291,24 @@ def test_transforms_after_it_see_the_return_of_the_new_goal():
     torch.testing.assert_close(batch["scaled"], 2 * batch[NEXT_REWARD])
 
 
+def test_all_returns_are_recomputed_if_asked_for():
+    """A buffer with wrong rewards returns what one with the right rewards does, with the original goals."""
+    samples = []
+    for stored, options in ((1.0, {}), (7.0, {"recompute_all_rewards": True})):
+        rb = make_buffer(WALK, Compose(n_step(), her(her_ratio=0.0, **options)))
+        for lanes in WALK:
+            data = block(lanes)
+            data[NEXT_REWARD] = stored * data[NEXT_REWARD]
+            rb.extend(data)
+        samples.append(rb[:])
+    right, recomputed = samples
+    stale = torch.isclose(recomputed[NEXT_REWARD], 7 * right[NEXT_REWARD]) & (right[NEXT_REWARD] != 0)
+    assert stale.float().mean() < 0.2  # windows that are not in the table completely
+    for key in (NEXT_REWARD, "steps_to_next_obs", ("next", "done"), ("next", "terminated")):
+        one, other = (rows[key].reshape(-1)[~stale.reshape(-1)] for rows in samples)
+        torch.testing.assert_close(one, other)
+
+
 class Swap(torch.nn.Module):
     def forward(self, state):
         return state[..., [1, 0]]

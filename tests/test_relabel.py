@@ -15,7 +15,7 @@ from support.refused import (
     without,
 )
 from support.rewards import check_relabelled, distance, distance_of_row, point_reach, sample_of
-from torchrl_her import GoalReward, HERTransform, SparseReward
+from torchrl_her import EnvReward, GoalReward, HERTransform, SparseReward
 
 GOALS = [NEXT_ACHIEVED, "desired_goal"]
 TERMINATED = ("next", "terminated")
@@ -92,7 +92,7 @@ WRONG_SHAPES = {
     "one for all, in a list": (lambda achieved, desired: (achieved - desired).norm()[None], ""),
     "one per number": (lambda achieved, desired: achieved - desired, r"\(\d+, 2\)"),
 }
-WRONG_MODULES = [distance, lambda achieved, desired: achieved - desired, all_pairs]  # distances are [n], not [n, 1]
+WRONG_MODULES = [lambda achieved, desired: achieved - desired, all_pairs]
 MODULE_SHAPE = r"shape .*under \('next', 'reward'\) where rewards of the shape \(\d+, 1\) are stored"
 REFUSED = {
     "nothing": (lambda achieved, desired: None, TypeError, "returned None: it must return one value per row"),
@@ -114,9 +114,25 @@ def test_a_reward_that_fails_or_has_the_wrong_shape_is_refused_at_the_first_writ
     check_refused(rb, lambda: rb.extend(chunk) if how == "extend" else rb.add(chunk[0]), error, message)
 
 
-def test_rewards_that_are_stored_in_another_shape_than_recomputed_are_refused_at_the_first_write():
-    message = r"shape .*under \('next', 'reward'\) where rewards of the shape \(\d+,\) are stored"
-    check_leaves_no_trace(changed(lambda reward: reward[:, 0], REWARD), ValueError, message)
+def test_rewards_may_be_stored_without_a_last_dimension():
+    rb = make_small_buffer(her_ratio=1.0)
+    data = transitions(count=25)
+    data["next", "reward"] = data["next", "reward"][:, 0]
+    rb.extend(data)
+    batch = rb.sample(50)
+    assert batch["hindsight", "relabelled"].all()
+    expected = distance(batch["next", "achieved_goal"], batch["desired_goal"])
+    assert torch.equal(batch["next", "reward"], expected)
+
+
+def test_rewards_of_several_agents_need_a_module_that_writes_them_all():
+    several = changed(lambda reward: reward[:, None].expand(-1, 3, 1), REWARD)
+    check_leaves_no_trace(several, ValueError, r"rewards of the shape \(10, 3, 1\).*one reward per agent")
+
+
+def test_a_class_in_place_of_a_reward_is_refused():
+    with pytest.raises(TypeError, match=r"is the class EnvReward: pass an instance, EnvReward\(\.\.\.\)"):
+        HERTransform(EnvReward)
 
 
 @pytest.mark.parametrize(

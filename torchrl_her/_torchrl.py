@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import sysconfig
+import warnings
+from types import FrameType
 from typing import Any
 
 import torch
+import torchrl
 from tensordict import TensorDict, TensorDictBase
+from tensordict import __file__ as td_file
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 from torchrl.envs import MultiStepTransform, Transform
@@ -24,6 +31,34 @@ def transforms_around(transform: Transform) -> tuple[list[Transform], list[Trans
         after += listed[listed.index(transform) + 1 :]
         transform = container
     return before, after
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's program that led here, which no fixed ``stacklevel`` reaches.
+
+    Between that line and this one, there are lines of this package, of TorchRL and of PyTorch.
+    """
+    here = sys._getframe(1)
+    frame: FrameType | None = here
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or here  # a thread or process of a library has no line of the user
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        message, UserWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+    )
+
+
+_LIBRARIES = tuple(
+    os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__, torchrl.__file__, td_file)
+)
+_STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
+
+
+def _is_library(filename: str) -> bool:
+    is_standard = filename.startswith((_STANDARD_LIBRARY, "<frozen")) and "site-packages" not in filename
+    return is_standard or filename.startswith(_LIBRARIES)
 
 
 def drop_waiting_steps(multi_step: MultiStepTransform) -> None:

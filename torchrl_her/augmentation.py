@@ -10,15 +10,17 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from torchrl_her.compact import check_saved_without_compact_goals
+from torchrl_her.diagnosis.report import Report
+from torchrl_her.diagnosis.sample_counts import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
-from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker
+from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_from_episodes
 from torchrl_her.goals.reservoir import GoalReservoir
 from torchrl_her.goals.strategies import GoalStrategy
-from torchrl_her.keys import HERKeys
+from torchrl_her.keys import MASK, HERKeys
 from torchrl_her.neighbours import Neighbours
-from torchrl_her.relabel import RELABELLED, Batch, GoalMap, RelabelTransform, Reward, check_at_least_one
+from torchrl_her.relabel import RELABELLED, Batch, GoalMap, RelabelTransform, Reward, check_at_least
 
 # The step whose achieved goal a copy was given, int64 [batch, 1]; -1 for transitions with their own goal.
 GOAL_STEP = ("hindsight", "goal_step")
@@ -51,7 +53,7 @@ class HindsightAugmentation(RelabelTransform):
     Keyword Args:
         strategy (str or GoalStrategy): as in `HERTransform`. Default: ``"future"``. With ``"final"`` all copies of a
             transition are equal: pass ``n_sampled_goal=1``.
-        n_sampled_goal (int): the number of copies of each transition, the paper's k. Default: 4.
+        n_sampled_goal (int): the number of copies of each transition, the paper's k; 0 for none. Default: 4.
         achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
         desired_goal_key (NestedKey): as in `HERTransform`. Default: ``"desired_goal"``.
         reward_key (NestedKey): as in `HERTransform`. Default: ``"reward"``.
@@ -60,7 +62,8 @@ class HindsightAugmentation(RelabelTransform):
         goal_fn (Callable, optional): as in `HERTransform`.
         max_episode_steps (int): ends an episode after this many steps, which bounds the memory that is held back.
             Default: 1,000.
-        mask_key (NestedKey, optional): transitions for which this entry is False are padding, which is not stored.
+        mask_key (NestedKey, optional): transitions for which this entry is False are padding, which is not stored. Used
+            if present; None to ignore it. Default: ``("collector", "mask")``.
         reservoir_size (int): the number of past achieved goals from which ``"random"`` draws, a uniform sample of all.
             Default: 10,000.
 
@@ -98,12 +101,12 @@ class HindsightAugmentation(RelabelTransform):
         trajectory_key: NestedKey | None = ("collector", "traj_ids"),
         goal_fn: GoalMap | None = None,
         max_episode_steps: int = 1_000,
-        mask_key: NestedKey | None = None,
+        mask_key: NestedKey | None = MASK,
         reservoir_size: int = 10_000,
     ):
-        n_sampled_goal = check_at_least_one("n_sampled_goal", n_sampled_goal)
-        max_episode_steps = check_at_least_one("max_episode_steps", max_episode_steps)
-        reservoir_size = check_at_least_one("reservoir_size", reservoir_size)
+        n_sampled_goal = check_at_least(0, "n_sampled_goal", n_sampled_goal)
+        max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
+        reservoir_size = check_at_least(1, "reservoir_size", reservoir_size)
         keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         super().__init__(reward, strategy, keys, goal_fn)
         self.n_sampled_goal = n_sampled_goal
@@ -141,7 +144,8 @@ class HindsightAugmentation(RelabelTransform):
                 written = written._replace(done=np.ones_like(written.done))
         with self._writing():
             if written is not None and len(written.done):
-                self._hold(tensordict, written)
+                tracked = self._hold(tensordict, written)
+                self._diagnosis.check_tracked(tensordict, written, tracked)
             if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None
@@ -155,7 +159,7 @@ class HindsightAugmentation(RelabelTransform):
             self._neighbours = neighbours
         return neighbours
 
-    def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> None:
+    def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> TrackedTransitions:
         """Hold transitions ``[n]``, without padding, back until their episodes end."""
         if written.mask is not None:
             rows = rows[torch.from_numpy(written.mask).to(written.goals.device)]
@@ -165,6 +169,7 @@ class HindsightAugmentation(RelabelTransform):
         tracked = self._held.tracker.track(written, packed, first_episode=self._episodes + 1)
         self._episodes += tracked.opened
         self._held.ended += tracked.episodes
+        return tracked
 
     def _augment(self, ended: list[EpisodeSteps]) -> TensorDictBase:
         """Return the transitions of ended episodes, each followed by its copies: they are overwritten together."""
@@ -177,7 +182,7 @@ class HindsightAugmentation(RelabelTransform):
         episodes, lengths = zip(*((episode.episode, len(episode.kept)) for episode in ended), strict=True)
         drawn = draw_from_episodes(self.strategy, outcomes, episodes, lengths, copies, self.reservoir)
         goals = torch.cat([outcomes.unsqueeze(1), drawn.goals], dim=1)  # [n, 1 + k, *goal], the first are not used
-        steps = torch.cat([torch.full_like(drawn.steps[:, :1], -1), drawn.steps], dim=1)
+        steps = torch.cat([drawn.steps.new_full((len(rows), 1), -1), drawn.steps], dim=1)
         kept = torch.cat([steps[:, :1] < 0, drawn.valid], dim=1)
         chosen, copy = kept.nonzero(as_tuple=True)  # the transition of each row, and which of its copies it is
         goals, goal_step = goals[chosen, copy], steps[chosen, copy].unsqueeze(-1)
@@ -198,7 +203,16 @@ class HindsightAugmentation(RelabelTransform):
         """
         with self._writing():
             self._held.ended += self._held.tracker.flush()
+            self._diagnosis.continuity.loaded_lanes = 0
             return self._held.none()
+
+    def clear(self) -> None:
+        """Drop the running episodes, and the goals of past ones. Call it together with ``rb.empty()``."""
+        with self._writing():
+            self._held = self._held.without_transitions()
+            self._diagnosis.continuity.loaded_lanes = 0
+            if self.reservoir is not None:
+                self.reservoir = GoalReservoir(self.reservoir.size)
 
     @property
     def held_back(self) -> int:
@@ -209,7 +223,18 @@ class HindsightAugmentation(RelabelTransform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions unchanged."""
+        if isinstance(tensordict, TensorDictBase):
+            relabelled, reward = (tensordict.get(key, None) for key in (RELABELLED, self.keys.reward))
+            if relabelled is not None and reward is not None:
+                self._diagnosis.check_sample(tensordict, Sample(relabelled, reward))
         return tensordict
+
+    def report(self) -> Report:
+        """Return what hindsight did so far: episodes, relabelled transitions, their rewards. ``print`` it.
+
+        Written transitions are counted in the process that writes them, sampled ones in the process that samples.
+        """
+        return self._diagnosis.report(self, self._held.tracker, self.n_sampled_goal / (self.n_sampled_goal + 1))
 
     # Processes, saving
 
@@ -246,6 +271,7 @@ class HindsightAugmentation(RelabelTransform):
             if self.reservoir is not None and state["reservoir"] is not None:
                 self.reservoir.load_state_dict(state["reservoir"])
             self._held.load_state_dict(state["held"])
+            self._diagnosis.continuity.loaded_lanes = len(state["held"]["lanes"]["lanes"])
             self._episodes = state["episodes"]
 
     def __repr__(self) -> str:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
+MASK = ("collector", "mask")  # of collectors with split_trajs=True
+
 
 class HERKeys(NamedTuple):
     """The keys of the entries, from the root of a transition."""
@@ -59,10 +61,10 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tens
     if isinstance(value, Tensor):
         return value
     if value is not None:
-        raise TypeError(
-            f"The entry {key!r} is a {type(value).__name__}, and one tensor is needed. Concatenate the parts of a "
-            "goal with CatTensors in the environment, and pass the key of the result."
-        )
+        advice = "Store a tensor with one value per transition, such as torch.full([*batch, 1], value)."
+        if "goal" in argument:
+            advice = "Concatenate the parts of a goal with CatTensors in the environment, and pass the new key."
+        raise TypeError(f"The entry {key!r} is a {type(value).__name__}, and one tensor is needed. {advice}")
     found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
     advice = f"Name the right one with {argument}=..."
     if isinstance(key, tuple) and key[:2] == ("next", "next"):

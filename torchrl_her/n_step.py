@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import MultiStepTransform
 
 from torchrl_her._torchrl import drop_waiting_steps
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys
-from torchrl_her.relabel import SampledBatch, where
+from torchrl_her.relabel import OneStepReward, SampledBatch, where
 from torchrl_her.rewards.goal_reward import GoalReward
 
 # MultiStepTransform writes these entries besides the reward: the number of steps in a window, gamma to the power of
@@ -35,7 +34,8 @@ class NStepReward:
     would bootstrap through the end of an episode.
     """
 
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, has_goal_fn: bool, multi_step: MultiStepTransform):
+    def __init__(self, one_step: OneStepReward, has_goal_fn: bool, multi_step: MultiStepTransform):
+        reward, keys, self.recomputes_all = one_step.reward, one_step.keys, one_step.recomputes_all
         name = type(reward).__name__
         goals = (keys.next_achieved, keys.desired, keys.next_desired)
         if others := [key for key in reward.in_keys if key not in goals]:
@@ -69,6 +69,11 @@ class NStepReward:
         if not batch:
             raise ValueError(
                 "MultiStepTransform needs a dimension of time, and a single transition has none: use extend."
+            )
+        if written.mask is not None:
+            raise ValueError(
+                f"MultiStepTransform would sum over the padding that mask_key={self.keys.mask!r} marks: collect with "
+                "split_trajs=False, or leave MultiStepTransform out."
             )
         rows, last = batch[:-1], self._last
         if last is not None and rows != self._rows:
@@ -134,14 +139,20 @@ class NStepReward:
         batch.outcomes = goals.view(*rows.shape, *goals.shape[1:])
         whole = (owners.view_as(rows) == batch.episode.unsqueeze(1)).all(1) & table.start_at(batch.episode, start)
         # In an episode that fills the table, the row after the last step is the first step.
-        return whole & (batch.step + steps <= length)
+        batch.available = whole & (batch.step + steps <= length)
+        return batch.available
 
     def recompute(self, batch: SampledBatch, relabelled: Tensor) -> None:
         """Set the returns and done flags of relabelled windows; the others get the flags of their last step."""
-        data, stored, outcomes = batch.data, batch.stored, batch.outcomes
+        data, stored, outcomes, available = batch.data, batch.stored, batch.outcomes, batch.available
         assert outcomes is not None, "available() comes first"
+        assert available is not None
         steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes)
+        with_new_reward = relabelled
+        if self.recomputes_all:  # a window with its original goal keeps its length
+            ends = ends & relabelled.reshape(-1, 1)
+            with_new_reward = relabelled | available.view_as(relabelled)
         counts = steps_that_count(steps, ends)
         taken = counts.sum(1, keepdim=True)  # [n, 1]
         new = {
@@ -162,7 +173,8 @@ class NStepReward:
         for key, value in stored.items():
             if key in new:
                 kept = last[key].view_as(value) if key in last else value
-                data.set(key, where(relabelled, new[key], kept))
+                is_reward = key in (self.keys.reward, FIRST_REWARD)
+                data.set(key, where(with_new_reward if is_reward else relabelled, new[key], kept))
 
     def _evaluate(self, desired: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the reward of each outcome, ``float64 [n, longest]``, and whether it ends the episode."""
@@ -219,16 +231,11 @@ def present_flags(tensordict: TensorDictBase | dict[NestedKey, Tensor], keys: HE
 
 
 def check_n_step_keys(multi_step: MultiStepTransform, keys: HERKeys) -> None:
-    """Check that ``MultiStepTransform`` and HERTransform have the same reward and done keys, and no padding."""
+    """Check that ``MultiStepTransform`` and HERTransform have the same reward and done keys."""
     summed = [unravel_key(("next", key)) for key in multi_step.reward_keys]
     ends = unravel_key(("next", multi_step.done_key))
     if summed != [keys.reward] or ends != keys.done:
         raise ValueError(
             f"MultiStepTransform sums {summed} up to {ends!r}, HERTransform computes {keys.reward!r} and reads "
             f"{keys.done!r}: pass both the same reward key, one alone, and the same done key."
-        )
-    if keys.mask is not None:
-        raise ValueError(
-            f"MultiStepTransform would sum over the padding that mask_key={keys.mask!r} marks: collect with "
-            "split_trajs=False, or leave MultiStepTransform out."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +18,15 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._torchrl import without_compiled_call
-from torchrl_her.diagnosis.goal_copies import GoalCopies, warn_if_goal_is_copied
+from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import WrittenTransitions, read_transitions
+from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.strategies import GoalStrategy, make_strategy
 from torchrl_her.goals.table import GoalTable, WriteLock
 from torchrl_her.keys import HERKeys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 
 RELABELLED = ("hindsight", "relabelled")
-FIRST_ROWS = 64  # rows of the first write on which the reward module is checked
 
 Self = TypeVar("Self", bound="RelabelTransform")
 Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor]
@@ -51,41 +50,26 @@ class SampledBatch(Batch):
     step: Tensor  # int64 [n]
     longest_window: int  # the most steps that a written transition spans
     outcomes: Tensor | None = None  # [n, longest, *goal], the goals achieved in each window of n-step returns
+    available: Tensor | None = None  # bool [n], which of these windows are in the table completely
+    draw: Draw | None = None
 
 
 class OneStepReward:
-    """The reward of one step, and the done flags if the reward module writes ``terminated``."""
+    """The reward of one step, and the done flags if the reward module writes ``terminated``.
 
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys):
+    With ``recomputes_all``, transitions that are not relabelled get a recomputed reward, too.
+    """
+
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, recomputes_all: bool = False):
         self.reward = reward
         self.keys = keys
+        self.recomputes_all = recomputes_all
         self._recomputed = [key for key in (keys.reward, keys.terminated) if key in reward.out_keys]
         self.replaced_keys = list(self._recomputed)
         if keys.terminated in self._recomputed:
             self.replaced_keys.append(keys.done)
         self._read = [key for key in self.replaced_keys if key in reward.in_keys]
         self._writes_more = len(reward.out_keys) > len(self._recomputed)
-
-    def check(self, tensordict: TensorDictBase) -> None:
-        """Check the reward module on written transitions ``[*batch]``, and warn if its rewards differ from theirs."""
-        key = self.keys.reward
-        for each in self.replaced_keys:
-            get_entry(tensordict, each, "reward_key" if each == key else "done_key")
-        rows = tensordict.reshape(-1)
-        if self.keys.mask is not None:
-            rows = rows[rows.get(self.keys.mask).reshape(-1)]
-        # With a single row, a wrong shape can look like the right one.
-        rows = rows[:FIRST_ROWS] if len(rows) > 1 else tensordict.reshape(-1)[:1].expand(2)
-        with torch.no_grad():
-            computed = self.reward(rows.clone()).get(key, None)  # the user's function may modify its arguments
-        stored = rows.get(key)
-        if computed is None or computed.shape != stored.shape:
-            wrote = "nothing" if computed is None else f"the shape {tuple(computed.shape)}"
-            raise ValueError(
-                f"The reward module wrote {wrote} under {key!r} where rewards of the shape {tuple(stored.shape)} are "
-                "stored: it must write one of the same shape."
-            )
-        warn_if_rewards_differ(computed, stored)
 
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries that `recompute` replaces."""
@@ -102,7 +86,8 @@ class OneStepReward:
             data.set(key, stored[key])
         computed = self.reward(data.copy() if self._writes_more else data)
         for key in self._recomputed:
-            data.set(key, where(relabelled, computed.get(key).detach(), stored[key]))
+            replaced = torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.reward else relabelled
+            data.set(key, where(replaced, computed.get(key).detach(), stored[key]))
         if self.keys.done in stored:
             ended = data.get(self.keys.terminated)
             truncated = data.get(self.keys.truncated, None)
@@ -129,7 +114,14 @@ class BufferTransform(Transform):
 class RelabelTransform(BufferTransform):
     """A transform that relabels transitions: `HERTransform` and `HindsightAugmentation`."""
 
-    def __init__(self, reward: Reward, strategy: str | GoalStrategy, keys: HERKeys, goal_fn: GoalMap | None):
+    def __init__(
+        self,
+        reward: Reward,
+        strategy: str | GoalStrategy,
+        keys: HERKeys,
+        goal_fn: GoalMap | None,
+        recomputes_all: bool = False,
+    ):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function of achieved goals [batch, *state], got {goal_fn!r}.")
@@ -137,29 +129,33 @@ class RelabelTransform(BufferTransform):
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
-        self._one_step = OneStepReward(self.reward, keys)
+        self._one_step = OneStepReward(self.reward, keys, recomputes_all=recomputes_all)
         self._goal_keys = (keys.desired, keys.next_desired)
         self._lock = WriteLock()
         self._process = os.getpid()  # the process that owns the open lanes
         self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
-        self._is_checked = False  # whether the reward module was checked on the first write
-        self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
+        self._is_checked = False  # whether the entries to replace were found in the first write
+        self._diagnosis = Diagnosis(self.reward, keys, compares_rewards=not recomputes_all)
 
     def _read(
         self, tensordict: TensorDictBase, earlier_goal: Tensor | None, later: Iterable[Transform] | None
     ) -> WrittenTransitions:
         """Check and read transitions ``[*batch]``, given a goal ``[*goal]`` of an earlier write if there was one.
 
-        Copies of the desired goal are searched for that no ``later`` transform rewrites in samples; None: no search.
+        The ``later`` transforms can rewrite copies of the desired goal in samples; None: do not search for copies.
         """
         written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goal)
+        if (relabelled := tensordict.get(RELABELLED, None)) is not None and bool(relabelled.any()):
+            raise ValueError(
+                "Some of these transitions are relabelled: they are a sample of a buffer, or were stored by "
+                f"HindsightAugmentation. Their goals are not those of the episode. Write rb.storage[:] in place of "
+                f"rb[:] or rb.sample(), or of HindsightAugmentation's transitions those without {RELABELLED!r}."
+            )
         if not self._is_checked:
-            self._one_step.check(tensordict)
+            for key in self._one_step.replaced_keys:
+                get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
             self._is_checked = True
-        copies = self._copies  # which another thread may set to None
-        if copies is not None and later is not None:
-            copies = warn_if_goal_is_copied(tensordict, self.keys, later, copies)
-            self._copies = None if self._copies is None else copies
+        self._diagnosis.check_write(tensordict, written, later)
         return written
 
     @contextmanager
@@ -190,11 +186,14 @@ class RelabelTransform(BufferTransform):
         return copied
 
     def _state_of_copy(self) -> dict[str, Any]:
-        return without_compiled_call(super().__getstate__()) | {"_neighbours": None}
+        state = without_compiled_call(super().__getstate__())
+        return state | {"_neighbours": None, "_diagnosis": self._diagnosis.for_copy()}
 
 
 def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> TensorDictModuleBase:
     """Return a reward module that reads and writes the entries under ``keys``."""
+    if isinstance(reward, type):
+        raise TypeError(f"The reward is the class {reward.__name__}: pass an instance, {reward.__name__}(...).")
     if isinstance(reward, (EnvBase, gymnasium.Env)):
         raise TypeError("The reward is a module or a function, not an environment: HERTransform(EnvReward(env)).")
     if not isinstance(reward, TensorDictModuleBase):
@@ -228,22 +227,8 @@ def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     return torch.where(relabelled, new.to(stored.dtype), stored)  # an earlier transform may have cast the stored entry
 
 
-def check_at_least_one(name: str, value: int) -> int:
-    """Check that an argument is an integer of at least one, and return it as an ``int``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+def check_at_least(least: int, name: str, value: int) -> int:
+    """Check that an argument is an integer of at least ``least``, and return it as an ``int``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
     return int(value)
-
-
-def warn_if_rewards_differ(computed: Tensor, stored: Tensor) -> None:
-    """Warn if the reward module's rewards for the stored goals differ from the stored rewards, ``[rows, ...]``."""
-    new, old = computed.double().flatten(), stored.double().flatten().to(computed.device)
-    differs = ~torch.isclose(new, old, rtol=1e-3, atol=1e-3, equal_nan=True)
-    if bool(differs.any()):
-        row = int(differs.nonzero()[0])
-        warnings.warn(
-            f"The reward module gives {new[row]:.6g} for a transition whose stored reward is {old[row]:.6g}: "
-            "relabelled and original rewards would be inconsistent. Use the environment's own, "
-            "EnvReward(env), and scale rewards after HERTransform.",
-            stacklevel=2,
-        )

@@ -11,12 +11,14 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 
 from torchrl_her.compact import check_saved_without_compact_goals
+from torchrl_her.diagnosis.report import Report
+from torchrl_her.diagnosis.sample_counts import Sample
 from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.goals.draw import check_her_ratio, draw_from_table
 from torchrl_her.goals.strategies import GoalStrategy
-from torchrl_her.goals.table import EvictionWarning, GoalTable
-from torchrl_her.keys import HERKeys
+from torchrl_her.goals.table import GoalTable
+from torchrl_her.keys import MASK, HERKeys
 from torchrl_her.n_step import STEPS, NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import (
@@ -26,7 +28,7 @@ from torchrl_her.relabel import (
     RelabelTransform,
     Reward,
     SampledBatch,
-    check_at_least_one,
+    check_at_least,
 )
 
 # The entry of the stamps, int64 [*batch, 2]: episode and step. Two entries would make writing slower.
@@ -62,9 +64,12 @@ class HERTransform(RelabelTransform):
         goal_spec (TensorSpec, optional): the spec of one goal, which the first write determines by default. Required
             for buffers that processes share.
         max_episode_steps (int, optional): ends an episode after this many steps.
-        mask_key (NestedKey, optional): transitions for which this entry is False are padding.
+        mask_key (NestedKey, optional): transitions for which this entry is False are padding, used if present; None to
+            ignore it. Default: ``("collector", "mask")``.
         sequence_length (int, optional): samples are sequences of this length. Each gets one goal, drawn for its last
             transition.
+        recompute_all_rewards (bool): whether transitions with their original goal get a recomputed reward, too: for a
+            learned reward, which changes during training. Default: False.
 
     Raises:
         ValueError, TypeError: if an argument is wrong; when writing (nothing is stored then), if goals, rewards or
@@ -102,16 +107,17 @@ class HERTransform(RelabelTransform):
         capacity: int = 1_000_000,
         goal_spec: TensorSpec | None = None,
         max_episode_steps: int | None = None,
-        mask_key: NestedKey | None = None,
+        mask_key: NestedKey | None = MASK,
         sequence_length: int | None = None,
+        recompute_all_rewards: bool = False,
     ):
-        capacity = check_at_least_one("capacity", capacity)
+        capacity = check_at_least(1, "capacity", capacity)
         if max_episode_steps is not None:
-            max_episode_steps = check_at_least_one("max_episode_steps", max_episode_steps)
+            max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         if sequence_length is not None:
-            sequence_length = check_at_least_one("sequence_length", sequence_length)
+            sequence_length = check_at_least(1, "sequence_length", sequence_length)
         keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        super().__init__(reward, strategy, keys, goal_fn)
+        super().__init__(reward, strategy, keys, goal_fn, recomputes_all=recompute_all_rewards)
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity = capacity
         self.sequence_length = sequence_length
@@ -119,7 +125,6 @@ class HERTransform(RelabelTransform):
         self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec)
         self.longest_window = 1  # the most steps that a stored transition spans
         self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
-        self._eviction_warning = EvictionWarning()
 
     # Writing
 
@@ -139,11 +144,12 @@ class HERTransform(RelabelTransform):
             n_step.keep_flags(tensordict)
         if written is None:
             return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
-        stamps = torch.from_numpy(self._track(written, batch, n_step)).to(written.goals.device)
+        stamps = torch.from_numpy(self._track(tensordict, written, n_step)).to(written.goals.device)
         return tensordict.set(STAMP, stamps.view(*batch, 2))
 
-    def _track(self, written: WrittenTransitions, batch: torch.Size, n_step: NStepReward | None) -> np.ndarray:
+    def _track(self, tensordict: TensorDictBase, written: WrittenTransitions, n_step: NStepReward | None) -> np.ndarray:
         """Assign transitions ``[*batch]`` to episodes and publish goals; return their stamps, ``int64 [n, 2]``."""
+        batch = tensordict.batch_size
         with self._writing():
             if n_step is not None:
                 n_step.check_write(written, batch)
@@ -154,7 +160,7 @@ class HERTransform(RelabelTransform):
             tracked = self.tracker.track(written, goals, first_episode=table.next_episode)
             table.open_episodes(tracked.opened)
             table.publish(tracked.episodes)
-        self._eviction_warning.after_write(table)
+        self._diagnosis.check_tracked(tensordict, written, tracked, table)
         if written.mask is None:
             return tracked.stamps
         stamps = np.tile([0, self.capacity], (batch.numel(), 1))  # of padding: no episode has such a step
@@ -170,10 +176,16 @@ class HERTransform(RelabelTransform):
             if multi_step is not None:
                 check_n_step_keys(multi_step, self.keys)
                 if self._n_step is None:
-                    self._n_step = NStepReward(self.reward, self.keys, self.goal_fn is not None, multi_step)
+                    self._n_step = NStepReward(self._one_step, self.goal_fn is not None, multi_step)
                 self._n_step.multi_step = multi_step  # of a copied buffer, it is another one
             self._neighbours = neighbours
         return neighbours
+
+    def clear(self) -> None:
+        """Drop the running episodes and all goals. Call it together with ``rb.empty()``."""
+        self.flush()
+        if self.table is not None:
+            self.table.clear()
 
     def flush(self) -> None:
         """End the running episodes: their goals are published, and the next write begins new episodes.
@@ -181,6 +193,7 @@ class HERTransform(RelabelTransform):
         The last steps that a ``MultiStepTransform`` holds, whose windows are not complete, are dropped.
         """
         with self._writing():
+            self._diagnosis.continuity.loaded_lanes = 0
             if self._n_step is not None:
                 self._n_step.flush()
             if self.table is not None:
@@ -192,11 +205,22 @@ class HERTransform(RelabelTransform):
         """Relabel transitions ``[*batch]``; the input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
+        if not torch.compiler.is_compiling():
+            self._check_neighbours()
         batch, rewards = self._unpack(tensordict)
         goals, relabelled = self._draw(batch, rewards.available(batch))
         self._set_goals(batch, goals, relabelled)
         rewards.recompute(batch, relabelled)
+        sample = Sample(relabelled, batch.data.get(self.keys.reward), batch.draw)
+        self._diagnosis.check_sample(batch.data, sample, batch.table, of_one_step=rewards is self._one_step)
         return batch.data.set(RELABELLED, relabelled)
+
+    def report(self) -> Report:
+        """Return what hindsight did so far: episodes, relabelled transitions, their rewards. ``print`` it.
+
+        Written transitions are counted in the process that writes them, sampled ones in the process that samples.
+        """
+        return self._diagnosis.report(self, self.tracker, self.her_ratio, self.table)
 
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
         """Return sampled transitions without the entries to replace, and what recomputes their rewards.
@@ -240,17 +264,17 @@ class HERTransform(RelabelTransform):
         """
         episode, step, length = batch.episode, batch.step, self.sequence_length
         if length is None:
-            goals, drawn = draw_from_table(self.strategy, batch.table, self.her_ratio, episode, step)
-            return goals, (drawn & available).view(*batch.data.batch_size, 1)
+            goals, batch.draw = draw_from_table(self.strategy, batch.table, self.her_ratio, episode, step)
+            return goals, (batch.draw.relabelled & available).view(*batch.data.batch_size, 1)
         if len(step) % length:
             raise ValueError(
                 f"sequence_length={length} and the sampled batch has {len(step)} transitions: it must be a multiple. "
                 "Set it to the slice length of the sampler."
             )
         last = slice(length - 1, None, length)
-        goals, drawn = draw_from_table(self.strategy, batch.table, self.her_ratio, episode[last], step[last])
+        goals, batch.draw = draw_from_table(self.strategy, batch.table, self.her_ratio, episode[last], step[last])
         same_episode = episode == episode[last].repeat_interleave(length)
-        drawn = drawn.repeat_interleave(length) & same_episode
+        drawn = batch.draw.relabelled.repeat_interleave(length) & same_episode
         whole = (~drawn | available).view(-1, length).all(1).repeat_interleave(length)
         return goals.repeat_interleave(length, 0), (drawn & whole).view(*batch.data.batch_size, 1)
 
@@ -305,6 +329,7 @@ class HERTransform(RelabelTransform):
             elif self.table is not None:
                 self.table.clear()
             self.tracker.load_state_dict(state["lanes"])
+            self._diagnosis.continuity.loaded_lanes = len(state["lanes"]["lanes"])
             self.longest_window = state["longest_window"]
             if self._n_step is not None:
                 self._n_step.may_restart = True

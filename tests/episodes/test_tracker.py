@@ -18,6 +18,7 @@ def written(rows, ids=None, begins=None):
         outcome=np.array([after for _, after, _ in rows], dtype=np.uint8).view("V1"),
         done=np.array([done for _, _, done in rows]),
         begins=np.zeros(len(rows), dtype=bool) if begins is None else np.array(begins),
+        row_length=1,
         trajectory=None if ids is None else np.array(ids),
         mask=None,
     )

@@ -264,3 +264,16 @@ def test_rows_of_the_wrong_shape_or_dtype_are_an_error(rows, got):
     rb = make_buffer(Chooses(rows), (20,))
     with pytest.raises(ValueError, match=rf"Chooses\(\) must select one row .*int64 \(100,\), and returned {got}"):
         rb.sample(100)
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_strategy_that_mixes_episodes_says_which_goals_must_be_of_the_own_one(mixes):
+    """Even transitions draw a row that may be of any episode, odd ones one that must be of their own."""
+
+    def select(choice):
+        row = (choice.size - 1).expand_as(choice.step)  # of the newest episode
+        return (row, choice.step % 2 == 1) if mixes else row
+
+    draws = draw(make_buffer(Chooses(select, same_episode=False), (5, 3, 4)), 200)
+    assert {episode for episode, step, *_ in draws if step % 2 == 0} == {0, 1, 2}
+    assert {episode for episode, step, *_ in draws if step % 2 == 1} == ({2} if mixes else {0, 1, 2})

@@ -11,7 +11,7 @@ from torchrl.envs import MultiStepTransform
 from support.factories import make_transform
 from support.traffic import Source, check, check_one_by_one, reward_of
 from torchrl_her.n_step import STEPS, NStepReward
-from torchrl_her.relabel import SampledBatch
+from torchrl_her.relabel import OneStepReward, SampledBatch
 
 
 class Between(TorchDispatchMode):
@@ -92,7 +92,7 @@ def test_whatever_is_written_between_two_operations_the_steps_of_a_window_are_it
     steps_of_rows = torch.randint(1, 4, (360,))
 
     def read_windows(transform, stored):
-        n_step = NStepReward(transform.reward, transform.keys, False, MultiStepTransform(3, 0.9))
+        n_step = NStepReward(OneStepReward(transform.reward, transform.keys), False, MultiStepTransform(3, 0.9))
         windows = {STEPS: steps_of_rows[: len(stored)]}
         batch = SampledBatch(stored, windows, transform.table, *stored["hindsight_stamp"].unbind(1), longest_window=3)
         whole = n_step.available(batch)

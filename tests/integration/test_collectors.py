@@ -525,7 +525,7 @@ def test_goals_are_right_nothing_is_lost_and_hindsight_happens(row):
     check_hindsight(rb, flags="set_truncated" not in options)
 
 
-@of(10, "-refused: ")
+@of(8, "-refused: ")
 def test_data_that_cannot_be_relabelled_correctly_is_refused(row):
     with pytest.raises((KeyError, RuntimeError), match=re.escape(row.result.removeprefix("refused: "))):
         fill(row, make_buffer(row.buffer))

@@ -376,3 +376,47 @@ def test_a_vectorized_environment_of_gymnasium_is_refused():
 def test_an_environment_without_goals_is_refused(env):
     with pytest.raises(TypeError, match=r"compute_reward.*CartPoleEnv has none.*GoalReward\(reward_fn\)"):
         EnvReward(env())
+
+
+class SetsOneRow(PointReach):
+    """Its functions are right for small batches of missed goals, but ignore a coordinate of row 2 alone."""
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        achieved_goal = np.array(achieved_goal)
+        if achieved_goal.ndim == 1:
+            achieved_goal[1] = desired_goal[1]
+        elif len(achieved_goal) > 2:
+            achieved_goal[2] = desired_goal[2]
+        return -(np.abs(achieved_goal - desired_goal).max(-1) > 0.2).astype(np.float32)
+
+
+def test_that_a_function_takes_no_batch_is_found_out_on_relabelled_transitions():
+    """All goals of the probe are missed, and most rows of it are right."""
+    reward = EnvReward(SetsOneRow())
+    reward.functions[0].batched = True  # as after a probe that finds nothing
+    achieved = 0.3 * torch.randn(200, 2)
+    desired = achieved + 0.2 * torch.randn(200, 2)
+    with pytest.warns(UserWarning, match="row by row"):
+        values = reward(goals_of(achieved, desired))["next", "reward"].flatten()
+    assert torch.equal(values, -((achieved - desired)[:, 0].abs() > 0.2).float())
+
+
+class SetsUpItsReward(PointReach):
+    """Its reward exists from the first reset on."""
+
+    def reset(self, **options):
+        self.radius = 0.05
+        return super().reset(**options)
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return (np.linalg.norm(achieved_goal - desired_goal, axis=-1) <= self.radius) - np.float32(1)
+
+
+def test_an_environment_that_is_made_is_reset():
+    assert EnvReward(SetsUpItsReward)(goals_of(torch.zeros(2, 2), torch.zeros(2, 2)))["next", "reward"].eq(0).all()
+
+
+def test_an_info_entry_that_is_no_tensor_is_refused():
+    data = goals_of(torch.zeros(2, 2), torch.zeros(2, 2)).set_non_tensor("energy", 0.5)
+    with pytest.raises(TypeError, match=r"'energy' is a .*Store a tensor with one value per transition"):
+        EnvReward(PointReach(), info_keys=["energy"])(data)

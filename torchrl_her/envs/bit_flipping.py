@@ -113,9 +113,9 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
         return self.compute_terminated(achieved_goal, desired_goal, info).astype(np.float32) - np.float32(1)
 
     def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return where goals ``[*batch, *goal]`` are equal: ``bool [*batch]``."""
+        """Return where goals ``[*batch, *goal]`` (or integers ``[batch, 1]``) are equal: ``bool [*batch]``."""
         same = np.asarray(achieved_goal) == np.asarray(desired_goal)  # [*batch, *goal]
-        goal_dims = 3 if self.image_observation else 0 if self.discrete_observation else 1
+        goal_dims = 3 if self.image_observation else 0 if self.discrete_observation and same.shape[1:] != (1,) else 1
         return np.all(same, axis=tuple(range(-goal_dims, 0)))
 
     def compute_truncated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:

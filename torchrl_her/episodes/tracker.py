@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,9 +34,26 @@ class TrackedTransitions(NamedTuple):
     stamps: np.ndarray  # int64 [n, 2], the episode id of each transition and its step in the episode
     episodes: list[EpisodeSteps]  # at most one entry per episode
     opened: int  # how many episodes began
+    continued: int  # how many open lanes were continued
+    breaks: np.ndarray  # int64, the positions of transitions that begin an episode although none had ended
+    ambiguous: int  # how many transitions could continue several lanes
 
 
-@dataclass(slots=True)
+class EpisodeLengths:
+    """The lengths of the episodes that ended."""
+
+    def __init__(self) -> None:
+        self.count = self.total = self.longest = self.shortest = 0
+
+    def add(self, steps: int) -> None:
+        """Count an episode."""
+        self.shortest = min(steps, self.shortest) if self.count else steps
+        self.longest = max(steps, self.longest)
+        self.count += 1
+        self.total += steps
+
+
+@dataclass(slots=True, eq=False)
 class Lane:
     """One environment's stream of transitions, and its running episode."""
 
@@ -69,8 +86,9 @@ class EpisodeTracker:
     """Finds the episode and the step of each written transition.
 
     A run of transitions continues the open lane that has its trajectory id (or also has none) and whose last outcome
-    it starts from. If several lanes do, it continues the one that waited longest; if none does, it opens a lane. An
-    episode ends with a done flag, after ``max_episode_steps``, or when nothing continues its lane any more.
+    it starts from. If several lanes do, it continues the one that was written in the same row before, or else the one
+    that waited longest; if none does, it opens a lane. An episode ends with a done flag, after ``max_episode_steps``,
+    or when nothing continues its lane any more.
 
     A silent reset carries no flag. So a lane counts as idle when it has waited twice as long as any lane that was
     continued ever did, measured in transitions written meanwhile. A lane is closed when it waited for more than
@@ -86,6 +104,7 @@ class EpisodeTracker:
         self.publish_running = publish_running
         self.written = 0  # transitions so far
         self.longest_wait = 0  # of a lane that was continued, in transitions written to other lanes
+        self.lengths = EpisodeLengths()
         self._clear()
 
     def _clear(self) -> None:
@@ -93,6 +112,11 @@ class EpisodeTracker:
         self._idle: dict[int, Lane] = {}
         self._lanes: dict[int, Lane] = {}
         self._by_key: dict[Key, deque[Lane]] = {}  # all open lanes
+        self._lanes_of_id: Counter[int | None] = Counter()  # how many open lanes have a trajectory id
+        self._rows = 0  # of the last write
+        self._rows_are_lanes = False  # whether each row of the last writes was another environment
+        self._lane_of_row: dict[int, Lane] = {}  # the lanes that the last write left open
+        self._to_begin: int | None = None  # episodes that ended and were not followed by another; None at first
 
     def track(self, written: WrittenTransitions, kept: Tensor, first_episode: int) -> TrackedTransitions:
         """Assign transitions to episodes. The work in Python is per run of transitions, not per transition.
@@ -107,37 +131,96 @@ class EpisodeTracker:
         self.written += len(done)
         stamps = np.empty((len(done), 2), dtype=np.int64)
         episodes: dict[int, EpisodeSteps] = {}
-        opened = 0
-        for begin, end in _cut_into_runs(written, order):
-            of_trajectory = None if trajectory is None else int(trajectory[begin])
-            lane = self._take((of_trajectory, start[begin].tobytes()))
+        opened = continued = ambiguous = 0
+        breaks = []
+        in_rows = self._take_lanes_of_rows(written)
+        runs = _cut_into_runs(written, order, self._rows_are_lanes)
+        if len(runs) != len(done) // max(1, written.row_length):
+            self._rows = 0  # rows are not environments
+        left_open = []
+        if self._to_begin is None:
+            self._to_begin = int(written.begins.sum())
+        for begin, end in runs:
+            key = (None if trajectory is None else int(trajectory[begin]), start[begin].tobytes())
+            lane = in_rows.get(begin)
+            if lane is None:
+                ambiguous += len(self._by_key.get(key, ())) > 1
+                lane = self._take(key)
             if lane is not None:
+                continued += 1
                 # A long pause says little about the other lanes: it counts for at most twice the longest wait.
                 waited = min(before - lane.written, 2 * self.longest_wait + len(done))
                 self.longest_wait = max(self.longest_wait, waited)
                 if lane.steps >= self.max_episode_steps:  # loaded into a tracker with shorter episodes
-                    lane.publish_into(episodes)
+                    self._end(lane, episodes)
                     lane = None
-            while begin < end:
+            elif not self._may_begin(key[0], written, begin):
+                breaks.append(begin if order is None else order[begin])
+            at = begin
+            while at < end:
                 if lane is None:
                     lane = Lane(first_episode + opened)
                     opened += 1
-                cut = min(end, begin + self.max_episode_steps - lane.steps)
-                stamps[begin:cut, 0] = lane.episode
-                stamps[begin:cut, 1] = np.arange(lane.steps, lane.steps + cut - begin)
-                lane.extend(kept[begin:cut].clone())  # the caller may overwrite its tensors
-                begin = cut
+                cut = min(end, at + self.max_episode_steps - lane.steps)
+                stamps[at:cut, 0] = lane.episode
+                stamps[at:cut, 1] = np.arange(lane.steps, lane.steps + cut - at)
+                lane.extend(kept[at:cut].clone())  # the caller may overwrite its tensors
+                at = cut
                 if done[cut - 1] or lane.steps == self.max_episode_steps:
-                    lane.publish_into(episodes)
+                    self._end(lane, episodes)
                     lane = None
             if lane is not None:
-                self._leave_open(lane, (of_trajectory, outcome[end - 1].tobytes()))
+                lane.key = key[0], outcome[end - 1].tobytes()
+                if written.row_length and end % written.row_length == 0:
+                    self._lane_of_row[end // written.row_length - 1] = lane
+                if self._rows_are_lanes:  # no other row of this write continues it
+                    left_open.append(lane)
+                else:
+                    self._leave_open(lane)
                 if self.publish_running and lane.steps >= max(FIRST_PUBLICATION, 2 * lane.published):
                     lane.publish_into(episodes)
+        for lane in left_open:
+            self._leave_open(lane)
         self._close_waiting_lanes(episodes)
         if order is not None:
             stamps[order] = stamps.copy()
-        return TrackedTransitions(stamps, list(episodes.values()), opened)
+        return TrackedTransitions(
+            stamps, list(episodes.values()), opened, continued, np.array(breaks, dtype=np.int64), ambiguous
+        )
+
+    def _take_lanes_of_rows(self, written: WrittenTransitions) -> dict[int, Lane]:
+        """Take the lanes that the last write left in the same rows, if most rows continue theirs; return them by begin.
+
+        Without trajectory ids, an environment can start where another one has just arrived.
+        """
+        length, start = written.row_length, written.start
+        rows = len(start) // length if length and written.trajectory is None else 0
+        is_like_last = rows == self._rows > 0
+        earlier = self._lane_of_row if is_like_last else {}
+        self._rows, self._lane_of_row = rows, {}
+        matching = {row: lane for row, lane in earlier.items() if lane.key == (None, start[row * length].tobytes())}
+        if earlier:
+            self._rows_are_lanes = 2 * len(matching) > len(earlier)
+        elif not is_like_last:
+            self._rows_are_lanes = False
+        taken = matching if self._rows_are_lanes else {}
+        return {row * length: lane for row, lane in taken.items() if self._take(lane.key, lane)}
+
+    def _may_begin(self, trajectory: int | None, written: WrittenTransitions, begin: int) -> bool:
+        """Return whether an episode is expected to begin: of a new trajectory, in a new row, or after an end."""
+        if trajectory is not None:
+            return not self._lanes_of_id[trajectory]
+        if written.row_length > 1 and written.begins[begin]:
+            return True
+        if self._to_begin:
+            self._to_begin -= 1
+            return True
+        return False
+
+    def _end(self, lane: Lane, episodes: dict[int, EpisodeSteps]) -> None:
+        lane.publish_into(episodes)
+        self.lengths.add(lane.steps)
+        self._to_begin = (self._to_begin or 0) + 1
 
     def without_lanes(self) -> EpisodeTracker:
         """Return a tracker with the same settings and no open lanes, for another process."""
@@ -147,26 +230,31 @@ class EpisodeTracker:
         """End the running episodes and hand over their steps."""
         episodes: dict[int, EpisodeSteps] = {}
         for lane in self.open_lanes():
-            lane.publish_into(episodes)
+            self._end(lane, episodes)
         self._clear()
         return list(episodes.values())
 
-    def _take(self, key: Key) -> Lane | None:
-        """Remove the lane with this key that waited longest from the open lanes, and return it."""
+    def _take(self, key: Key, lane: Lane | None = None) -> Lane | None:
+        """Remove a lane with this key from the open lanes, by default the one that waited longest, and return it."""
         lanes = self._by_key.get(key)
-        if lanes is None:
+        if lanes is None or (lane is not None and lane not in lanes):
             return None
-        lane = lanes.popleft()
+        if lane is None:
+            lane = lanes[0]
+        lanes.remove(lane)
         if not lanes:
             del self._by_key[key]
+        self._lanes_of_id[key[0]] -= 1
+        if not self._lanes_of_id[key[0]]:
+            del self._lanes_of_id[key[0]]
         del (self._lanes if lane.episode in self._lanes else self._idle)[lane.episode]
         return lane
 
-    def _leave_open(self, lane: Lane, key: Key) -> None:
-        lane.key = key
+    def _leave_open(self, lane: Lane) -> None:
         lane.written = self.written
         self._lanes[lane.episode] = lane
-        self._by_key.setdefault(key, deque()).append(lane)
+        self._by_key.setdefault(lane.key, deque()).append(lane)
+        self._lanes_of_id[lane.key[0]] += 1
 
     def _close_waiting_lanes(self, episodes: dict[int, EpisodeSteps]) -> None:
         """Hand over the steps of lanes that became idle, and close lanes that nothing continued for too long."""
@@ -175,7 +263,8 @@ class EpisodeTracker:
             lane.publish_into(episodes)
             self._idle[lane.episode] = self._lanes.pop(lane.episode)
         for lane in self._waiting(self._idle, self.patience):
-            self._take(lane.key)  # it is the one with this key that waited longest
+            self._take(lane.key, lane)
+            self.lengths.add(lane.steps)
 
     def _waiting(self, lanes: dict[int, Lane], patience: int) -> Iterator[Lane]:
         """Yield each lane that nothing continued for more than ``patience`` transitions; the caller removes it."""
@@ -212,7 +301,8 @@ class EpisodeTracker:
             lane.extend(saved["kept"])
             lane.published = saved["published"]
             self.written = saved["written"]
-            self._leave_open(lane, (saved["trajectory"], saved["outcome"].numpy(force=True).tobytes()))
+            lane.key = saved["trajectory"], saved["outcome"].numpy(force=True).tobytes()
+            self._leave_open(lane)
         self.written, self.longest_wait = state["written"], state["longest_wait"]
 
 
@@ -229,10 +319,15 @@ def _order_by_lane(written: WrittenTransitions) -> tuple[np.ndarray | None, Writ
     return order, written._replace(**{name: getattr(written, name)[order] for name in columns})
 
 
-def _cut_into_runs(written: WrittenTransitions, order: np.ndarray | None) -> list[tuple[int, int]]:
-    """Cut transitions ``[n]`` where one does not continue the previous one; return the begin and end of each run."""
+def _cut_into_runs(written: WrittenTransitions, order: np.ndarray | None, at_rows: bool) -> list[tuple[int, int]]:
+    """Cut transitions ``[n]`` where one does not continue the previous one, and ``at_rows`` where a row begins.
+
+    Return the begin and end of each run.
+    """
     trajectory = written.trajectory
     begins = written.begins.copy()
+    if at_rows:
+        begins[:: written.row_length] = True
     begins[:1] = True
     if trajectory is not None:
         begins[1:] = trajectory[1:] != trajectory[:-1]

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
-from torchrl_her.keys import HERKeys, get_entry
+from torchrl_her.keys import MASK, HERKeys, get_entry
 
 
 class WrittenTransitions(NamedTuple):
@@ -21,6 +21,7 @@ class WrittenTransitions(NamedTuple):
     outcome: np.ndarray  # void [n], the bytes of both goals under "next"
     done: np.ndarray  # bool [n], the transition ends its episode
     begins: np.ndarray  # bool [n], it is the first of its row of the write; used only without trajectory ids
+    row_length: int  # 1 if each transition can be of another environment, 0 if rows are incomplete
     trajectory: np.ndarray | None  # int64 [n], trajectory ids
     mask: np.ndarray | None  # bool [rows of the write], False for padding; None without padding
 
@@ -45,11 +46,10 @@ def read_transitions(
     trajectory = mask = None
     if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
         trajectory = _flatten(tensordict, keys.trajectory, np.int64, "trajectory_key")
-    if keys.mask is not None:
+    if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
         mask = _flatten(tensordict, keys.mask, np.bool_, "mask_key")
     start, outcome = _as_bytes(count, achieved, desired, next_achieved, next_desired)
-    row_length = batch[-1] if len(batch) > 1 else count
-    begins = np.arange(count) % row_length == 0
+    begins = np.arange(count) % (batch[-1] if len(batch) > 1 else count) == 0
     _check_last_steps(tensordict, keys, outcome, done if mask is None else done & mask)
     if mask is not None:
         on_device = torch.from_numpy(mask).to(goals.device)
@@ -57,7 +57,8 @@ def read_transitions(
         start, outcome, done, begins = start[mask], outcome[mask], done[mask], begins[mask]
         trajectory = None if trajectory is None else trajectory[mask]
     _check_values(exact, goals)
-    return WrittenTransitions(goals, start, outcome, done, begins, trajectory, mask)
+    row_length = 0 if mask is not None else batch[-1] if len(batch) > 1 else 1
+    return WrittenTransitions(goals, start, outcome, done, begins, row_length, trajectory, mask)
 
 
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -15,24 +15,36 @@ from torchrl_her.goals.strategies import GoalStrategy, StrategyInput
 from torchrl_her.goals.table import GoalTable
 
 
+class Draw(NamedTuple):
+    """The transitions of a sample, or the last ones of its sequences, and which of them are relabelled."""
+
+    episode: Tensor  # int64 [n]
+    step: Tensor  # int64 [n]
+    length: Tensor  # int64 [n], the steps of the episode that were in the table; arbitrary for evicted episodes
+    to_relabel: Tensor  # bool [n], chosen with the probability her_ratio
+    relabelled: Tensor  # bool [n], of these, transitions whose goals are in the table
+
+
 def draw_from_table(
     strategy: GoalStrategy, table: GoalTable, her_ratio: float, episode: Tensor, step: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draw goals ``[n, *goal]`` for steps of episodes, ``int64 [n]`` each; return them and which apply, ``bool [n]``.
+) -> tuple[Tensor, Draw]:
+    """Draw goals ``[n, *goal]`` for steps of episodes, ``int64 [n]`` each; return them and which transitions get one.
 
     Other threads and processes may be writing to the table.
     """
     start, length = table.find(episode)
-    rows = _select(strategy, StrategyInput(episode, step, start, length, table.owners, table.size))
-    drawn = (torch.rand(step.shape, device=step.device) < her_ratio) & (step < length)
+    rows, own = _select(strategy, StrategyInput(episode, step, start, length, table.owners, table.size))
+    to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
     goals, owners = table.read(rows)
-    if strategy.same_episode:
-        relabelled = drawn & (owners == episode) & table.start_at(episode, start)
+    relabelled = to_relabel & (step < length)
+    if own is not False:
+        is_own = (owners == episode) & table.start_at(episode, start)
+    if own is True:
+        relabelled &= is_own
     else:
-        drawn = drawn & (table.owners.take((start + step) % table.capacity) == episode)
-        relabelled = drawn & (owners > 0)
-    table.last_draw = drawn, relabelled
-    return goals, relabelled
+        relabelled &= table.owners.take((start + step) % table.capacity) == episode
+        relabelled &= owners > 0 if own is False else torch.where(own, is_own, owners > 0)
+    return goals, Draw(episode, step, length, to_relabel, relabelled)
 
 
 class DrawnGoals(NamedTuple):
@@ -65,10 +77,12 @@ def draw_from_episodes(
         steps = torch.cat([reservoir.steps, steps])
     columns = torch.stack([owners[-count:], steps[-count:], starts, of_length])
     episode, step, start, length = columns.repeat_interleave(copies, dim=1)
-    rows = _select(strategy, StrategyInput(episode, step, start, length, owners, size))
+    rows, own = _select(strategy, StrategyInput(episode, step, start, length, owners, size))
     inside = (rows >= start) & (rows < start + length)
     rows = rows % len(goals)
-    valid = inside if strategy.same_episode else owners.take(rows) >= 0
+    valid = inside if own is True else owners.take(rows) >= 0
+    if isinstance(own, Tensor):
+        valid = torch.where(own, inside, valid)
     return DrawnGoals(
         goals.index_select(0, rows).unflatten(0, (count, copies)),
         steps.index_select(0, rows).view(count, copies),
@@ -84,15 +98,16 @@ def _columns_of(episodes: Sequence[int], lengths: Sequence[int], device: torch.d
     return torch.from_numpy(columns).to(device)
 
 
-def _select(strategy: GoalStrategy, choice: StrategyInput) -> Tensor:
-    """Return the rows that a strategy selects, after a check that there is one per transition: ``int64 [n]``."""
-    rows, step = strategy.select(choice), choice.step
+def _select(strategy: GoalStrategy, choice: StrategyInput) -> tuple[Tensor, Tensor | bool]:
+    """Return the rows that a strategy selects, ``int64 [n]``, and whether they must be of the transitions' episodes."""
+    selected, step = strategy.select(choice), choice.step
+    rows, own = selected if isinstance(selected, tuple) else (selected, strategy.same_episode)
     if rows.shape != step.shape or rows.dtype != step.dtype:
         raise ValueError(
             f"{strategy!r} must select one row of the goal table per transition, {step.dtype} {tuple(step.shape)}, "
             f"and returned {rows.dtype} {tuple(rows.shape)}."
         )
-    return rows
+    return rows, own
 
 
 def check_her_ratio(her_ratio: float) -> float:

@@ -39,13 +39,14 @@ class GoalStrategy(ABC):
 
     Attributes:
         same_episode (bool): whether all goals come from the transition's own episode. If True, a transition whose row
-            belongs to another episode is not relabelled. Default: True.
+            belongs to another episode is not relabelled. A strategy that mixes both sets it to False, and returns from
+            `select` a pair: the rows, and for which of them this holds, ``bool [batch]``. Default: True.
     """
 
     same_episode = True
 
     @abstractmethod
-    def select(self, choice: StrategyInput) -> Tensor:
+    def select(self, choice: StrategyInput) -> Tensor | tuple[Tensor, Tensor]:
         """Return rows ``int64 [batch]`` of the goal table, which are taken modulo its capacity.
 
         Draw from torch's default random generator. Do not read tensor values in Python (``.item()``, ``if tensor``):
@@ -99,10 +100,10 @@ def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
         return strategy
     if not isinstance(strategy, str):
         raise TypeError(f"strategy must be a name or a GoalStrategy, got {strategy!r}. Pass, say, strategy=Future().")
-    if strategy not in STRATEGIES:
+    if strategy.lower() not in STRATEGIES:
         known = ", ".join(map(repr, STRATEGIES))
         raise ValueError(f"Unknown strategy {strategy!r}: use one of {known}, or a GoalStrategy.")
-    return STRATEGIES[strategy]()
+    return STRATEGIES[strategy.lower()]()
 
 
 def uniform(low: Tensor, high: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,10 @@ import torch
 from torch import Tensor
 from torch import multiprocessing as mp
 from torchrl.data import Composite, TensorSpec
+
+from torchrl_her._torchrl import warn_user
+
+SHARED_MEMORY = Path("/dev/shm")  # of Linux
 
 
 class GoalTable:
@@ -33,7 +38,7 @@ class GoalTable:
 
     def __init__(self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device):
         self.capacity = capacity
-        self.goals = torch.zeros(capacity, *goal_shape, dtype=dtype, device=device)
+        self.goals = _zeros((capacity, *goal_shape), dtype, device)
         self.owners = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -41,10 +46,8 @@ class GoalTable:
         # Ids begin at a random number, so that a transition that another table stamped is not mistaken for one of this
         # table, and at a multiple of the capacity, so that they fill the rings from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
-        # The numbers of rows and of episode ids used so far, and the id before the first one.
-        self.counters = torch.tensor([0, 0, before_first], device="cpu")
-        # bool [batch] each: transitions of the last sample drawn for relabelling, and those actually relabelled.
-        self.last_draw = (torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
+        # The numbers of rows and of episode ids used so far, the id before the first one, and the number of writes.
+        self.counters = torch.tensor([0, 0, before_first, 0], device="cpu")
 
     @classmethod
     def of_spec(cls, capacity: int, spec: TensorSpec) -> GoalTable:
@@ -59,15 +62,25 @@ class GoalTable:
     # Writing
 
     @property
+    def episode_ids(self) -> tuple[int, int]:
+        """The first and the last episode id used so far. No id is 0."""
+        _, count, before_first, _ = self.counters.numpy().tolist()
+        return before_first + 1, before_first + count
+
+    @property
     def next_episode(self) -> int:
         """The next unused episode id."""
-        _, given_away, before_first = self.counters.tolist()
-        return before_first + given_away + 1
+        return self.episode_ids[1] + 1
+
+    @property
+    def writes(self) -> int:
+        """The number of writes so far, of all processes."""
+        return int(self.counters.numpy()[3])
 
     def open_episodes(self, count: int) -> int:
-        """Reserve ``count`` consecutive episode ids and return the first. No id is 0."""
+        """Begin a write with ``count`` new episodes, whose ids are consecutive, and return the first id."""
         first = self.next_episode
-        self.counters.numpy()[1] += count
+        self.counters.numpy()[[1, 3]] += count, 1
         for ring, _ in _slices(self.capacity, first, count):
             self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
         return first
@@ -149,7 +162,15 @@ class GoalTable:
         self.lengths.fill_(0)
 
     def share_memory_(self) -> None:
-        """Move the table into shared memory."""
+        """Move the table into shared memory, which takes memory for all rows."""
+        if SHARED_MEMORY.exists() and self.goals.device.type == "cpu":
+            _check_room(
+                self.goals.nbytes,
+                shutil.disk_usage(SHARED_MEMORY).free,
+                self.goals.shape,
+                self.goals.dtype,
+                "in shared memory",
+            )
         for name in (*self._tensors, "counters"):
             getattr(self, name).share_memory_()
 
@@ -160,7 +181,7 @@ class GoalTable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the filled part of the table."""
-        rows, episodes, _ = self.counters.tolist()
+        rows, episodes, *_ = self.counters.tolist()
         filled = {"goals": rows, "owners": rows, "starts": episodes + 1, "lengths": episodes + 1}
         state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
         return state | {"capacity": self.capacity, "size": self.size.clone(), "counters": self.counters.clone()}
@@ -198,6 +219,29 @@ def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         begin += length
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of zeros; on the CPU, it takes memory only as it is written."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+    if device.type == "cuda":
+        _check_room(size, torch.cuda.mem_get_info(device)[0], shape, dtype, f"on {device}")
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _check_room(size: int, free: int, shape: Sequence[int], dtype: torch.dtype, place: str) -> None:
+    """Raise an error if goals of ``size`` bytes do not fit into the free memory, and warn if they take a large part."""
+    message = (
+        f"The goal table for capacity={shape[0]:,} goals, {dtype} {list(shape[1:])}, takes {size / 2**30:.2f} GiB "
+        f"{place}, where {free / 2**30:.2f} GiB are free. Pass a smaller capacity, that of the storage, or map goals "
+        "to smaller ones with goal_fn."
+    )
+    if size > free:
+        raise RuntimeError(message)
+    if size > free // 4:
+        warn_user(message)
+
+
 LOCK_TIMEOUT = 60.0  # seconds; a write takes milliseconds
 
 
@@ -231,46 +275,3 @@ class WriteLock:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WriteLock:
         return WriteLock()
-
-
-WRITES_BETWEEN = 16  # reading a draw waits for the GPU
-ENOUGH_DRAWS = 1000
-SHARE_LOST = 0.2
-
-
-class EvictionWarning:
-    """Warns once if many transitions are not relabelled because their goals have left the table.
-
-    Sampling leaves its last draw in the table, on its device. Writing reads it now and then.
-    """
-
-    def __init__(self) -> None:
-        self._writes = 0
-        self._is_done = False
-        self._last_draw: tuple[Tensor, Tensor] | None = None
-        self._counts = np.zeros(2)  # transitions drawn for relabelling, and those actually relabelled
-
-    def after_write(self, table: GoalTable) -> None:
-        """Read the last draw at every 16th write."""
-        self._writes += 1
-        last_draw = table.last_draw
-        if self._is_done or self._writes % WRITES_BETWEEN or last_draw is self._last_draw:
-            return
-        self._last_draw = last_draw
-        self._counts += np.array([int(flags.sum()) for flags in last_draw])
-        drawn, relabelled = self._counts
-        if drawn < ENOUGH_DRAWS:
-            return
-        self._counts[:] = 0
-        lost = 1 - relabelled / drawn
-        if lost < SHARE_LOST:
-            return
-        self._is_done = True
-        least = math.ceil(table.capacity / (1 - lost)) if relabelled else table.capacity + 1
-        warnings.warn(
-            f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left "
-            f"the goal table: HERTransform(capacity={table.capacity}) is too small for what the storage holds. Pass "
-            "the max_size of the storage, or up to three times that for episodes of 64 steps and more, and at least "
-            f"{least}.",
-            stacklevel=2,
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
 
+from torchrl_her._torchrl import warn_user
 from torchrl_her.keys import get_entry
 from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward
 
@@ -22,8 +22,8 @@ class EnvReward(GoalReward):
     """The environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
 
     If the environment has ``compute_terminated``, it recomputes ``("next", "terminated")``. Both functions are called
-    once per batch, with NumPy arrays. The first call tests whether they are batched; a function that is not is called
-    row by row, with a warning.
+    once per batch, with NumPy arrays. The first calls are compared with calls row by row; a function that is not
+    batched is called row by row, with a warning.
 
     Args:
         env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either. The outermost Gymnasium
@@ -67,6 +67,11 @@ class EnvReward(GoalReward):
         ]
 
 
+# Rows on which calls with a batch are compared with calls row by row: of one call, in all, and at most in all if the
+# values never differ.
+ROWS_OF_CALL, ENOUGH_ROWS, MOST_ROWS = 32, 256, 2048
+
+
 class _Info(dict):
     """The ``info`` argument of a function. Its KeyError says how to add the missing entry."""
 
@@ -89,12 +94,16 @@ class _EnvFunction:
         self.name = f"{name} of {_name_of(env)}"
         self.observation_space = getattr(env, "observation_space", None)
         self.batched: bool | None = None  # unknown before the first call
+        self._compared, self._to_compare = 0, MOST_ROWS  # rows
 
     def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
         arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
         if self.batched is None:
             self.batched = self._is_batched(*arrays)
         values = self._batch(*arrays) if self.batched else self._rows(*arrays)
+        if self.batched and not torch.compiler.is_compiling() and self._compared < self._to_compare:
+            self.batched = self._agrees_with_rows(values, *arrays)
+            values = values if self.batched else self._rows(*arrays)
         if values.ndim == 0:  # one value for all goals
             values = np.full(len(achieved), values)
         return torch.as_tensor(values).to(achieved.device)
@@ -120,11 +129,28 @@ class _EnvFunction:
             values = np.empty(0)
         if values.shape in ((), (9,), (9, 1)) and np.allclose(values.reshape(-1), expected):
             return True
-        warnings.warn(
+        return self._is_called_row_by_row()
+
+    def _agrees_with_rows(
+        self, values: np.ndarray, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]
+    ) -> bool:
+        """Compare the values of a batch with calls for some of its rows: spread, and those with extreme values."""
+        count = len(achieved)
+        values = np.broadcast_to(values.reshape(-1), count) if values.size in (1, count) else np.full(count, np.nan)
+        spread = np.linspace(0, count - 1, min(count, ROWS_OF_CALL - 2)).astype(int)
+        chosen = np.unique([*spread, values.argmin(), values.argmax()])
+        infos = {name: entry[chosen] for name, entry in info.items()}
+        expected = self._rows(achieved[chosen], desired[chosen], infos)
+        self._compared += len(chosen)
+        if expected.min() != expected.max():
+            self._to_compare = ENOUGH_ROWS
+        return np.allclose(values[chosen], expected) or self._is_called_row_by_row()
+
+    def _is_called_row_by_row(self) -> bool:
+        warn_user(
             f"{self.name} does not take a batch of goals and is called row by row at every sample, which is slow. Pass "
             "a batched function of your own: GoalReward(reward_fn) in place of EnvReward, or terminated_fn=... for the "
-            "end of episodes.",
-            stacklevel=2,
+            "end of episodes."
         )
         return False
 
@@ -148,7 +174,8 @@ class _EnvFunction:
 
 def _goal_environment(env: Any) -> Any:
     """Return the environment, or a wrapper of it, that defines ``compute_reward``."""
-    if not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env):
+    is_made = not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env)
+    if is_made:
         env = env()
     while isinstance(env, TransformedEnv):
         env = env.base_env
@@ -162,6 +189,8 @@ def _goal_environment(env: Any) -> Any:
             f"EnvReward needs a goal environment, with compute_reward(achieved_goal, desired_goal, info); "
             f"{_name_of(env)} has none. Pass the reward as a function: GoalReward(reward_fn)."
         )
+    if is_made and hasattr(env, "reset"):
+        env.reset()  # some environments set up their rewards when they are reset
     return env
 
 

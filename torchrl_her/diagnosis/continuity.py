@@ -1,0 +1,113 @@
+"""Counts written transitions that do not continue an episode."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_her._torchrl import warn_user
+from torchrl_her.episodes.tracker import TrackedTransitions
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.keys import HERKeys
+
+WARM_UP = 100  # transitions in which environments without trajectory ids begin
+ENOUGH = 100  # transitions after which the share is judged, and counted afresh
+SHARE = 0.1
+SHARE_AMBIGUOUS = 0.01
+
+CAUSES = {
+    "unmoved": "'next' holds the goals of the root: write the observation after the step under 'next'",
+    "root": "the root always holds the first observation of the episode: set obs = next_obs after each step",
+    "reversed": "time runs backwards: write the transitions in the order in which they were collected",
+    "rounded": "the goals under 'next' and those at the next root differ by a rounding error: convert and normalize "
+    "both alike",
+    "left out": "transitions are left out: write every step of an episode",
+    "shuffled": "the transitions are shuffled, or those of several environments alternate: write them in order, with "
+    "trajectory ids",
+}
+
+
+class ContinuityCheck:
+    """Warns if many transitions neither continue an episode nor follow the end of one.
+
+    Relabelling then has episodes of one or two steps, whose goals are the transitions' own outcomes.
+
+    Attributes:
+        transitions (int): how many were written.
+        breaks (int): how many of them do not continue an episode.
+        ambiguous (int): how many of them could continue several running episodes.
+        loaded_lanes (int): the number of running episodes that were loaded; 0 after the next write.
+    """
+
+    def __init__(self) -> None:
+        self.transitions = self.breaks = self.ambiguous = self.loaded_lanes = 0
+        self._counted = self._counted_breaks = 0
+        self._has_warned = self._has_warned_of_ambiguous = False
+        self._last: WrittenTransitions | None = None
+
+    def check(
+        self, tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, tracked: TrackedTransitions
+    ) -> None:
+        """Count the transitions ``[*batch]`` of a write."""
+        count, first = len(written.done), WARM_UP - self.transitions
+        if not count:
+            return
+        self.transitions += count
+        self.breaks += len(tracked.breaks)
+        self.ambiguous += tracked.ambiguous
+        if self.loaded_lanes and not tracked.continued:
+            warn_user(
+                f"The loaded buffer has {self.loaded_lanes} running episodes, and the first write after loading "
+                "continues none of them. If the environments were reset, call flush() after loading: it ends these "
+                "episodes, so that their transitions are relabelled."
+            )
+        self.loaded_lanes = 0
+        share = self.ambiguous / self.transitions
+        if share > SHARE_AMBIGUOUS and self.transitions >= 1000 and not self._has_warned_of_ambiguous:
+            self._has_warned_of_ambiguous = True
+            warn_user(
+                f"{share:.0%} of the transitions could continue several running episodes, "
+                "which have the same goals. Some may be counted to the wrong episode: write trajectory ids "
+                "(trajectory_key), or each environment in its own row, [environments, steps]."
+            )
+        if self._has_warned:
+            return
+        self._counted += min(count, max(0, count - first))
+        self._counted_breaks += int((tracked.breaks >= first).sum())
+        if self._counted >= ENOUGH:
+            share = self._counted_breaks / self._counted
+            if share >= SHARE:
+                self._has_warned = True
+                likely = _likely_causes(tensordict, keys, written, self._last)
+                causes = "; ".join(dict.fromkeys([*likely, *CAUSES.values()]))
+                warn_user(
+                    f"{share:.0%} of the transitions do not continue an episode: their goals at the root are not those "
+                    "under 'next' of an earlier transition, and no episode had ended. Hindsight then gives them little "
+                    f"more than their own outcomes as goals. Possible causes, the most likely first: {causes}."
+                )
+            self._counted = self._counted_breaks = 0
+        self._last = None if self._has_warned else written._replace(goals=written.goals[:0])
+
+
+def _likely_causes(
+    tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, last: WrittenTransitions | None
+) -> list[str]:
+    start, outcome = written.start, written.outcome
+    if last is not None:
+        start, outcome = np.concatenate([last.start, start]), np.concatenate([last.outcome, outcome])
+    broken = start[1:] != outcome[:-1]  # transitions that do not follow the previous one
+    seen = set(outcome.tolist())
+    rows = tensordict.reshape(-1)
+    roots, outcomes = rows.get(keys.achieved)[1:].double(), rows.get(keys.next_achieved)[:-1].double()
+    is_close = torch.isclose(roots, outcomes, rtol=1e-3, atol=1e-5).flatten(1).all(1).numpy(force=True)
+    evidence = {
+        "unmoved": (start == outcome).mean(),
+        "root": (start[1:] == start[:-1])[broken].mean(),
+        "reversed": (start[:-1] == outcome[1:])[broken].mean(),
+        "rounded": is_close[broken[-len(is_close) :]].mean() if len(is_close) else 0.0,
+        # Of a part of the data, only some transitions come from another one of the same part.
+        "shuffled": 25 * np.mean([each in seen for each in start[1:][broken].tolist()]),
+    }
+    found = [cause for cause, share in evidence.items() if share > 0.5]
+    return [CAUSES[cause] for cause in (*found, "left out")]

@@ -1,0 +1,123 @@
+"""All checks of one transform, and its report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import Transform
+
+from torchrl_her.diagnosis.continuity import ContinuityCheck
+from torchrl_her.diagnosis.goal_copies import GoalCopies, warn_if_goal_is_copied
+from torchrl_her.diagnosis.replaced_flags import ReplacedFlagsCheck
+from torchrl_her.diagnosis.report import Report
+from torchrl_her.diagnosis.reward_check import RewardCheck
+from torchrl_her.diagnosis.sample_counts import Sample, SampleCounts
+from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.goals.table import GoalTable
+from torchrl_her.keys import HERKeys
+
+
+class Diagnosis:
+    """Tells a user that hindsight does not work, in warnings and in a report.
+
+    Args:
+        reward: the reward module.
+        keys: the keys of the entries.
+        compares_rewards: whether computed and stored rewards should agree.
+    """
+
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, compares_rewards: bool = True):
+        self.keys = keys
+        self.rewards = RewardCheck(reward, keys, compares=compares_rewards)
+        self.continuity = ContinuityCheck()
+        self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
+        self._begin_sampling()
+
+    def _begin_sampling(self) -> None:
+        self._counts = SampleCounts()
+        self._flags = ReplacedFlagsCheck(self.keys.terminated)
+        self._compiled_sample: Sample | None = None  # the last one of a compiled call, which is counted when writing
+
+    def for_copy(self) -> Diagnosis:
+        """Return the state of a copied transform, which has sampled nothing."""
+        copied = copy.copy(self)
+        copied._begin_sampling()
+        return copied
+
+    def check_write(
+        self, tensordict: TensorDictBase, written: WrittenTransitions, later: Iterable[Transform] | None
+    ) -> None:
+        """Check the rewards of written transitions ``[*batch]``, and search them for copies of the desired goal.
+
+        Copies that a ``later`` transform rewrites in samples are harmless; None: no search.
+        """
+        self.rewards.check(tensordict, written)
+        copies = self._copies  # which another thread may set to None
+        if copies is not None and later is not None:
+            copies = warn_if_goal_is_copied(tensordict, self.keys, later, copies)
+            self._copies = None if self._copies is None else copies
+
+    def check_tracked(
+        self,
+        tensordict: TensorDictBase,
+        written: WrittenTransitions,
+        tracked: TrackedTransitions,
+        table: GoalTable | None = None,
+    ) -> None:
+        """Check that written transitions ``[*batch]`` continue episodes."""
+        self.continuity.check(tensordict, self.keys, written, tracked)
+        if (sample := self._compiled_sample) is not None:
+            self._compiled_sample = None
+            self._counts.count(sample, self.rewards.reached_reward, table)
+
+    def check_sample(
+        self, data: TensorDictBase, sample: Sample, table: GoalTable | None = None, *, of_one_step: bool = True
+    ) -> None:
+        """Count sampled transitions ``[*batch]``, and compare the done flags of the previous sample."""
+        if torch.compiler.is_compiling():
+            self._compiled_sample = sample
+        elif sample.relabelled.numel():
+            self._counts.add(sample, self.rewards.reached_reward if of_one_step else None, table)
+            if table is not None and self.rewards.recomputes_ends:
+                self._flags.check(data)
+
+    def report(
+        self, transform: Transform, tracker: EpisodeTracker, her_ratio: float, table: GoalTable | None = None
+    ) -> Report:
+        """Return the counts of a transform."""
+        lengths, continuity, counts = tracker.lengths, self.continuity, self._counts.totals()
+        running = sum(1 for _ in tracker.open_lanes())
+        sampled = counts.original + counts.relabelled
+        knows_reached = self.rewards.reached_reward is not None
+        return Report(
+            transform=repr(transform),
+            her_ratio=her_ratio,
+            episodes=lengths.count + running,
+            running=running,
+            mean_length=_ratio(lengths.total, lengths.count),
+            min_length=lengths.shortest if lengths.count else None,
+            max_length=lengths.longest if lengths.count else None,
+            transitions=continuity.transitions,
+            discontinuous=_ratio(continuity.breaks, continuity.transitions),
+            ambiguous=_ratio(continuity.ambiguous, continuity.transitions),
+            table_size=None if table is None else int(table.size),
+            capacity=None if table is None else table.capacity,
+            sampled=int(sampled),
+            relabelled=_ratio(counts.relabelled, sampled),
+            episode_running=_ratio(counts.running, counts.to_relabel),
+            evicted=_ratio(counts.evicted, counts.to_relabel),
+            elsewhere=_ratio(counts.elsewhere, counts.to_relabel),
+            original_reward=_ratio(counts.original_reward, counts.original),
+            original_reached=_ratio(counts.original_reached, counts.original) if knows_reached else None,
+            relabelled_reward=_ratio(counts.relabelled_reward, counts.relabelled),
+            relabelled_reached=_ratio(counts.relabelled_reached, counts.relabelled) if knows_reached else None,
+        )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,178 @@
+"""Checks the reward module on written transitions, whose rewards are known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_her._torchrl import warn_user
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.keys import HERKeys, get_entry
+
+ROWS = 64  # transitions of one write that are compared
+ENOUGH = 16  # transitions that reach their goal, and that miss it, after which the check ends
+DISTANCES = 2**22  # the most numbers of one write from which distances are computed
+
+
+class RewardCheck:
+    """Compares the reward module with the stored rewards, until reached and missed goals were compared.
+
+    A goal counts as reached if the stored reward is the one that the module gives with the transition's own outcome as
+    its goal. The first write is compared, then each write with a reward outside the range seen before, and the next
+    write after the number of transitions has doubled.
+
+    Attributes:
+        reached_reward (float, optional): the reward of a reached goal; None if it is unknown, or varies.
+        recomputes_ends (bool): whether the reward module writes ``terminated``.
+    """
+
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, compares: bool = True):
+        self.reward = reward
+        self.keys = keys
+        self.reached_reward: float | None = None
+        self._is_over = False
+        self._compares = compares  # whether stored and computed rewards should agree
+        self.recomputes_ends = keys.terminated in reward.out_keys
+        self._ends_on_success = False if self.recomputes_ends else None  # None: not known yet
+        self._reached = self._missed = 0  # compared transitions
+        self._range = (math.inf, -math.inf)  # of stored rewards
+        self._written = self._next = 0  # transitions so far, and at the next comparison at the latest
+
+    def check(self, tensordict: TensorDictBase, written: WrittenTransitions) -> None:
+        """Compare some of the written transitions ``[*batch]``, and warn if something is wrong.
+
+        Raises:
+            KeyError: if there is no reward.
+            ValueError: if the reward module writes another shape, or modifies its input.
+        """
+        if self._is_over or not len(written.done):
+            return
+        stored = get_entry(tensordict, self.keys.reward, "reward_key")
+        low, high = (float(each) for each in stored.aminmax())
+        self._written += len(written.done)
+        if self._written < self._next and self._range[0] <= low and high <= self._range[1]:
+            return
+        self._next = 2 * self._written
+        self._range = min(low, self._range[0]), max(high, self._range[1])
+
+        rows, goals = tensordict.reshape(-1), written.goals
+        if written.mask is not None:
+            rows = rows[torch.from_numpy(written.mask).to(goals.device)]
+        chosen = self._choose(rows, goals)
+        rows, goals = rows[chosen], goals[chosen]
+        if len(rows) == 1:  # with a single row, a wrong shape can look like the right one
+            rows, goals = rows.expand(2), goals.expand(2, *goals.shape[1:])
+        self._compare(rows, goals)
+
+    def _choose(self, rows: TensorDictBase, goals: Tensor) -> Tensor:
+        """Return up to 64 transitions: over all distances to the goal, over time, and those with extreme rewards."""
+        count = len(rows)
+        if count <= ROWS:
+            return torch.arange(count, device=goals.device)
+        candidates = torch.arange(0, count, -(-goals.numel() // DISTANCES), device=goals.device)
+        order = distances(goals[candidates], rows.get(self.keys.desired)[candidates]).argsort()
+        nearest = order[torch.from_numpy(np.geomspace(1, len(order), 30).astype(int) - 1).to(order.device)]
+        rewards = rows.get(self.keys.reward).reshape(count, -1).sum(1)
+        extremes = torch.stack([rewards.argmin(), rewards.argmax()])
+        evenly = torch.linspace(0, count - 1, 32, device=goals.device).long()
+        return torch.cat([candidates[nearest], extremes, evenly]).unique()
+
+    def _compare(self, rows: TensorDictBase, goals: Tensor) -> None:
+        computed, stored = self._evaluate(rows), rows.get(self.keys.reward)
+        own = rows.copy()
+        for key in (self.keys.desired, self.keys.next_desired):
+            own.set(key, goals)
+        best, computed, stored = (
+            each.to(goals.device).double().reshape(len(rows), -1) for each in (self._evaluate(own), computed, stored)
+        )
+        reached = _agree(stored, best).all(1)
+        self.reached_reward = float(best[0, 0]) if _agree(best, best[:1, :1]).all() else None
+        if self._compares:
+            self._warn_if_rewards_differ(computed, stored, rows, goals)
+        if self._ends_on_success is None:
+            self._warn_if_ends_are_missing(reached, rows.get(self.keys.terminated, None))
+        self._reached += int(reached.sum())
+        self._missed += int((~reached).sum())
+        self._is_over = min(self._reached, self._missed) >= ENOUGH
+
+    def _evaluate(self, rows: TensorDictBase) -> Tensor:
+        """Return the reward module's rewards of transitions ``[n]``, or raise an error if it misbehaves."""
+        given = rows.clone()
+        with torch.no_grad():
+            reward = self.reward(given).get(self.keys.reward, None)
+        stored = rows.get(self.keys.reward)
+        if reward is None or reward.numel() != stored.numel() or reward.shape[:1] != stored.shape[:1]:
+            got = "nothing" if reward is None else f"the shape {tuple(reward.shape)}"
+            several = stored.numel() > len(rows)
+            raise ValueError(
+                f"The reward module wrote {got} under {self.keys.reward!r} where rewards of the shape "
+                f"{tuple(stored.shape)} are stored: it must write one of the same shape."
+                + (" For one reward per agent, pass a TensorDictModule that writes them all." if several else "")
+            )
+        for key in self.reward.in_keys:
+            before, after = rows.get(key, None), given.get(key, None)
+            if key not in self.reward.out_keys and isinstance(before, Tensor) and not _same(before, after):
+                raise ValueError(
+                    f"The reward module modified its input {key!r}: the goals and rewards of a sample would disagree. "
+                    "Let it work on a copy (.clone() of a tensor, .copy() of an array)."
+                )
+        return reward
+
+    def _warn_if_rewards_differ(self, computed: Tensor, stored: Tensor, rows: TensorDictBase, goals: Tensor) -> None:
+        differs = ~_agree(computed, stored)
+        if not bool(differs.any()):
+            return
+        self._compares = False
+        row, agent = differs.nonzero()[0].tolist()
+        distance = float(distances(goals[row : row + 1], rows[row : row + 1].get(self.keys.desired)))
+        warn_user(
+            f"The reward module gives {computed[row, agent]:.6g} for a transition whose stored reward is "
+            f"{stored[row, agent]:.6g}; its achieved and desired goal are {distance:.4g} apart. Relabelled and "
+            f"original rewards would be inconsistent. {self._advice(rows)}"
+        )
+
+    def _advice(self, rows: TensorDictBase) -> str:
+        for key in getattr(self.reward, "info_keys", ()):
+            under_next = unravel_key(("next", key))
+            if rows.get(under_next, None) is not None:
+                return f"info_keys names {key!r}, which belongs to the previous step: use {under_next!r}."
+        return (
+            "Use the environment's own reward, EnvReward(env), with goals in its units: list transforms that scale "
+            "rewards or normalize goals after the one that relabels, in the buffer. For a learned reward, pass "
+            "recompute_all_rewards=True."
+        )
+
+    def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
+        if terminated is None:
+            self._ends_on_success = False
+            return
+        ended = terminated.reshape(len(reached), -1).any(1).to(reached.device)
+        if bool((reached & ~ended).any()):
+            self._ends_on_success = False
+        elif bool((reached & ended).any()):
+            self._ends_on_success = True
+            warn_user(
+                "The environment ends an episode when its goal is reached, and the reward module does not recompute "
+                f"{self.keys.terminated!r}: a relabelled transition that reaches its new goal would not end, and "
+                "the loss would bootstrap from the state after it. Pass terminated_fn=lambda achieved, desired: ... to "
+                "EnvReward, SparseReward or GoalReward."
+            )
+
+
+def distances(achieved: Tensor, desired: Tensor) -> Tensor:
+    """Return the Euclidean distances of goals ``[n, *goal]``, ``float32 [n]``."""
+    return torch.linalg.vector_norm((achieved.float() - desired.float()).reshape(len(achieved), -1), dim=1)
+
+
+def _agree(one: Tensor, other: Tensor) -> Tensor:
+    """Return which rows of rewards ``[n, agents]`` agree, ``bool [n, agents]``."""
+    return torch.isclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one != one)).all())

@@ -1,0 +1,164 @@
+"""Counts what becomes of sampled transitions: which are relabelled, why others are not, and their rewards."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrl_her._torchrl import warn_user
+from torchrl_her.goals.draw import Draw
+from torchrl_her.goals.table import GoalTable
+
+FIRST = 2048  # transitions whose samples are all counted
+EVERY = 32  # one in so many of the later samples is counted
+ENOUGH = 500  # transitions to relabel after which the share of evicted goals is judged
+SHARE_EVICTED = 0.2
+SAMPLES_WITHOUT_WRITE = 50  # after which the end of the running episodes is overdue
+SHARE_WAITING = 0.5
+
+
+class Sample(NamedTuple):
+    """A sampled batch after relabelling."""
+
+    relabelled: Tensor  # bool [*batch, 1]
+    reward: Tensor  # [*batch, ...]
+    draw: Draw | None = None  # None if transitions are relabelled when they are written
+
+
+class Counts(NamedTuple):
+    """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first four count sequences."""
+
+    to_relabel: float = 0.0  # chosen with the probability her_ratio
+    running: float = 0.0  # of these, not relabelled because their episode is running
+    evicted: float = 0.0  # of these, not relabelled because their goals have left the table
+    elsewhere: float = 0.0  # of these, not relabelled because another transform wrote them, or they are padding
+    original: float = 0.0
+    original_reward: float = 0.0
+    original_reached: float = 0.0
+    relabelled: float = 0.0
+    relabelled_reward: float = 0.0
+    relabelled_reached: float = 0.0
+
+
+class SampleCounts:
+    """Counts sampled transitions on their device, and warns if hindsight is lost.
+
+    The first samples are counted, then one in 32. A GPU's counts are read when they have been copied, without waiting.
+    """
+
+    def __init__(self) -> None:
+        self._transitions = self._samples = 0
+        self._totals: Tensor | None = None  # float64 [counts]
+        self._copy: AsyncCopy | None = None  # of the totals
+        self._judged = Counts()  # the totals when evicted goals were judged last
+        self._has_warned_of_evicted = self._has_warned_of_waiting = False
+        self._writes = self._since_write = 0  # the number of writes, and of samples since the last one
+        self._waiting: AsyncCopy | None = None  # the share of transitions whose episodes are running
+
+    def add(self, sample: Sample, reached_reward: float | None, table: GoalTable | None = None) -> None:
+        """Count a sample if it is due. ``reached_reward`` is the reward of a reached goal, if it is known."""
+        self._samples += 1
+        self._transitions += sample.relabelled.numel()
+        if self._transitions <= FIRST or self._samples % EVERY == 0:
+            self.count(sample, reached_reward, table)
+        if table is None or sample.draw is None or self._has_warned_of_waiting:
+            return
+        writes = table.writes
+        self._since_write = self._since_write + 1 if writes == self._writes else 0
+        self._writes = writes
+        if self._since_write >= SAMPLES_WITHOUT_WRITE:
+            self._warn_if_episodes_wait(sample.draw, table)
+
+    def count(self, sample: Sample, reached_reward: float | None, table: GoalTable | None = None) -> None:
+        """Add a sample to the totals, and warn if many goals have left the table."""
+        sums = _sums(sample, reached_reward, table)
+        self._totals = sums if self._totals is None else self._totals.to(sums.device) + sums
+        if table is None or self._has_warned_of_evicted:
+            return
+        if self._copy is None:
+            self._copy = AsyncCopy(self._totals)
+        if (values := self._copy.read()) is not None:
+            self._copy = None
+            self._warn_if_evicted(Counts(*values), table.capacity)
+
+    def totals(self) -> Counts:
+        """Return the counts so far."""
+        return Counts() if self._totals is None else Counts(*self._totals.tolist())
+
+    def _warn_if_evicted(self, counts: Counts, capacity: int) -> None:
+        since = Counts(*(now - before for now, before in zip(counts, self._judged, strict=True)))
+        relevant = since.to_relabel - since.running - since.elsewhere
+        if relevant < ENOUGH:
+            return
+        self._judged = counts
+        lost = since.evicted / relevant
+        if lost < SHARE_EVICTED:
+            return
+        self._has_warned_of_evicted = True
+        least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
+        warn_user(
+            f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left the "
+            f"goal table: HERTransform(capacity={capacity}) is too small for what the storage holds. Pass the max_size "
+            f"of the storage, or up to three times that for episodes of 64 steps and more, and at least {least}."
+        )
+
+    def _warn_if_episodes_wait(self, draw: Draw, table: GoalTable) -> None:
+        if self._waiting is None:
+            self._waiting = AsyncCopy(_is_waiting(draw, table).double().mean().reshape(1))
+        if (values := self._waiting.read()) is None:
+            return
+        self._waiting, self._since_write = None, 0
+        if values[0] >= SHARE_WAITING:
+            self._has_warned_of_waiting = True
+            warn_user(
+                f"{values[0]:.0%} of the sampled transitions wait for the end of their episode, and nothing was "
+                f"written during the last {SAMPLES_WITHOUT_WRITE} samples. They are relabelled when it ends. If no "
+                "more transitions follow, as with a data set, call flush() of HERTransform."
+            )
+
+
+class AsyncCopy:
+    """A copy of a tensor on the host, which a GPU makes while the program goes on."""
+
+    def __init__(self, values: Tensor):
+        self._values, self._event = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float] | None:
+        """Return the values, or None if the copy is not finished."""
+        if self._event is not None and not self._event.query():
+            return None
+        return self._values.numpy().tolist()
+
+
+def _is_waiting(draw: Draw, table: GoalTable) -> Tensor:
+    """Return which transitions have goals that are not in the table yet, ``bool [n]``."""
+    first, last = table.episode_ids
+    known = (draw.episode >= max(first, last - table.capacity + 1)) & (draw.episode <= last)
+    return known & (draw.step >= draw.length)
+
+
+def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None) -> Tensor:
+    """Return the counts of a sample, ``float64 [counts]``."""
+    relabelled = sample.relabelled.reshape(-1)
+    reward = sample.reward.reshape(len(relabelled), -1).mean(1, dtype=torch.float64)
+    reached = torch.zeros_like(reward) if reached_reward is None else ((reward - reached_reward).abs() < 1e-6).double()
+    values = torch.stack([torch.ones_like(reward), reward, reached], dim=1)  # [n, 3]
+    of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 3]
+    draw = sample.draw
+    if draw is None or table is None:
+        return torch.cat([of_groups.new_zeros(4), of_groups.flatten()])
+    first, last = table.episode_ids
+    missing = draw.to_relabel & ~draw.relabelled
+    elsewhere = missing & ((draw.episode < first) | (draw.episode > last))
+    running = missing & _is_waiting(draw, table)
+    evicted = missing & ~elsewhere & ~running
+    of_draw = torch.stack([draw.to_relabel, running, evicted, elsewhere]).sum(1)
+    return torch.cat([of_draw, of_groups.flatten()])
