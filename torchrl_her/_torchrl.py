@@ -33,6 +33,15 @@ def transforms_around(transform: Transform) -> tuple[list[Transform], list[Trans
     return before, after
 
 
+def count_around(transform: Transform) -> int:
+    """Return how many transforms the containers of a transform list: a cheap sign that one was inserted or removed."""
+    count = 0
+    while (reference := transform._container) is not None and (container := reference()) is not None:
+        count += len(container)
+        transform = container
+    return count
+
+
 def warn_user(message: str) -> None:
     """Warn at the line of the user's program that led here, which no fixed ``stacklevel`` reaches.
 

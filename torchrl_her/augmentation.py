@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.diagnosis.report import Report
-from torchrl_her.diagnosis.sample_counts import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
@@ -109,6 +108,8 @@ class HindsightAugmentation(RelabelTransform):
         reservoir_size = check_at_least(1, "reservoir_size", reservoir_size)
         keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         super().__init__(reward, strategy, keys, goal_fn)
+        if self.strategy.uses_initial_goal:
+            raise ValueError(f"{self.strategy!r} draws initial goals, which only HERTransform keeps: use that.")
         self.n_sampled_goal = n_sampled_goal
         self.reservoir = None if self.strategy.same_episode else GoalReservoir(reservoir_size)
         self._held = HeldTransitions(EpisodeTracker(max_episode_steps, PATIENCE, publish_running=False))
@@ -224,16 +225,13 @@ class HindsightAugmentation(RelabelTransform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions unchanged."""
         if isinstance(tensordict, TensorDictBase):
-            relabelled, reward = (tensordict.get(key, None) for key in (RELABELLED, self.keys.reward))
-            if relabelled is not None and reward is not None:
-                self._diagnosis.check_sample(tensordict, Sample(relabelled, reward))
+            relabelled = tensordict.get(RELABELLED, None)
+            if relabelled is not None:
+                self._diagnosis.check_sample(tensordict, relabelled)
         return tensordict
 
     def report(self) -> Report:
-        """Return what hindsight did so far: episodes, relabelled transitions, their rewards. ``print`` it.
-
-        Written transitions are counted in the process that writes them, sampled ones in the process that samples.
-        """
+        """Return what hindsight did so far, counted in this process. ``print`` it."""
         return self._diagnosis.report(self, self._held.tracker, self.n_sampled_goal / (self.n_sampled_goal + 1))
 
     # Processes, saving

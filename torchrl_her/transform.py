@@ -10,11 +10,11 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
 
+from torchrl_her._torchrl import count_around
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.diagnosis.report import Report
-from torchrl_her.diagnosis.sample_counts import Sample
 from torchrl_her.episodes.tracker import EpisodeTracker
-from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.episodes.transitions import WrittenTransitions, read_root_goals
 from torchrl_her.goals.draw import check_her_ratio, draw_from_table
 from torchrl_her.goals.strategies import GoalStrategy
 from torchrl_her.goals.table import GoalTable
@@ -61,20 +61,16 @@ class HERTransform(RelabelTransform):
         goal_fn (Callable, optional): maps achieved entries ``[batch, *state]`` to goals ``[batch, *goal]``.
         capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or two to three times that
             for episodes of 64 steps and more, which are published as they grow. Default: 1,000,000.
-        goal_spec (TensorSpec, optional): the spec of one goal, which the first write determines by default. Required
-            for buffers that processes share.
+        goal_spec (TensorSpec, optional): the spec of one goal. Required for buffers that processes share.
         max_episode_steps (int, optional): ends an episode after this many steps.
-        mask_key (NestedKey, optional): transitions for which this entry is False are padding, used if present; None to
-            ignore it. Default: ``("collector", "mask")``.
-        sequence_length (int, optional): samples are sequences of this length. Each gets one goal, drawn for its last
-            transition.
-        recompute_all_rewards (bool): whether transitions with their original goal get a recomputed reward, too: for a
-            learned reward, which changes during training. Default: False.
+        mask_key (NestedKey, optional): False marks padding; used if present. Default: ``("collector", "mask")``.
+        sequence_length (int, optional): samples are sequences of this length, each with one goal, drawn for its end.
+        recompute_all_rewards (bool): whether original transitions get a recomputed reward, too: for a learned reward,
+            which changes during training. Default: False.
 
     Raises:
-        ValueError, TypeError: if an argument is wrong; when writing (nothing is stored then), if goals, rewards or
-            flags have the wrong shape or an achieved goal is NaN.
-        KeyError: if an entry is missing from a write or a sample.
+        ValueError, TypeError, KeyError: if an argument is wrong; when writing (nothing is stored then), if an entry is
+            missing or has the wrong shape, or an achieved goal is NaN; when sampling, if an entry is missing.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -121,8 +117,11 @@ class HERTransform(RelabelTransform):
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity = capacity
         self.sequence_length = sequence_length
-        self.tracker = EpisodeTracker(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
-        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec)
+        self._count_around = 0  # the number of transforms at the last check
+        self._initial = int(self.strategy.uses_initial_goal)
+        longest = max(1, capacity - self._initial)
+        self.tracker = EpisodeTracker(min(longest, max_episode_steps or longest), patience=capacity - 1)
+        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._initial)
         self.longest_window = 1  # the most steps that a stored transition spans
         self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
 
@@ -156,11 +155,12 @@ class HERTransform(RelabelTransform):
                 self.longest_window = max(self.longest_window, n_step.multi_step.n_steps)
             goals, table = written.goals, self.table
             if table is None:
-                table = self.table = GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
-            tracked = self.tracker.track(written, goals, first_episode=table.next_episode)
+                table = self.table = GoalTable.like(goals, self.capacity, self._initial)
+            initial = read_root_goals(tensordict, written, self.keys, self.goal_fn) if self._initial else None
+            tracked = self.tracker.track(written, goals, table.next_episode, initial)
             table.open_episodes(tracked.opened)
             table.publish(tracked.episodes)
-        self._diagnosis.check_tracked(tensordict, written, tracked, table)
+            self._diagnosis.check_tracked(tensordict, written, tracked, table)
         if written.mask is None:
             return tracked.stamps
         stamps = np.tile([0, self.capacity], (batch.numel(), 1))  # of padding: no episode has such a step
@@ -179,13 +179,18 @@ class HERTransform(RelabelTransform):
                     self._n_step = NStepReward(self._one_step, self.goal_fn is not None, multi_step)
                 self._n_step.multi_step = multi_step  # of a copied buffer, it is another one
             self._neighbours = neighbours
+        self._count_around = count_around(self)
         return neighbours
 
     def clear(self) -> None:
         """Drop the running episodes and all goals. Call it together with ``rb.empty()``."""
-        self.flush()
-        if self.table is not None:
-            self.table.clear()
+        with self._writing():
+            self._diagnosis.continuity.loaded_lanes = 0
+            self.tracker.flush()
+            if self._n_step is not None:
+                self._n_step.flush()
+            if self.table is not None:
+                self.table.clear()
 
     def flush(self) -> None:
         """End the running episodes: their goals are published, and the next write begins new episodes.
@@ -199,27 +204,22 @@ class HERTransform(RelabelTransform):
             if self.table is not None:
                 self.table.publish(self.tracker.flush())
 
-    # Sampling
-
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Relabel transitions ``[*batch]``; the input is not modified."""
+        """Relabel sampled transitions ``[*batch]``; the input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        if not torch.compiler.is_compiling():
-            self._check_neighbours()
+        if not torch.compiler.is_compiling() and count_around(self) != self._count_around:
+            self._check_neighbours()  # a transform was inserted after the last write
         batch, rewards = self._unpack(tensordict)
         goals, relabelled = self._draw(batch, rewards.available(batch))
         self._set_goals(batch, goals, relabelled)
         rewards.recompute(batch, relabelled)
-        sample = Sample(relabelled, batch.data.get(self.keys.reward), batch.draw)
-        self._diagnosis.check_sample(batch.data, sample, batch.table, of_one_step=rewards is self._one_step)
+        draw = batch.draw if self.her_ratio else None
+        self._diagnosis.check_sample(batch.data, relabelled, draw, batch.table, rewards is self._one_step)
         return batch.data.set(RELABELLED, relabelled)
 
     def report(self) -> Report:
-        """Return what hindsight did so far: episodes, relabelled transitions, their rewards. ``print`` it.
-
-        Written transitions are counted in the process that writes them, sampled ones in the process that samples.
-        """
+        """Return what hindsight did so far, counted in this process. ``print`` it."""
         return self._diagnosis.report(self, self.tracker, self.her_ratio, self.table)
 
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
@@ -280,12 +280,15 @@ class HERTransform(RelabelTransform):
 
     def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
         """Return the table, moved to the device of the sampled goals, which can differ from that of written data."""
-        if self.table is None or self.table.goals.device != desired.device:
+        table = self.table
+        if table is None or table.goals.device != desired.device:
             with self._lock:
                 if self.table is None:  # the storage was loaded without the state of this transform
-                    self.table = GoalTable(self.capacity, desired.shape[dimensions:], desired.dtype, desired.device)
-                self.table.to(desired.device)
-        return self.table
+                    goals = desired.flatten(0, dimensions - 1) if dimensions else desired[None]
+                    self.table = GoalTable.like(goals, self.capacity, self._initial)
+                table = self.table
+                table.to(desired.device)
+        return table
 
     # Processes, saving
 
@@ -322,8 +325,7 @@ class HERTransform(RelabelTransform):
         with self._writing():
             saved = state["table"]
             if saved is not None:
-                goals = saved["goals"]
-                table = self.table or GoalTable(self.capacity, goals.shape[1:], goals.dtype, goals.device)
+                table = self.table or GoalTable.like(saved["goals"], self.capacity, self._initial)
                 table.load_state_dict(saved)
                 self.table = table
             elif self.table is not None:

@@ -101,7 +101,7 @@ def test_returns_of_several_steps_are_averaged():
     batch = rb.sample()
     kept = ~batch["hindsight", "relabelled"]
     assert hindsight.report().original_reward == pytest.approx(batch["next", "reward"][kept].mean().item())
-    assert hindsight.report().original_reached == 0.0
+    assert hindsight.report().original_reached is None
 
 
 def test_written_copies_are_reported():
@@ -136,6 +136,6 @@ def test_a_report_before_the_first_write_is_empty():
 def test_few_of_many_samples_are_counted():
     rb = make()
     rb.extend(walks(10))
-    for _ in range(320):
+    for _ in range(640):
         rb.sample()
-    assert rb.transform[0].report().sampled == 20 * 100 + 10 * 100  # all of 2,048 transitions, then one in 32
+    assert rb.transform[0].report().sampled == 21 * 100 + 10 * 100  # all of 2,048 transitions, then one in 64

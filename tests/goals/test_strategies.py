@@ -1,5 +1,7 @@
 """Strategies and her_ratio, seen through a replay buffer: draws have the distribution that the design specifies."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -277,3 +279,36 @@ def test_a_strategy_that_mixes_episodes_says_which_goals_must_be_of_the_own_one(
     draws = draw(make_buffer(Chooses(select, same_episode=False), (5, 3, 4)), 200)
     assert {episode for episode, step, *_ in draws if step % 2 == 0} == {0, 1, 2}
     assert {episode for episode, step, *_ in draws if step % 2 == 1} == ({2} if mixes else {0, 1, 2})
+
+
+class FromTheBeginning(GoalStrategy):
+    """Any goal of the episode, the initial one included."""
+
+    uses_initial_goal = True
+
+    def select(self, choice):
+        return choice.start + uniform(torch.full_like(choice.step, -1), choice.length)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 200])
+@pytest.mark.parametrize("how", ["written", "saved and loaded"])
+def test_the_initial_goal_of_an_episode_can_be_drawn(chunk, how):
+    """Goals are (episode, number of the state); the initial state has the number 0."""
+    lengths = (5, 130, 3, 70)
+    rb = make_buffer(FromTheBeginning())
+    data = torch.cat([transitions(episode, 0, length, length) for episode, length in enumerate(lengths)])
+    for number, part in enumerate(data.split(chunk)):
+        if how != "written" and number == 60 // chunk:
+            rb.transform[0].load_state_dict(pickle.loads(pickle.dumps(rb.transform[0].state_dict())))
+        rb.extend(part)
+    rb.transform[0].flush()
+    batch = rb.sample(20_000)
+    assert batch["hindsight", "relabelled"].all()
+    episodes = batch["achieved_goal"][:, 0]
+    assert torch.equal(episodes, batch["desired_goal"][:, 0])
+    for episode, length in enumerate(lengths):
+        drawn = batch["desired_goal"][episodes == episode][:, 1].long()
+        counts = torch.bincount(drawn, minlength=length + 1)
+        assert len(counts) == length + 1
+        assert stats.chisquare(counts.numpy()).pvalue > LEVEL
+    assert rb.transform[0].table.counters[0] >= sum(lengths) + len(lengths)

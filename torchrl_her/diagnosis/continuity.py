@@ -12,8 +12,9 @@ from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys
 
 WARM_UP = 100  # transitions in which environments without trajectory ids begin
+ROWS = 100  # transitions that are searched for the cause
 ENOUGH = 100  # transitions after which the share is judged, and counted afresh
-SHARE = 0.1
+SHARE = 0.3
 SHARE_AMBIGUOUS = 0.01
 
 CAUSES = {
@@ -44,7 +45,9 @@ class ContinuityCheck:
         self.transitions = self.breaks = self.ambiguous = self.loaded_lanes = 0
         self._counted = self._counted_breaks = 0
         self._has_warned = self._has_warned_of_ambiguous = False
-        self._last: WrittenTransitions | None = None
+        self._last: tuple[np.ndarray, np.ndarray] | None = (
+            None  # the end of the last write, if it did not continue an episode
+        )
 
     def check(
         self, tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, tracked: TrackedTransitions
@@ -58,7 +61,7 @@ class ContinuityCheck:
         self.ambiguous += tracked.ambiguous
         if self.loaded_lanes and not tracked.continued:
             warn_user(
-                f"The loaded buffer has {self.loaded_lanes} running episodes, and the first write after loading "
+                f"The loaded buffer has {self.loaded_lanes} running episode(s), and the first write after loading "
                 "continues none of them. If the environments were reset, call flush() after loading: it ends these "
                 "episodes, so that their transitions are relabelled."
             )
@@ -74,7 +77,7 @@ class ContinuityCheck:
         if self._has_warned:
             return
         self._counted += min(count, max(0, count - first))
-        self._counted_breaks += int((tracked.breaks >= first).sum())
+        self._counted_breaks += int((tracked.breaks >= first).sum()) if len(tracked.breaks) else 0
         if self._counted >= ENOUGH:
             share = self._counted_breaks / self._counted
             if share >= SHARE:
@@ -87,27 +90,44 @@ class ContinuityCheck:
                     f"more than their own outcomes as goals. Possible causes, the most likely first: {causes}."
                 )
             self._counted = self._counted_breaks = 0
-        self._last = None if self._has_warned else written._replace(goals=written.goals[:0])
+        if self._has_warned or not len(tracked.breaks):
+            self._last = None
+            return
+        start, outcome = written.start[-ROWS:].copy(), written.outcome[-ROWS:].copy()
+        if self._last is not None:
+            start, outcome = np.concatenate([self._last[0], start]), np.concatenate([self._last[1], outcome])
+        self._last = start[-ROWS:], outcome[-ROWS:]
 
 
 def _likely_causes(
-    tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, last: WrittenTransitions | None
+    tensordict: TensorDictBase,
+    keys: HERKeys,
+    written: WrittenTransitions,
+    last: tuple[np.ndarray, np.ndarray] | None,
 ) -> list[str]:
     start, outcome = written.start, written.outcome
     if last is not None:
-        start, outcome = np.concatenate([last.start, start]), np.concatenate([last.outcome, outcome])
+        start, outcome = np.concatenate([last[0], start]), np.concatenate([last[1], outcome])
     broken = start[1:] != outcome[:-1]  # transitions that do not follow the previous one
-    seen = set(outcome.tolist())
-    rows = tensordict.reshape(-1)
-    roots, outcomes = rows.get(keys.achieved)[1:].double(), rows.get(keys.next_achieved)[:-1].double()
-    is_close = torch.isclose(roots, outcomes, rtol=1e-3, atol=1e-5).flatten(1).all(1).numpy(force=True)
+    seen, close = set(outcome.tolist()), _are_close(tensordict, keys, written)
     evidence = {
-        "unmoved": (start == outcome).mean(),
-        "root": (start[1:] == start[:-1])[broken].mean(),
-        "reversed": (start[:-1] == outcome[1:])[broken].mean(),
-        "rounded": is_close[broken[-len(is_close) :]].mean() if len(is_close) else 0.0,
-        # Of a part of the data, only some transitions come from another one of the same part.
-        "shuffled": 25 * np.mean([each in seen for each in start[1:][broken].tolist()]),
+        "unmoved": start == outcome,
+        "root": (start[1:] == start[:-1])[broken],
+        "reversed": (start[:-1] == outcome[1:])[broken],
+        "rounded": close[broken[len(broken) - len(close) :]],
     }
-    found = [cause for cause, share in evidence.items() if share > 0.5]
+    found = [cause for cause, shares in evidence.items() if shares.size and shares.mean() > 0.5]
+    # A shuffled chunk contains only a few predecessors of its own transitions.
+    if not found and sum(each in seen for each in start[1:][broken].tolist()) > 0.02 * broken.sum():
+        found = ["shuffled"]
     return [CAUSES[cause] for cause in (*found, "left out")]
+
+
+def _are_close(tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions) -> np.ndarray:
+    """Return which achieved goals at the root nearly equal those under ``"next"`` before them, ``bool [n - 1]``."""
+    rows = tensordict.reshape(-1)
+    if written.mask is not None:
+        rows = rows[torch.from_numpy(written.mask).to(written.goals.device)]
+    goals = rows.get(keys.achieved)[1:], rows.get(keys.next_achieved)[:-1]
+    root, earlier = (each.reshape(len(each), each.shape[1:].numel()).float() for each in goals)
+    return torch.isclose(root, earlier, rtol=1e-3, atol=1e-5).all(1).numpy(force=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_her.diagnosis.continuity import ContinuityCheck
@@ -18,6 +19,7 @@ from torchrl_her.diagnosis.reward_check import RewardCheck
 from torchrl_her.diagnosis.sample_counts import Sample, SampleCounts
 from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import HERKeys
 
@@ -41,6 +43,7 @@ class Diagnosis:
     def _begin_sampling(self) -> None:
         self._counts = SampleCounts()
         self._flags = ReplacedFlagsCheck(self.keys.terminated)
+        self._has_sampled_returns = False  # of several steps, which do not tell whether a goal is reached
         self._compiled_sample: Sample | None = None  # the last one of a compiled call, which is counted when writing
 
     def for_copy(self) -> Diagnosis:
@@ -56,6 +59,8 @@ class Diagnosis:
 
         Copies that a ``later`` transform rewrites in samples are harmless; None: no search.
         """
+        if self._is_dummy(written):
+            return
         self.rewards.check(tensordict, written)
         copies = self._copies  # which another thread may set to None
         if copies is not None and later is not None:
@@ -70,30 +75,53 @@ class Diagnosis:
         table: GoalTable | None = None,
     ) -> None:
         """Check that written transitions ``[*batch]`` continue episodes."""
-        self.continuity.check(tensordict, self.keys, written, tracked)
-        if (sample := self._compiled_sample) is not None:
-            self._compiled_sample = None
+        if not self._is_dummy(written):
+            self.continuity.check(tensordict, self.keys, written, tracked)
+        self._count_compiled(table)
+
+    def _count_compiled(self, table: GoalTable | None) -> None:
+        sample, self._compiled_sample = self._compiled_sample, None
+        if sample is not None:
             self._counts.count(sample, self.rewards.reached_reward, table)
 
+    def _is_dummy(self, written: WrittenTransitions) -> bool:
+        """Return whether this is the transition of zeros with which collectors set up a buffer that processes share."""
+        goals = b"".join(each.tobytes() for each in (written.start[:1], written.outcome[:1]))
+        return not self.continuity.transitions and len(written.done) == 1 and not any(goals)
+
     def check_sample(
-        self, data: TensorDictBase, sample: Sample, table: GoalTable | None = None, *, of_one_step: bool = True
+        self,
+        data: TensorDictBase,
+        relabelled: Tensor,
+        draw: Draw | None = None,
+        table: GoalTable | None = None,
+        of_one_step: bool = True,
     ) -> None:
-        """Count sampled transitions ``[*batch]``, and compare the done flags of the previous sample."""
+        """Count sampled transitions ``[*batch]``, and compare the done flags of the previous sample.
+
+        ``relabelled``, ``bool [*batch, 1]``, says which of them are relabelled. ``draw`` and ``table`` are those of
+        transitions that are relabelled when they are sampled.
+        """
         if torch.compiler.is_compiling():
-            self._compiled_sample = sample
-        elif sample.relabelled.numel():
-            self._counts.add(sample, self.rewards.reached_reward if of_one_step else None, table)
-            if table is not None and self.rewards.recomputes_ends:
+            self._compiled_sample = Sample(relabelled, data.get(self.keys.reward), draw)
+            return
+        self._has_sampled_returns |= not of_one_step
+        if self._counts.is_due(relabelled.numel()) and (reward := data.get(self.keys.reward, None)) is not None:
+            self._counts.count(Sample(relabelled, reward, draw), self.rewards.reached_reward, table)
+        if draw is not None and table is not None:
+            self._counts.check_waiting(draw, table)
+            if self.rewards.recomputes_ends:
                 self._flags.check(data)
 
     def report(
         self, transform: Transform, tracker: EpisodeTracker, her_ratio: float, table: GoalTable | None = None
     ) -> Report:
         """Return the counts of a transform."""
+        self._count_compiled(table)
         lengths, continuity, counts = tracker.lengths, self.continuity, self._counts.totals()
         running = sum(1 for _ in tracker.open_lanes())
         sampled = counts.original + counts.relabelled
-        knows_reached = self.rewards.reached_reward is not None
+        knows_reached = self.rewards.reached_reward is not None and not self._has_sampled_returns
         return Report(
             transform=repr(transform),
             her_ratio=her_ratio,

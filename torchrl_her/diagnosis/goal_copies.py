@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
+from torchrl_her._torchrl import warn_user
 from torchrl_her.keys import HERKeys
 
 ROWS = 64  # of each write
@@ -53,12 +53,11 @@ def warn_if_goal_is_copied(
     goals = copies.goals.union(goal.tobytes() for goal in desired[0].contiguous().view(torch.uint8).numpy(force=True))
     if places and len(goals) >= GOALS:
         names = " and ".join(map(repr, places))
-        warnings.warn(
+        warn_user(
             f"The entry {names} contains the desired goal (it followed {len(goals)} different ones, bit for bit) and "
             f"would keep the original one: relabelling does not replace this copy. Let networks read {keys.desired!r} "
             "besides the observation and do not concatenate in the environment. Or list transforms after the one that "
             "relabels that rewrite the entry at the root and under 'next' (CatTensors) or drop it (ExcludeTransform).",
-            stacklevel=2,
         )
     is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES
     return None if is_over else GoalCopies(places, goals, copies.writes + 1)

@@ -28,19 +28,20 @@ class ReplacedFlagsCheck:
 
     def check(self, sample: TensorDictBase) -> None:
         """Compare the flags of the previous sample, and keep this one, ``[*batch]``, for the next call."""
-        if self._lost is not None and (lost := self._lost.read()) is not None:
+        pending, last = self._lost, self._last  # other threads may sample at the same time
+        if pending is not None and (lost := pending.read()) is not None:
             self._lost = None
             if lost[0]:
                 self._left, self._last = 0, None
                 warn_user(
                     f"{self.terminated!r} of relabelled transitions was overwritten in an earlier sample, after the "
-                    "transform returned it: in a TensorDict buffer, SliceSampler sets the done flags. Transitions that "
-                    "reach their new goal do not end then. Pass SliceSampler(..., truncated_key=None)."
+                    "transform returned it. Transitions that reach their new goal do not end then. If the sampler is a "
+                    "SliceSampler, it replaces the flags of TensorDict buffers: pass truncated_key=None to it."
                 )
-        if self._last is not None and self._lost is None:
-            earlier, recomputed = self._last
+        if last is not None and pending is None and self._left:
+            earlier, recomputed = last
             now = earlier.get(self.terminated, None)
             if now is not None and now is not recomputed and now.shape == recomputed.shape:
-                self._lost = AsyncCopy((recomputed & ~now).sum().reshape(1))
+                self._lost = AsyncCopy((recomputed & ~now.bool()).sum().reshape(1))
         self._left -= self._left > 0
         self._last = (sample, sample.get(self.terminated)) if self._left else None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Report:
     """What hindsight did so far. ``print(report)`` shows it.
 
-    The counts are those of one transform in one process: a copy begins at zero. A number that is not known is None.
+    Written transitions are counted in the process that writes them, sampled ones in the process that samples. A copy
+    has sampled nothing. A number that is not known is None.
 
     Attributes:
         transform (str): the transform and its settings.
@@ -24,7 +25,7 @@ class Report:
         ambiguous (float): the share of them that could continue several running episodes.
         table_size (int): goals in the goal table.
         capacity (int): the most goals that fit into it.
-        sampled (int): sampled transitions that were counted: those of the first samples, then of one in 32.
+        sampled (int): sampled transitions that were counted: those of the first samples, then of one in 64.
         relabelled (float): the share of them that were relabelled.
         episode_running (float): of the transitions that should be relabelled, the share that was not because the
             episode had not ended.

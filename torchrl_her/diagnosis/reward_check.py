@@ -53,7 +53,10 @@ class RewardCheck:
         if self._is_over or not len(written.done):
             return
         stored = get_entry(tensordict, self.keys.reward, "reward_key")
-        low, high = (float(each) for each in stored.aminmax())
+        values = stored.float().numpy(force=True)
+        if written.mask is not None:
+            values = values.reshape(len(written.mask), -1)[written.mask]
+        low, high = float(values.min()), float(values.max())
         self._written += len(written.done)
         if self._written < self._next and self._range[0] <= low and high <= self._range[1]:
             return
@@ -143,8 +146,8 @@ class RewardCheck:
                 return f"info_keys names {key!r}, which belongs to the previous step: use {under_next!r}."
         return (
             "Use the environment's own reward, EnvReward(env), with goals in its units: list transforms that scale "
-            "rewards or normalize goals after the one that relabels, in the buffer. For a learned reward, pass "
-            "recompute_all_rewards=True."
+            "rewards or normalize goals after the one that relabels, in the buffer. For a learned reward, use "
+            "HERTransform(recompute_all_rewards=True)."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:

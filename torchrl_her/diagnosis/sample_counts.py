@@ -13,7 +13,7 @@ from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 
 FIRST = 2048  # transitions whose samples are all counted
-EVERY = 32  # one in so many of the later samples is counted
+EVERY = 64  # one in so many of the later samples is counted
 ENOUGH = 500  # transitions to relabel after which the share of evicted goals is judged
 SHARE_EVICTED = 0.2
 SAMPLES_WITHOUT_WRITE = 50  # after which the end of the running episodes is overdue
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
 class SampleCounts:
     """Counts sampled transitions on their device, and warns if hindsight is lost.
 
-    The first samples are counted, then one in 32. A GPU's counts are read when they have been copied, without waiting.
+    The first samples are counted, then one in 64. A GPU's counts are read when they have been copied, without waiting.
     """
 
     def __init__(self) -> None:
@@ -58,19 +58,12 @@ class SampleCounts:
         self._writes = self._since_write = 0  # the number of writes, and of samples since the last one
         self._waiting: AsyncCopy | None = None  # the share of transitions whose episodes are running
 
-    def add(self, sample: Sample, reached_reward: float | None, table: GoalTable | None = None) -> None:
-        """Count a sample if it is due. ``reached_reward`` is the reward of a reached goal, if it is known."""
+    def is_due(self, transitions: int) -> bool:
+        """Return whether to count the next sample."""
+        is_early = self._transitions < FIRST
         self._samples += 1
-        self._transitions += sample.relabelled.numel()
-        if self._transitions <= FIRST or self._samples % EVERY == 0:
-            self.count(sample, reached_reward, table)
-        if table is None or sample.draw is None or self._has_warned_of_waiting:
-            return
-        writes = table.writes
-        self._since_write = self._since_write + 1 if writes == self._writes else 0
-        self._writes = writes
-        if self._since_write >= SAMPLES_WITHOUT_WRITE:
-            self._warn_if_episodes_wait(sample.draw, table)
+        self._transitions += transitions
+        return transitions > 0 and (is_early or self._samples % EVERY == 0)
 
     def count(self, sample: Sample, reached_reward: float | None, table: GoalTable | None = None) -> None:
         """Add a sample to the totals, and warn if many goals have left the table."""
@@ -78,9 +71,8 @@ class SampleCounts:
         self._totals = sums if self._totals is None else self._totals.to(sums.device) + sums
         if table is None or self._has_warned_of_evicted:
             return
-        if self._copy is None:
-            self._copy = AsyncCopy(self._totals)
-        if (values := self._copy.read()) is not None:
+        copy = self._copy = self._copy or AsyncCopy(self._totals)
+        if (values := copy.read()) is not None:
             self._copy = None
             self._warn_if_evicted(Counts(*values), table.capacity)
 
@@ -101,14 +93,21 @@ class SampleCounts:
         least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
         warn_user(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left the "
-            f"goal table: HERTransform(capacity={capacity}) is too small for what the storage holds. Pass the max_size "
-            f"of the storage, or up to three times that for episodes of 64 steps and more, and at least {least}."
+            f"goal table: HERTransform(capacity={capacity}) is too small. Pass capacity={least} or more: the max_size "
+            "of the storage, or three times that if episodes have 64 steps or more."
         )
 
-    def _warn_if_episodes_wait(self, draw: Draw, table: GoalTable) -> None:
-        if self._waiting is None:
-            self._waiting = AsyncCopy(_is_waiting(draw, table).double().mean().reshape(1))
-        if (values := self._waiting.read()) is None:
+    def check_waiting(self, draw: Draw, table: GoalTable) -> None:
+        """Warn if half of a sample waits for the end of episodes, long after the last write."""
+        if self._has_warned_of_waiting:
+            return
+        writes = table.writes
+        self._since_write = self._since_write + 1 if writes == self._writes else 0
+        self._writes = writes
+        if self._since_write < SAMPLES_WITHOUT_WRITE or not len(draw.step):
+            return
+        waiting = self._waiting = self._waiting or AsyncCopy(_is_waiting(draw, table).double().mean().reshape(1))
+        if (values := waiting.read()) is None:
             return
         self._waiting, self._since_write = None, 0
         if values[0] >= SHARE_WAITING:
@@ -124,12 +123,13 @@ class AsyncCopy:
     """A copy of a tensor on the host, which a GPU makes while the program goes on."""
 
     def __init__(self, values: Tensor):
-        self._values, self._event = values, None
+        self._event = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = torch.cuda.current_stream(values.device).record_event()
+        else:
+            self._values = values.cpu()
 
     def read(self) -> list[float] | None:
         """Return the values, or None if the copy is not finished."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_her._torchrl import warn_user
 from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker
 from torchrl_her.storage.row_layout import WORD, RowLayout
 
@@ -56,11 +56,10 @@ class HeldTransitions:
         """Warn once if all writes are single transitions, so that nothing is ever stored."""
         if len(self.ended) > 1 and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"{len(self.ended)} episodes have ended in writes of one transition, and wait for a larger write: "
                 "HindsightAugmentation cannot tell such a write from rb.add, which stores one transition. Extend with "
                 "several transitions at a time (frames_per_batch), use HERTransform, or extend with an empty batch.",
-                stacklevel=2,
             )
 
     def none(self) -> TensorDict:

@@ -45,8 +45,7 @@ class EpisodeLengths:
     def __init__(self) -> None:
         self.count = self.total = self.longest = self.shortest = 0
 
-    def add(self, steps: int) -> None:
-        """Count an episode."""
+    def add(self, steps: int) -> None:  # noqa: D102
         self.shortest = min(steps, self.shortest) if self.count else steps
         self.longest = max(steps, self.longest)
         self.count += 1
@@ -105,6 +104,7 @@ class EpisodeTracker:
         self.written = 0  # transitions so far
         self.longest_wait = 0  # of a lane that was continued, in transitions written to other lanes
         self.lengths = EpisodeLengths()
+        self._to_begin: int | None = None  # episodes that ended and were not followed by another; None at first
         self._clear()
 
     def _clear(self) -> None:
@@ -116,12 +116,14 @@ class EpisodeTracker:
         self._rows = 0  # of the last write
         self._rows_are_lanes = False  # whether each row of the last writes was another environment
         self._lane_of_row: dict[int, Lane] = {}  # the lanes that the last write left open
-        self._to_begin: int | None = None  # episodes that ended and were not followed by another; None at first
 
-    def track(self, written: WrittenTransitions, kept: Tensor, first_episode: int) -> TrackedTransitions:
+    def track(
+        self, written: WrittenTransitions, kept: Tensor, first_episode: int, initial: Tensor | None = None
+    ) -> TrackedTransitions:
         """Assign transitions to episodes. The work in Python is per run of transitions, not per transition.
 
-        Lanes keep the rows ``kept [n, ...]``. Episodes that begin in this write get the ids from ``first_episode`` on.
+        Lanes keep the rows ``kept [n, ...]``, before these the row of ``initial [n, ...]`` with which their episode
+        begins, if it is given. Episodes that begin in this write get the ids from ``first_episode`` on.
         """
         order, written = _order_by_lane(written)
         if order is not None:
@@ -137,9 +139,9 @@ class EpisodeTracker:
         runs = _cut_into_runs(written, order, self._rows_are_lanes)
         if len(runs) != len(done) // max(1, written.row_length):
             self._rows = 0  # rows are not environments
-        left_open = []
         if self._to_begin is None:
             self._to_begin = int(written.begins.sum())
+        left_open = []
         for begin, end in runs:
             key = (None if trajectory is None else int(trajectory[begin]), start[begin].tobytes())
             lane = in_rows.get(begin)
@@ -148,18 +150,15 @@ class EpisodeTracker:
                 lane = self._take(key)
             if lane is not None:
                 continued += 1
-                # A long pause says little about the other lanes: it counts for at most twice the longest wait.
-                waited = min(before - lane.written, 2 * self.longest_wait + len(done))
-                self.longest_wait = max(self.longest_wait, waited)
-                if lane.steps >= self.max_episode_steps:  # loaded into a tracker with shorter episodes
-                    self._end(lane, episodes)
-                    lane = None
+                lane = self._continue(lane, before, len(done), episodes)
             elif not self._may_begin(key[0], written, begin):
                 breaks.append(begin if order is None else order[begin])
             at = begin
             while at < end:
                 if lane is None:
                     lane = Lane(first_episode + opened)
+                    if initial is not None:
+                        lane.kept.append(initial[at if order is None else order[at]].clone().unsqueeze(0))
                     opened += 1
                 cut = min(end, at + self.max_episode_steps - lane.steps)
                 stamps[at:cut, 0] = lane.episode
@@ -184,9 +183,18 @@ class EpisodeTracker:
         self._close_waiting_lanes(episodes)
         if order is not None:
             stamps[order] = stamps.copy()
-        return TrackedTransitions(
-            stamps, list(episodes.values()), opened, continued, np.array(breaks, dtype=np.int64), ambiguous
-        )
+        positions = np.array(breaks, dtype=np.int64)
+        return TrackedTransitions(stamps, list(episodes.values()), opened, continued, positions, ambiguous)
+
+    def _continue(self, lane: Lane, before: int, count: int, episodes: dict[int, EpisodeSteps]) -> Lane | None:
+        """Note how long a lane waited until a write of ``count`` transitions; return it, unless its episode is full."""
+        # A long pause says little about the other lanes: it counts for at most twice the longest wait.
+        waited = min(before - lane.written, 2 * self.longest_wait + count)
+        self.longest_wait = max(self.longest_wait, waited)
+        if lane.steps >= self.max_episode_steps:  # loaded into a tracker with shorter episodes
+            self._end(lane, episodes)
+            return None
+        return lane
 
     def _take_lanes_of_rows(self, written: WrittenTransitions) -> dict[int, Lane]:
         """Take the lanes that the last write left in the same rows, if most rows continue theirs; return them by begin.
@@ -199,10 +207,9 @@ class EpisodeTracker:
         earlier = self._lane_of_row if is_like_last else {}
         self._rows, self._lane_of_row = rows, {}
         matching = {row: lane for row, lane in earlier.items() if lane.key == (None, start[row * length].tobytes())}
-        if earlier:
-            self._rows_are_lanes = 2 * len(matching) > len(earlier)
-        elif not is_like_last:
-            self._rows_are_lanes = False
+        # One environment that stands still matches in one row at most.
+        needed = len(earlier) if self._rows_are_lanes and is_like_last else rows
+        self._rows_are_lanes = 2 * len(matching) > needed or (self._rows_are_lanes and is_like_last and not earlier)
         taken = matching if self._rows_are_lanes else {}
         return {row * length: lane for row, lane in taken.items() if self._take(lane.key, lane)}
 
@@ -287,6 +294,7 @@ class EpisodeTracker:
                 "outcome": torch.from_numpy(np.frombuffer(lane.key[1], np.uint8).copy()),
                 "written": lane.written,
                 "kept": torch.cat(lane.kept),
+                "steps": lane.steps,
                 "published": lane.published,
             }
             for lane in self.open_lanes()
@@ -298,7 +306,7 @@ class EpisodeTracker:
         self._clear()
         for saved in state["lanes"]:
             lane = Lane(saved["episode"])
-            lane.extend(saved["kept"])
+            lane.kept, lane.steps = [saved["kept"]], saved["steps"]
             lane.published = saved["published"]
             self.written = saved["written"]
             lane.key = saved["trajectory"], saved["outcome"].numpy(force=True).tobytes()
@@ -320,10 +328,7 @@ def _order_by_lane(written: WrittenTransitions) -> tuple[np.ndarray | None, Writ
 
 
 def _cut_into_runs(written: WrittenTransitions, order: np.ndarray | None, at_rows: bool) -> list[tuple[int, int]]:
-    """Cut transitions ``[n]`` where one does not continue the previous one, and ``at_rows`` where a row begins.
-
-    Return the begin and end of each run.
-    """
+    """Return the begin and end of each run: cut where a transition does not continue the last, or ``at_rows``."""
     trajectory = written.trajectory
     begins = written.begins.copy()
     if at_rows:

@@ -61,6 +61,16 @@ def read_transitions(
     return WrittenTransitions(goals, start, outcome, done, begins, row_length, trajectory, mask)
 
 
+def read_root_goals(
+    tensordict: TensorDictBase, written: WrittenTransitions, keys: HERKeys, goal_fn: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Return the achieved goals at the root of written transitions, ``[n, *goal]``."""
+    achieved = tensordict.reshape(-1).get(keys.achieved)
+    if written.mask is not None:
+        achieved = achieved[torch.from_numpy(written.mask).to(achieved.device)]
+    return map_goals(achieved, goal_fn).detach().to(written.goals.dtype)
+
+
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Return the goals ``[n, *goal]`` that were achieved in states ``[n, *state]``."""
     if goal_fn is None:

@@ -41,9 +41,12 @@ class GoalStrategy(ABC):
         same_episode (bool): whether all goals come from the transition's own episode. If True, a transition whose row
             belongs to another episode is not relabelled. A strategy that mixes both sets it to False, and returns from
             `select` a pair: the rows, and for which of them this holds, ``bool [batch]``. Default: True.
+        uses_initial_goal (bool): whether row ``start - 1`` holds the achieved goal of the state in which the episode
+            began. Each episode then takes one more row of the table. Default: False.
     """
 
     same_episode = True
+    uses_initial_goal = False
 
     @abstractmethod
     def select(self, choice: StrategyInput) -> Tensor | tuple[Tensor, Tensor]:

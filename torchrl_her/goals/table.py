@@ -36,8 +36,11 @@ class GoalTable:
     `WriteLock`, which the caller holds.
     """
 
-    def __init__(self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device, initial: int = 0
+    ):
         self.capacity = capacity
+        self.initial = initial  # 1 if the row before the first step of an episode holds its initial goal
         self.goals = _zeros((capacity, *goal_shape), dtype, device)
         self.owners = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -50,14 +53,19 @@ class GoalTable:
         self.counters = torch.tensor([0, 0, before_first, 0], device="cpu")
 
     @classmethod
-    def of_spec(cls, capacity: int, spec: TensorSpec) -> GoalTable:
+    def of_spec(cls, capacity: int, spec: TensorSpec, initial: int = 0) -> GoalTable:
         """Make a table for goals of a spec."""
         if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
             raise TypeError(
                 f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
                 'env.observation_spec["achieved_goal"], of one environment.'
             )
-        return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"))
+        return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"), initial)
+
+    @classmethod
+    def like(cls, goals: Tensor, capacity: int, initial: int) -> GoalTable:
+        """Make a table for goals like ``[n, *goal]``."""
+        return cls(capacity, goals.shape[1:], goals.dtype, goals.device, initial)
 
     # Writing
 
@@ -89,7 +97,7 @@ class GoalTable:
         """Append the goals of episodes to the ring.
 
         A publication is an episode id, the goals ``[steps, *goal]`` of its steps from the first on (at most
-        ``capacity``), and how many of these steps were published before.
+        ``capacity``), after its initial goal if there is one, and how many of these steps were published before.
         """
         if not publications:
             return
@@ -98,15 +106,15 @@ class GoalTable:
         goals = torch.cat([goals.to(self.goals.device) for _, goals, _ in publications])
         for episode, _, before in publications:
             if before:  # each step of an episode is in the table once
-                start = self.starts[episode % self.capacity]
-                rows = (start + torch.arange(before, device=start.device)) % self.capacity
+                start = self.starts[episode % self.capacity] - self.initial
+                rows = (start + torch.arange(before + self.initial, device=start.device)) % self.capacity
                 self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
 
         counters = self.counters.numpy()
         first = int(counters[0])
         counters[0] += len(goals)
         index = self._tensor(ids % self.capacity)
-        self.starts.index_copy_(0, index, self._tensor(first + np.cumsum(lengths) - lengths))
+        self.starts.index_copy_(0, index, self._tensor(first + np.cumsum(lengths) - lengths + self.initial))
         owners = self._tensor(np.repeat(ids, lengths))
         for ring, part in _slices(self.capacity, first, len(goals)):
             self.owners[ring].fill_(-1)
@@ -115,7 +123,7 @@ class GoalTable:
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 
-        self.lengths.index_copy_(0, index, self._tensor(lengths))
+        self.lengths.index_copy_(0, index, self._tensor(lengths - self.initial))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.goals.device)
@@ -153,13 +161,16 @@ class GoalTable:
                 f"The sampled transitions are on {device}, and the goal table, which processes share, on "
                 f"{self.goals.device}: give HERTransform the goal_spec on the device of the storage."
             )
+        if device.type == "cuda" and self.goals.device != device:
+            free, shape = torch.cuda.mem_get_info(device)[0], self.goals.shape
+            _check_room(self.goals.nbytes, free, shape, self.goals.dtype, f"on {device}")
         for name in reversed(self._tensors):
             setattr(self, name, getattr(self, name).to(device))
 
     def clear(self) -> None:
         """Remove all goals. Ids are not reused."""
-        self.owners.fill_(-1)
-        self.lengths.fill_(0)
+        for tensor, empty in ((self.owners, -1), (self.lengths, 0), (self.size, 0), (self.counters[:1], 0)):
+            tensor.fill_(empty)
 
     def share_memory_(self) -> None:
         """Move the table into shared memory, which takes memory for all rows."""
@@ -184,7 +195,12 @@ class GoalTable:
         rows, episodes, *_ = self.counters.tolist()
         filled = {"goals": rows, "owners": rows, "starts": episodes + 1, "lengths": episodes + 1}
         state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
-        return state | {"capacity": self.capacity, "size": self.size.clone(), "counters": self.counters.clone()}
+        return state | {
+            "capacity": self.capacity,
+            "initial": self.initial,
+            "size": self.size.clone(),
+            "counters": self.counters.clone(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
@@ -192,6 +208,11 @@ class GoalTable:
             raise ValueError(
                 f"The saved goal table holds {state['capacity']} goals and this one {self.capacity}: "
                 f"make the transform with capacity={state['capacity']}, then load."
+            )
+        if state["initial"] != self.initial:
+            raise ValueError(
+                "The saved goal table and this one do not both hold the initial goals of episodes: make the transform "
+                "with a strategy of the same uses_initial_goal, then load."
             )
         saved, own = ((goals.dtype, tuple(goals.shape[1:])) for goals in (state["goals"], self.goals))
         if saved != own:

@@ -142,8 +142,8 @@ class _EnvFunction:
         infos = {name: entry[chosen] for name, entry in info.items()}
         expected = self._rows(achieved[chosen], desired[chosen], infos)
         self._compared += len(chosen)
-        if expected.min() != expected.max():
-            self._to_compare = ENOUGH_ROWS
+        if expected.min() != expected.max():  # of rows whose values are all equal, little can be learned
+            self._to_compare = min(self._to_compare, self._compared + ENOUGH_ROWS)
         return np.allclose(values[chosen], expected) or self._is_called_row_by_row()
 
     def _is_called_row_by_row(self) -> bool:
