@@ -17,6 +17,7 @@ bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/writing.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/checks.py
 lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -83,6 +83,14 @@ def test_rewards_of_a_batch_are_those_of_its_rows(form, dtype, batch):
         assert set(reward.flatten().tolist()) == {0.0, -1.0}
 
 
+def test_integers_in_a_column_have_one_reward_each():
+    """Checkers of environments reshape batches of integers to ``[batch, 1]``."""
+    env = make_env(INTEGERS, n_bits=3)
+    goals = np.array([[1], [5]])
+    assert env.compute_reward(goals, goals, {}).tolist() == [0.0, 0.0]
+    assert env.compute_reward(goals, goals[::-1], {}).tolist() == [-1.0, -1.0]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_seeds_make_episodes_reproducible(form):
     envs = [make_env(form, n_bits=20) for _ in range(3)]

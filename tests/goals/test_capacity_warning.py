@@ -28,7 +28,7 @@ def test_a_table_too_small_for_the_storage_is_reported_once_with_the_capacity_to
     pattern = r"^(\d+)% of the transitions .*capacity=250\) is too small for .* the storage.* at least (\d+)"
     lost, enough = re.search(pattern, message).groups()
     assert 20 <= int(lost) <= 90
-    assert 250 < int(enough) <= 1000
+    assert 250 < int(enough) <= 1100  # estimated from 500 draws; the storage holds 1,000
     assert "Pass the max_size of the storage" in message
     assert warnings_of(10, 200, 20, capacity=1000, strategy=strategy) == []
 

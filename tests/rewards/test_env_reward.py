@@ -7,6 +7,7 @@ import warnings
 from functools import partial
 
 import gymnasium
+import gymnasium_robotics
 import numpy as np
 import pytest
 import torch
@@ -399,6 +400,22 @@ def test_that_a_function_takes_no_batch_is_found_out_on_relabelled_transitions()
     with pytest.warns(UserWarning, match="row by row"):
         values = reward(goals_of(achieved, desired))["next", "reward"].flatten()
     assert torch.equal(values, -((achieved - desired)[:, 0].abs() > 0.2).float())
+
+
+def test_the_hand_that_turns_a_pen_is_called_row_by_row():
+    """Its function sets row 2 of the angles where it means the third angle."""
+    gymnasium.register_envs(gymnasium_robotics)
+    env = gymnasium.make("HandManipulatePen_BooleanTouchSensors-v1")
+    reward, compute = EnvReward(env), env.unwrapped.compute_reward
+    rng = np.random.default_rng(0)
+    achieved = np.concatenate([np.zeros((400, 3)), rng.normal([1, 0, 0, 0], 0.05, (400, 4))], axis=1)
+    achieved[:, 3:] /= np.linalg.norm(achieved[:, 3:], axis=1, keepdims=True)
+    desired = achieved[rng.permutation(400)]
+    with pytest.warns(UserWarning, match="row by row"):
+        values = reward(goals_of(torch.from_numpy(achieved), torch.from_numpy(desired)))["next", "reward"].flatten()
+    expected = [float(compute(one, other, {})) for one, other in zip(achieved, desired, strict=True)]
+    assert values.tolist() == expected
+    assert set(expected) == {0.0, -1.0}
 
 
 class SetsUpItsReward(PointReach):

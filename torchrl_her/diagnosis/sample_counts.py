@@ -93,8 +93,8 @@ class SampleCounts:
         least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
         warn_user(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left the "
-            f"goal table: HERTransform(capacity={capacity}) is too small. Pass capacity={least} or more: the max_size "
-            "of the storage, or three times that if episodes have 64 steps or more."
+            f"goal table: HERTransform(capacity={capacity}) is too small for what the storage holds. Pass the max_size "
+            f"of the storage, three times that if episodes have 64 steps or more, and at least {least}."
         )
 
     def check_waiting(self, draw: Draw, table: GoalTable) -> None:

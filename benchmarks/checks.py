@@ -1,0 +1,84 @@
+"""What the checks of HERTransform cost, which tell a user that hindsight does not work.
+
+Two transforms over the same kind of buffer write and sample the same transitions in turn, on one thread: one with its
+checks, and one without. The transitions are those of PointReach with random actions, in episodes of 50 steps.
+"""
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torchrl import torchrl_logger
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import GymEnv
+from tqdm import tqdm
+
+import torchrl_her.envs  # noqa: F401  # registers PointReach
+from torchrl_her import HERTransform, SparseReward
+from torchrl_her.diagnosis.diagnosis import Diagnosis
+
+EPISODES = 400
+TARGETS = {"extend(50)": 0.05, "sample(256)": 0.02}
+
+
+class NoChecks(Diagnosis):
+    """Checks nothing."""
+
+    def check_write(self, *arguments: Any) -> None:  # noqa: D102
+        pass
+
+    check_tracked = check_sample = check_write
+
+
+def make_buffer(*, checks: bool) -> TensorDictReplayBuffer:
+    """Return a buffer whose transform has its checks, or none."""
+    transform = HERTransform(SparseReward(0.05), capacity=100_000)
+    if not checks:
+        transform._diagnosis = NoChecks(transform.reward, transform.keys)
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(100_000), transform=transform, batch_size=256)
+
+
+def measure(rounds: int) -> dict[str, dict[bool, list[float]]]:
+    """Return the CPU times of each operation with and without checks, in µs."""
+    env = GymEnv("torchrl_her/PointReach-v0")
+    env.set_seed(0)
+    episodes = [env.rollout(50) for _ in tqdm(range(EPISODES), desc="collecting", unit="episode")]
+    buffers = {checks: make_buffer(checks=checks) for checks in (False, True)}
+    for rb in buffers.values():
+        for episode in episodes:
+            rb.extend(episode.clone())
+    times: dict[str, dict[bool, list[float]]] = {name: {False: [], True: []} for name in TARGETS}
+    for number in tqdm(range(rounds), desc="measuring", unit="round"):
+        for checks in (False, True) if number % 2 else (True, False):
+            episode = episodes[number % EPISODES].clone()
+            for name, call in (
+                ("extend(50)", lambda rb=buffers[checks], data=episode: rb.extend(data)),
+                ("sample(256)", buffers[checks].sample),
+                ("sample(256)", buffers[checks].sample),
+            ):
+                start = time.process_time_ns()
+                call()
+                times[name][checks].append((time.process_time_ns() - start) / 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=3000)
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torchrl_logger.setLevel("WARNING")
+    print("| µs of CPU time | without checks | with checks | ratio | target |\n|---|---|---|---|---|")
+    for name, of_checks in measure(rounds).items():
+        without, with_checks = (median(of_checks[checks]) for checks in (False, True))
+        # The mean, too: some samples are counted, and most are not.
+        means = [sum(sorted(of_checks[checks])[: -len(of_checks[checks]) // 50]) for checks in (False, True)]
+        ratio = f"{with_checks / without:.3f} (mean {means[1] / means[0]:.3f})"
+        print(f"| {name} | {without:.0f} | {with_checks:.0f} | {ratio} | {1 + TARGETS[name]:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
