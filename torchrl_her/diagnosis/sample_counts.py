@@ -17,6 +17,7 @@ EVERY = 64  # one in so many of the later samples is counted
 ENOUGH = 500  # transitions to relabel after which the share of evicted goals is judged
 SHARE_EVICTED = 0.2
 SAMPLES_WITHOUT_WRITE = 50  # after which the end of the running episodes is overdue
+LOOKS = 10  # one in so many samples looks whether something was written
 SHARE_WAITING = 0.5
 
 
@@ -99,10 +100,10 @@ class SampleCounts:
 
     def check_waiting(self, draw: Draw, table: GoalTable) -> None:
         """Warn if half of a sample waits for the end of episodes, long after the last write."""
-        if self._has_warned_of_waiting:
+        if self._samples % LOOKS or self._has_warned_of_waiting:
             return
         writes = table.writes
-        self._since_write = self._since_write + 1 if writes == self._writes else 0
+        self._since_write = self._since_write + LOOKS if writes == self._writes else 0
         self._writes = writes
         if self._since_write < SAMPLES_WITHOUT_WRITE or not len(draw.step):
             return
