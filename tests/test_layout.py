@@ -22,7 +22,7 @@ TIERS = [
     {"diagnosis"},
     {"relabel"},
     {"n_step", "neighbours", "compact", "offline"},
-    {"transform", "augmentation"},
+    {"transform", "augmentation", "__main__", "envs"},
 ]
 APART = {"episodes", "goals", "rewards"}  # these never import each other
 # Private names that are public API: NamedTuple's, and the extension points of transforms.

@@ -2,6 +2,8 @@
 
 from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
+from torchrl_her.diagnosis.goal_env.check import check_goal_env
+from torchrl_her.diagnosis.goal_env.finding import Finding, GoalEnvReport
 from torchrl_her.goals.strategies import Episode, Final, Future, GoalStrategy, Random, StrategyInput, uniform
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
@@ -15,7 +17,9 @@ __all__ = [
     "EnvReward",
     "Episode",
     "Final",
+    "Finding",
     "Future",
+    "GoalEnvReport",
     "GoalReward",
     "GoalStrategy",
     "HERTransform",
@@ -24,5 +28,6 @@ __all__ = [
     "Random",
     "SparseReward",
     "StrategyInput",
+    "check_goal_env",
     "uniform",
 ]

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict import __file__ as td_file
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
-from torchrl.envs import MultiStepTransform, Transform
+from torchrl.envs import EnvBase, MultiStepTransform, Transform
 
 
 def transforms_around(transform: Transform) -> tuple[list[Transform], list[Transform]]:
@@ -81,6 +81,11 @@ def without_compiled_call(state: dict[str, Any]) -> dict[str, Any]:
     ``torch.nn.Module`` drops it when it is pickled, but not from the state that a subclass copies.
     """
     return state | {"_compiled_call_impl": None}
+
+
+def gymnasium_env_of(env: EnvBase) -> Any:
+    """Return the environment in a TorchRL wrapper, with its own wrappers; ``unwrapped`` would leave these out."""
+    return env._env
 
 
 def make_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:

@@ -1,0 +1,180 @@
+"""Checks a goal environment before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import NestedKey
+from torchrl.envs import EnvBase, TransformedEnv
+
+from torchrl_her._torchrl import gymnasium_env_of
+from torchrl_her.diagnosis.goal_env.finding import NAMES, Finding, GoalEnvReport
+from torchrl_her.diagnosis.goal_env.goals import (
+    check_achieved,
+    check_desired,
+    check_numbers,
+    check_observation,
+    check_shapes,
+)
+from torchrl_her.diagnosis.goal_env.play import Episodes, Goals, Step, UnreadableGoals, Watcher, play
+from torchrl_her.diagnosis.goal_env.probe import Probe
+from torchrl_her.diagnosis.goal_env.reward import check_reward, reached
+from torchrl_her.diagnosis.goal_env.termination import check_termination
+from torchrl_her.rewards.env_reward import EnvReward
+from torchrl_her.rewards.goal_reward import GoalReward
+
+NEEDS_GOALS = (
+    "Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one array of numbers, or "
+    "name the entries with achieved_goal_key and desired_goal_key."
+)
+
+
+def check_goal_env(
+    env: Any,
+    reward: GoalReward | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    *,
+    achieved_goal_key: NestedKey = "achieved_goal",
+    desired_goal_key: NestedKey = "desired_goal",
+    goal_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    ignore: Iterable[str] = (),
+) -> GoalEnvReport:
+    """Play random episodes of a goal environment, and find the mistakes that make hindsight fail.
+
+    After each step, the reward is computed for the goals of the step and for other ones, and compared with the reward
+    of ``step``. In every other episode, actions that approach the goal are repeated, so that goals are reached.
+
+    Args:
+        env: a Gymnasium environment, a TorchRL wrapper of one (without its transforms), a function that makes either,
+            or the id of a Gymnasium environment. Environments that are made here are closed.
+        reward (GoalReward or Callable, optional): the reward that HERTransform gets, if it is a function of goals.
+            Default: ``EnvReward(env)``.
+
+    Keyword Args:
+        achieved_goal_key (NestedKey): as in `HERTransform`, and so are the next two arguments.
+        desired_goal_key (NestedKey): the entry of the observation with the desired goal.
+        goal_fn (Callable, optional): maps the entry of the achieved goal, ``[batch, *state]``, to goals.
+        steps (int, optional): how many steps to play. By default 2,000, or as many as are played in six seconds.
+        seed (int): of the environment and of the actions. Default: 0.
+        ignore (iterable of str): names of findings that are left out.
+
+    Returns:
+        GoalEnvReport: the lists ``errors``, ``warnings`` and ``notes`` of findings, each with a name, a message with
+        the numbers that show it, and advice. ``print`` shows them.
+
+    Raises:
+        ValueError: if ``ignore`` contains an unknown name, or if ``steps`` is less than 1.
+        TypeError: if ``reward`` cannot be called with two goals.
+
+    Examples:
+        >>> import torchrl_her.envs
+        >>> from torchrl_her import check_goal_env
+        >>> print(check_goal_env("torchrl_her/PointReach-v0"))
+        PointReach: 0 errors, 0 warnings, 0 notes (2,000 steps, 40 episodes)
+    """
+    ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+    if unknown := ignored - NAMES:
+        raise ValueError(f"There is no finding {sorted(unknown)}; the names are {sorted(NAMES)}.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}.")
+    if reward is not None and not isinstance(reward, GoalReward):
+        reward = GoalReward(reward)
+    is_made = isinstance(env, str) or (callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)))
+    env = _gymnasium_env(env)
+    report = GoalEnvReport(type(env.unwrapped).__name__)
+    try:
+        goals = Goals(achieved_goal_key, desired_goal_key, goal_fn)
+        report.add(_check(env, reward, goals, steps, seed, report), ignored)
+    finally:
+        if is_made:
+            env.close()
+    return report
+
+
+# A finding that is only a consequence of others is left out where one of them was found.
+EXPLAINED_BY = {
+    "reward-differs": {
+        "achieved-goal-lags",
+        "desired-goal-changes",
+        "desired-goal-stale-at-reset",
+        "modified-in-place",
+        "terminated-modifies-arguments",
+    },
+    "achieved-goal-stale-at-reset": {"achieved-goal-lags"},
+}
+
+
+def _check(
+    env: Any, reward: GoalReward | None, goals: Goals, steps: int | None, seed: int, report: GoalEnvReport
+) -> Iterator[Finding]:
+    """Yield all findings, and note in the report what was played."""
+    try:
+        achieved, desired = goals.read(env.reset(seed=seed)[0])
+    except UnreadableGoals as error:
+        yield Finding("not-a-goal-env", str(error), NEEDS_GOALS)
+        return
+    yield from check_shapes(achieved, desired)
+    try:
+        reward = EnvReward(env) if reward is None else reward
+    except TypeError as error:
+        advice = "Define compute_reward(self, achieved_goal, desired_goal, info), or pass the reward that you use."
+        yield Finding("reward-missing", str(error), advice)
+    probes = [] if reward is None else [Probe(function, reward.info_keys) for function in reward.functions]
+    watcher = Watcher(getattr(env, "observation_space", None))
+    played: list[Step] = []
+    try:
+        for step in play(env, goals, probes, watcher, steps, seed):
+            played.append(step)
+        env.reset()
+    except Exception as error:
+        yield Finding(
+            "step-fails",
+            f"The environment failed after {len(played):,} steps: {type(error).__name__}: {error}.",
+            "To see where, call env.reset() and env.step(env.action_space.sample()) until it fails.",
+        )
+    if played:
+        episodes = Episodes.of(played)
+        report.steps, report.episodes = len(played), int(episodes.episode[-1]) + 1
+        time_limit = None if env.spec is None else env.spec.max_episode_steps
+        found = [*_check_episodes(episodes, probes, watcher, time_limit)]
+        names = {finding.name for finding in found}
+        yield from (finding for finding in found if not names & EXPLAINED_BY.get(finding.name, set()))
+
+
+def _check_episodes(
+    episodes: Episodes, probes: list[Probe], watcher: Watcher, time_limit: int | None
+) -> Iterator[Finding]:
+    """Yield what the episodes show, as long as it can be trusted."""
+    if episodes.next_achieved.shape != episodes.desired.shape:
+        return
+    for probe in probes:
+        probe.observe_later(episodes.next_achieved, episodes.desired, episodes.infos)
+    if probes and probes[0].modified:  # so does step, probably: its goals are wrong
+        yield from check_reward(probes[0], episodes)
+        return
+    not_numbers = [*check_numbers(episodes)]
+    yield from not_numbers
+    if not_numbers:
+        return
+    yield from check_observation(episodes, watcher)
+    yield from check_achieved(episodes, watcher)
+    yield from check_desired(episodes)
+    if probes:
+        yield from check_reward(probes[0], episodes)
+        terminated = probes[1] if len(probes) > 1 else None
+        is_reached = reached(probes[0], len(episodes.reward))
+        yield from check_termination(terminated, episodes, is_reached, time_limit)
+
+
+def _gymnasium_env(env: Any) -> Any:
+    if isinstance(env, str):
+        return gymnasium.make(env)
+    if callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)):
+        env = env()
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return gymnasium_env_of(env) if isinstance(env, EnvBase) else env

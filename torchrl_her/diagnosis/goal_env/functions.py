@@ -1,0 +1,180 @@
+"""Checks that hold for both functions of a goal environment, compute_reward and compute_terminated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchrl_her.diagnosis.goal_env.finding import Finding
+from torchrl_her.diagnosis.goal_env.play import Episodes, distance
+from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
+from torchrl_her.rewards.comparisons import agree, agrees_with_rows, call_rows
+
+ROWS = 256  # of the batch that is compared with calls row by row
+FEWEST = 20  # steps after which it counts that a value is always the same
+
+
+def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
+    """Find functions that fail, that modify their arguments, or that need what is not stored.
+
+    ``name`` is the first part of the names of findings, and ``what`` that of the function.
+    """
+    unknown = sorted(probe.read - probe.info_keys)
+    if probe.failure:
+        advice = "It is called as compute_reward(achieved_goal, desired_goal, info), with one pair of goals or a batch."
+        if unknown and probe.failure.startswith("KeyError"):
+            advice = (
+                f"It reads info[{unknown[-1]!r}], which step does not return: return it, or compute it from the goals."
+            )
+        yield Finding(f"{name}-fails", f"{what} failed: {probe.failure}.", advice)
+    elif unknown:
+        keys = ", ".join(map(repr, unknown))
+        yield Finding(
+            f"{name}-needs-info",
+            f"{what} reads {keys} from info, which a replay buffer does not store by default.",
+            f"Store it (GymEnv(...).auto_register_info_dict()) and pass EnvReward(env, info_keys=[{keys}]), with "
+            "('next', key) for what belongs to the end of the step. An entry that depends on the original goal cannot "
+            "be used: compute it from the goals.",
+        )
+    if probe.modified:
+        names = " and ".join(sorted(probe.modified))
+        yield Finding(
+            f"{name}-modifies-arguments",
+            f"{what} modifies its argument {names}.",
+            "Work on a copy: replace achieved_goal -= desired_goal, for example, by achieved_goal - desired_goal.",
+        )
+
+
+def check_is_function(probe: Probe, episodes: Episodes, name: str, what: str) -> Iterator[Finding]:
+    """Find functions that depend on something else than their arguments, or not on one of these."""
+    values = probe.values(EVERY)
+    later = np.array([*probe.later.values()])
+    now = probe.values().actual[[*probe.later]]
+    changes = ~agree(now, later).numpy()
+    repeats = (values.again, values.third, values.fourth)
+    differs = np.any([~agree(values.actual, each).numpy() for each in repeats], axis=0)
+    if differs.any():
+        row = int(differs.argmax())
+        repeated = ", ".join(f"{each[row] + 0:.6g}" for each in (values.actual, *repeats))
+        where = f"calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, as {repeated}"
+        if agree(values.third, values.fourth).all():
+            yield _depends_on_state(name, f"{what} remembers earlier calls: {where}.")
+        else:
+            yield Finding(
+                f"{name}-random",
+                f"{what} is random: {where}.",
+                "A recomputed value must be the one that step would return: move the noise into step.",
+            )
+        return
+    varies = bool(changes.any()) or len(np.unique(values.actual)) > 1
+    many = len(values.actual) >= FEWEST
+    if varies and many and agree(values.actual, values.own).all() and agree(values.actual, values.other).all():
+        own = int(np.abs(values.actual - np.median(values.actual)).argmax())
+        yield Finding(
+            f"{name}-ignores-desired-goal",
+            f"{what} does not use its argument desired_goal: it returns {values.actual[own] + 0:.6g} for the desired "
+            f"goal of the episode, for the achieved goal, and for another goal ({len(values.actual):,} steps).",
+            "Read the argument, not the goal of the running episode (desired_goal in place of self.goal).",
+        )
+    elif many and agree(values.swapped, values.own).all() and not agree(values.own, values.other).all():
+        yield Finding(
+            f"{name}-ignores-achieved-goal",
+            f"{what} does not use its argument achieved_goal: it returns {values.own[0] + 0:.6g} for the goal just "
+            f"achieved, and for another goal in its place ({len(values.own):,} steps).",
+            "Read the argument, not the state of the environment (achieved_goal in place of self.position).",
+        )
+    elif changes.any():
+        row = int(changes.argmax())
+        yield _depends_on_state(
+            name,
+            f"{what} depends on more than its arguments: for the same ones it returned {now[row] + 0:.6g} right after "
+            f"the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
+            "differ).",
+        )
+
+
+def _depends_on_state(name: str, message: str) -> Finding:
+    advice = (
+        "Compute it from achieved_goal, desired_goal and info alone. Put what else it needs (a step count, the last "
+        "action) into info."
+    )
+    return Finding(f"{name}-depends-on-state", message, advice)
+
+
+def check_batch(probe: Probe, episodes: Episodes, name: str, what: str) -> Iterator[Finding]:
+    """Find functions of the environment that do not take a batch of goals."""
+    if not probe.is_of_env:
+        return
+    rows, achieved, desired = _pairs(episodes)
+    infos = [episodes.infos[row] for row in rows]
+    read = [key for key in sorted(probe.read) if all(key in info for info in infos)]
+    info = {key: np.stack([np.asarray(each[key]) for each in infos]) for key in read}
+    begin = time.perf_counter()
+    expected = call_rows(probe.function, achieved.copy(), desired.copy(), info)
+    cost = (time.perf_counter() - begin) / len(rows)
+    try:
+        values = np.asarray(probe.function(achieved.copy(), desired.copy(), info))
+        problem = f"returned the shape {values.shape} for {len(rows)} pairs of goals"
+        if values.size == len(rows):
+            problem = f"returned other values for {len(rows)} pairs of goals than for each pair alone"
+    except Exception as error:
+        values, problem = np.empty(0), f"failed with {len(rows)} pairs of goals ({type(error).__name__}: {error})"
+    if agrees_with_rows(values, expected):
+        return
+    if name == "terminated" and values.size == 1 and values.dtype != object:
+        yield Finding(
+            "terminated-one-verdict",
+            f"{what} gives one verdict, {bool(values.item())}, for a batch in which {int(expected.sum())} of "
+            f"{len(rows)} pairs of goals end the episode.",
+            "Compute it over the last axis (np.linalg.norm(..., axis=-1)) and return one value per row. EnvReward "
+            f"calls it row by row: {cost * 1e6:.0f} us per transition.",
+        )
+        return
+    yield Finding(
+        f"{name}-not-batched",
+        f"{what} {problem}. EnvReward calls it row by row: {cost * 1e6:.0f} us per transition, {cost * 256e3:.1f} ms "
+        "for a batch of 256.",
+        "Use operations over the last axis (axis=-1), or pass a batched function: GoalReward(reward_fn).",
+    )
+
+
+def _pairs(episodes: Episodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return steps, ``int64 [rows]``, their achieved goals and goals as hindsight draws them, ``[rows, *goal]``.
+
+    Of the goals, a quarter are the achieved ones, a quarter the desired ones, and half are achieved at later steps of
+    the episode.
+    """
+    rows = np.linspace(0, len(episodes.reward) - 1, min(ROWS, len(episodes.reward))).astype(int)
+    last = np.searchsorted(episodes.episode, episodes.episode[rows], side="right") - 1
+    later = np.random.default_rng(0).integers(rows, last, endpoint=True)
+    later[::2] = np.minimum(rows[::2] + 1, last[::2])  # goals at the border of what counts as reached
+    achieved = episodes.next_achieved[rows]
+    desired = episodes.next_achieved[later]
+    desired[::4] = achieved[::4]
+    desired[1::4] = episodes.desired[rows][1::4]
+    return rows, achieved, desired
+
+
+def example(rows: np.ndarray, episodes: Episodes) -> tuple[int, str]:
+    """Return the first of the steps that ``rows`` (``bool [n]``) selects, and a sentence part that says where it is."""
+    row = int(rows.argmax())
+    away = distance(episodes.next_achieved[row], episodes.desired[row])
+    share = f"{rows.sum():,} of {len(rows):,} steps"
+    return (
+        row,
+        f"{share}; the first is step {episodes.step[row]} of episode {episodes.episode[row]}, {away:.4g} from the goal",
+    )
+
+
+def values_of_pairs(probe: Probe, episodes: Episodes, count: int) -> np.ndarray:
+    """Return the values of up to ``count`` pairs of an achieved goal and the desired goal of another step."""
+    rng = np.random.default_rng(0)
+    steps, others = rng.integers(len(episodes.reward), size=(2, count))
+    return np.array(
+        [
+            probe.call(episodes.next_achieved[step], episodes.desired[other], episodes.infos[step])
+            for step, other in zip(steps, others, strict=True)
+        ]
+    )

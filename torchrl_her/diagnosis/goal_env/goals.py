@@ -1,0 +1,242 @@
+"""Checks of the goals, and of the rest of the observation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchrl_her.diagnosis.goal_env.finding import Finding
+from torchrl_her.diagnosis.goal_env.play import Episodes, Watcher, distance
+
+FEWEST = 100  # steps after which it counts that the achieved goal never changed
+JUMP = 1.5  # a first step this much longer than all others is a jump
+MOVES = 0.95  # the share of steps that almost always change the achieved goal
+EPISODES = 3  # with fewer, nothing is said about resets
+FAR = 10.0  # times the extent of all achieved goals
+FAR_IN_FRAME = 1.5  # times the extents of achieved and desired goals
+WIDEST_GOAL, WIDEST = 64, 300  # features up to which linear relations are searched
+EXACT, CLEAR = 1e-5, 1e-2  # the largest residual of a linear relation that holds, and the least of one that does not
+
+LAGS = "Compute the achieved goal after the simulation has advanced."
+
+
+def check_shapes(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
+    """Check the shapes and dtypes of an achieved and a desired goal, ``[*goal]``."""
+    if achieved.shape != desired.shape:
+        yield Finding(
+            "goal-shapes-differ",
+            f"The achieved goal has the shape {achieved.shape} and the desired goal {desired.shape}.",
+            "Return goals of one shape, or pass goal_fn, which maps the achieved state to a goal.",
+        )
+    if achieved.dtype != desired.dtype:
+        yield Finding(
+            "goal-dtypes-differ",
+            f"The achieved goal is {achieved.dtype} and the desired goal {desired.dtype}.",
+            "Return both with the same dtype: relabelling converts one to the other.",
+        )
+
+
+def check_numbers(episodes: Episodes) -> Iterator[Finding]:
+    """Check that goals are finite numbers."""
+    achieved, desired = episodes.next_achieved, episodes.desired
+    for name, *goals in (("achieved", episodes.achieved, achieved), ("desired", desired, episodes.next_desired)):
+        missing = sum(
+            int((~np.isfinite(each)).reshape(len(each), -1).any(1).sum()) for each in goals if each.dtype.kind == "f"
+        )
+        if missing:
+            yield Finding(
+                "goal-nan",
+                f"The {name} goal contains NaN or infinity in {missing:,} of {2 * len(desired):,} observations.",
+                "Return a number for each part of a goal; a part that is unknown belongs into the observation.",
+            )
+
+
+def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
+    """Check that the achieved goal belongs to its own step."""
+    moved = np.array([distance(*pair) for pair in zip(episodes.achieved, episodes.next_achieved, strict=True)])
+    if not moved.any():
+        if len(moved) >= FEWEST:
+            yield Finding(
+                "achieved-goal-constant",
+                f"The achieved goal did not change in any of {len(moved):,} steps.",
+                "Compute it from the state after each step. If random actions never change it, hindsight has nothing "
+                "to learn from: add ignore=['achieved-goal-constant'] if that is expected.",
+            )
+        return
+    if watcher.modified:
+        return  # its values cannot be trusted
+    lagging = _lags(episodes, moved)
+    if lagging:
+        yield Finding(
+            "achieved-goal-lags",
+            f"The achieved goal after a step belongs to the state before it: {lagging}.",
+            LAGS,
+        )
+        return
+    first = np.flatnonzero(episodes.step == 0)
+    jumps, others = moved[first], np.delete(moved, first)
+    if len(first) < EPISODES or not len(others):
+        return
+    repeats = [np.array_equal(episodes.achieved[row], episodes.next_achieved[row - 1]) for row in first[1:]]
+    jump, longest = float(np.median(jumps)), float(others.max())
+    if jump > JUMP * longest or (all(repeats) and jump > longest):
+        origin = "; it is the last one of the previous episode" if all(repeats) else ""
+        yield Finding(
+            "achieved-goal-stale-at-reset",
+            f"The achieved goal changes by {jump:.4g} in the first step of an episode (median of {len(first):,}), and "
+            f"by at most {longest:.4g} in all other steps: reset returns a goal of another state{origin}.",
+            "Compute it in reset, after the new state is set.",
+        )
+
+
+def _lags(episodes: Episodes, moved: np.ndarray) -> str:
+    """Return how it shows that achieved goals, which ``moved`` so far in each step, are one step late, or nothing."""
+    goals, features = (each.reshape(len(each), -1) for each in (episodes.next_achieved, episodes.observation))
+    wide = goals.shape[1] > WIDEST_GOAL or features.shape[1] > WIDEST or len(goals) < 3 * features.shape[1]
+    if features.size and not wide:
+        before = _residuals(episodes.observation, goals).max()
+        after = _residuals(episodes.next_observation, goals).max()
+        if before < EXACT and after > CLEAR:
+            return "it is an exact function of the observation before the step, and not of the one after it"
+        is_first = episodes.step == 0
+        if after > CLEAR and not moved[is_first].any() and (moved[~is_first] > 0).mean() > MOVES:
+            return (
+                f"it never changes in the first step of an episode ({is_first.sum():,}), and in almost all other steps"
+            )
+    return ""
+
+
+def check_desired(episodes: Episodes) -> Iterator[Finding]:
+    """Check that the desired goal is constant within an episode, can be reached, and differs between episodes."""
+    changed = np.array([distance(*pair) > 0 for pair in zip(episodes.desired, episodes.next_desired, strict=True)])
+    first = episodes.step == 0
+    if changed.any():
+        if not changed[~first].any() and first.sum() >= EPISODES:
+            yield Finding(
+                "desired-goal-stale-at-reset",
+                f"The desired goal changes in the first step of {changed.sum():,} of {first.sum():,} episodes, and in "
+                "no other step: reset returns the goal of another episode.",
+                "Draw the new goal in reset before the observation is made.",
+            )
+        else:
+            row = int(changed.argmax())
+            yield Finding(
+                "desired-goal-changes",
+                f"The desired goal changes within an episode, in {changed.sum():,} of {len(changed):,} steps; the "
+                f"first is step {episodes.step[row]} of episode {episodes.episode[row]}.",
+                "Draw it in reset alone, and end the episode (truncated=True) when the goal changes.",
+            )
+        return
+    goals = np.unique(episodes.desired.reshape(len(first), -1)[first], axis=0)
+    if first.sum() >= EPISODES and len(goals) == 1:
+        yield Finding(
+            "one-goal",
+            f"All {first.sum():,} episodes have the same desired goal.",
+            "Networks need not read it without hindsight; with hindsight they must, since relabelled goals differ.",
+        )
+    yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
+
+
+def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
+    """Compare desired goals with the extent of achieved ones, ``[n, goal]`` each: units and frames of reference."""
+    achieved, desired = (each[:: max(1, len(each) // 500)].astype(np.float64) for each in (achieved, desired))
+    low, high = achieved.min(0), achieved.max(0)
+    extent = np.linalg.norm(high - low)
+    nearest = float(np.median([np.linalg.norm(achieved - goal, axis=1).min() for goal in desired]))
+    centre = np.median(desired, axis=0)
+    outside = np.maximum(0, np.maximum(low - centre, centre - high))  # [goal]
+    extents = high - low + np.ptp(desired, axis=0)
+    offset = int((outside / np.maximum(extents, 1e-12)).argmax())
+    if not extent or (nearest <= FAR * extent and outside[offset] <= FAR_IN_FRAME * extents[offset]):
+        return
+    yield Finding(
+        "desired-goal-far",
+        f"Desired goals are far outside of everything achieved: {nearest:.4g} away in the median, where achieved goals "
+        f"extend over {extent:.4g}. In dimension {offset}, achieved goals are in [{low[offset]:.4g}, "
+        f"{high[offset]:.4g}], desired goals in [{desired[:, offset].min():.4g}, {desired[:, offset].max():.4g}].",
+        "Use the same unit and frame of reference for both. If random actions do not get far, this may be as intended.",
+    )
+
+
+def check_observation(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
+    """Check arrays that are reused, the observation space, and copies of the desired goal in the observation."""
+    for path, count in watcher.modified.items():
+        yield Finding(
+            "modified-in-place",
+            f"The array {path!r} of an observation was modified by the environment after it was returned ({count:,} "
+            "times).",
+            "Return a copy (self.position.copy()): otherwise stored observations change.",
+        )
+    if watcher.outside is not None:
+        number, observation = watcher.outside
+        yield Finding(
+            "observation-outside-space",
+            f"Observation {number} is not in observation_space: {_why_outside(watcher.space, observation)}.",
+            "Correct the space, or the dtype and the bounds of what is returned.",
+        )
+    if not watcher.modified:
+        yield from _check_copies(episodes)
+
+
+def _check_copies(episodes: Episodes) -> Iterator[Finding]:
+    """Find features that are a linear function of achieved and desired goals and of their distance."""
+    achieved, desired, features = (
+        each.reshape(len(each), -1).astype(np.float64)
+        for each in (episodes.next_achieved, episodes.desired, episodes.next_observation)
+    )
+    width = desired.shape[1]
+    different = len(np.unique(desired, axis=0))
+    if width > WIDEST_GOAL or features.shape[1] > WIDEST or different < 3:
+        return
+    varies = np.ptp(desired, axis=0) > 0  # a dimension that never changes is in every observation
+    apart = np.linalg.norm(achieved - desired, axis=1, keepdims=True)
+    copied = np.zeros(features.shape[1], dtype=bool)
+    if different > 2 * width + 3:  # else a feature that is constant in each episode could fit by chance
+        copied = _residuals(np.hstack([achieved, desired, apart]), features) < EXACT
+    simple = np.hstack([desired[:, varies], (desired - achieved)[:, varies], (achieved - desired)[:, varies], apart])
+    for feature, column in enumerate(features.T):
+        copied[feature] |= np.isclose(simple, column[:, None], rtol=1e-4, atol=1e-6).all(0).any()
+    copied &= _residuals(achieved, features) > CLEAR  # the achieved goal alone does not explain it
+    if copied.any():
+        yield Finding(
+            "desired-goal-in-observation",
+            f"The features {np.flatnonzero(copied).tolist()} of the observation contain the desired goal, or its "
+            f"difference from the achieved goal (in {len(features):,} steps with {different:,} goals).",
+            "Leave them out: relabelling does not replace them, and networks would learn the original goal with the "
+            "new goal's reward. Let networks read 'desired_goal' besides the observation.",
+        )
+
+
+def _residuals(inputs: np.ndarray, outputs: np.ndarray) -> np.ndarray:
+    """Return the largest residual of the best linear fit to each column, relative to its extent, ``[outputs]``.
+
+    Columns that are constant have no residual.
+    """
+    matrix = np.hstack([inputs, np.ones((len(inputs), 1))]).astype(np.float64)
+    outputs = outputs.astype(np.float64)
+    scale = np.abs(matrix).max(0)
+    matrix = matrix / np.where(scale > 0, scale, 1)
+    weights = np.linalg.lstsq(matrix, outputs, rcond=None)[0]
+    extent = np.ptp(outputs, axis=0)
+    return np.abs(matrix @ weights - outputs).max(0) / np.where(extent > 0, extent, 1)
+
+
+def _why_outside(space: object, observation: object, path: str = "") -> str:
+    """Return which part of an observation is not in its space, with the numbers."""
+    parts = getattr(space, "spaces", None)
+    if isinstance(parts, dict) and isinstance(observation, dict):
+        if set(parts) != set(observation):
+            return f"it has the entries {sorted(observation)}, the space {sorted(parts)}"
+        for name, part in parts.items():
+            if not part.contains(observation[name]):
+                return _why_outside(part, observation[name], f"{path}.{name}" if path else name)
+    name = repr(path) if path else "it"
+    if not isinstance(observation, np.ndarray):
+        return f"{name} is {observation!r} of type {type(observation).__name__}, the space {space}"
+    shape, dtype = (getattr(space, each, None) for each in ("shape", "dtype"))
+    if observation.shape != shape:
+        return f"{name} has the shape {observation.shape}, the space {shape}"
+    if dtype is not None and not np.can_cast(observation.dtype, dtype):
+        return f"{name} has the dtype {observation.dtype}, the space {dtype}"
+    return f"{name} has values in [{observation.min():.6g}, {observation.max():.6g}] outside of {space}"

@@ -1,0 +1,192 @@
+"""Plays random episodes of a goal environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey
+
+from torchrl_her.diagnosis.goal_env.probe import Probe
+
+STEPS, SECONDS = 2000, 6.0  # played by default: so many steps, or fewer in slow environments
+
+
+class UnreadableGoals(Exception):
+    """The observation has no goals that are arrays of numbers."""
+
+
+@dataclass
+class Goals:
+    """How to read the goals of an observation."""
+
+    achieved_key: NestedKey
+    desired_key: NestedKey
+    goal_fn: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def read(self, observation: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the achieved and the desired goal, ``[*goal]``, as copies."""
+        goals = []
+        for name, key in (("achieved", self.achieved_key), ("desired", self.desired_key)):
+            try:
+                goals.append(np.array(_get(observation, key)))
+            except (KeyError, IndexError, TypeError):
+                kind = type(observation).__name__
+                shown = f"the entries {sorted(observation)}" if isinstance(observation, dict) else f"the type {kind}"
+                raise UnreadableGoals(f"There is no {name} goal under {key!r}: the observation has {shown}.") from None
+            if goals[-1].dtype.kind not in "biuf":
+                raise UnreadableGoals(f"The {name} goal under {key!r} is not one array of numbers.")
+        if self.goal_fn is not None:
+            goals[0] = self.goal_fn(torch.as_tensor(goals[0]).unsqueeze(0)).squeeze(0).numpy(force=True)
+        return goals[0], goals[1]
+
+    def rest(self, observation: Any) -> np.ndarray:
+        """Return the other entries of an observation as one row, ``float64 [features]``."""
+        goals = {_path(self.achieved_key), _path(self.desired_key)}
+        if self.goal_fn is not None:
+            goals.remove(_path(self.achieved_key))  # the goal is only a part of this entry
+        parts = [
+            np.asarray(value, dtype=np.float64).ravel() for path, value in _leaves(observation) if path not in goals
+        ]
+        return np.concatenate(parts) if parts else np.empty(0)
+
+
+@dataclass
+class Step:
+    """One step: goals and observations before it and after it."""
+
+    goals: tuple[np.ndarray, np.ndarray]  # achieved and desired, before the step
+    next_goals: tuple[np.ndarray, np.ndarray]
+    observation: np.ndarray  # float64 [features], without the goals
+    next_observation: np.ndarray
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+    episode: int
+    step: int
+
+
+@dataclass
+class Episodes:
+    """Episodes that were played, with a row for each step."""
+
+    achieved: np.ndarray  # [n, *goal], before the step
+    next_achieved: np.ndarray  # [n, *goal]
+    desired: np.ndarray  # [n, *goal], before the step
+    next_desired: np.ndarray  # [n, *goal]
+    observation: np.ndarray  # float64 [n, features]
+    next_observation: np.ndarray  # float64 [n, features]
+    reward: np.ndarray  # float64 [n]
+    terminated: np.ndarray  # bool [n]
+    truncated: np.ndarray  # bool [n]
+    episode: np.ndarray  # int64 [n]
+    step: np.ndarray  # int64 [n], in the episode
+    infos: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, steps: list[Step]) -> Episodes:
+        """Stack steps."""
+        goals, next_goals = (
+            zip(*(getattr(step, name) for step in steps), strict=True) for name in ("goals", "next_goals")
+        )
+        (achieved, desired), (next_achieved, next_desired) = map(_stack_all, (goals, next_goals))
+        names = ("observation", "next_observation", "reward", "terminated", "truncated", "episode", "step")
+        rest = {name: np.stack([np.asarray(getattr(step, name)) for step in steps]) for name in names}
+        infos = [step.info for step in steps]
+        return cls(achieved, next_achieved, desired, next_desired, infos=infos, **rest)
+
+    def distances(self) -> np.ndarray:
+        """Return the distance from the achieved to the desired goal after each step, ``float64 [n]``."""
+        return np.array([distance(*pair) for pair in zip(self.next_achieved, self.desired, strict=True)])
+
+
+@dataclass
+class Watcher:
+    """Sees whether arrays that the environment returned are modified later, and whether they are in their space."""
+
+    space: Any
+    modified: dict[str, int] = field(default_factory=dict)  # how often each entry was modified
+    outside: tuple[int, Any] | None = None  # the first observation outside the space, and its number
+    seen: int = 0
+    _last: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)  # path, array, its copy
+
+    def see(self, observation: Any) -> None:
+        """Look at an observation that the environment has just returned."""
+        for path, array, copy in self._last:
+            if not np.array_equal(array, copy, equal_nan=array.dtype.kind == "f"):
+                self.modified[path] = self.modified.get(path, 0) + 1
+        leaves = [(".".join(path), value) for path, value in _leaves(observation) if isinstance(value, np.ndarray)]
+        self._last = [(path, value, value.copy()) for path, value in leaves]
+        if self.outside is None and self.space is not None and not self.space.contains(observation):
+            self.outside = self.seen, observation
+        self.seen += 1
+
+
+def play(
+    env: Any, goals: Goals, probes: Iterable[Probe], watcher: Watcher, steps: int | None, seed: int
+) -> Iterator[Step]:
+    """Yield steps of episodes with random actions; in every other episode, an action that approaches the goal is kept.
+
+    The first episode takes at most half of the steps, each later one a tenth.
+    """
+    rng = np.random.default_rng(seed)
+    env.action_space.seed(seed)
+    until = time.monotonic() + (SECONDS if steps is None else np.inf)
+    steps = STEPS if steps is None else steps
+    visited: list[np.ndarray] = []
+    played = episode = 0
+    while played < steps and time.monotonic() < until:
+        observation, _ = env.reset(seed=seed) if episode == 0 else env.reset()
+        watcher.see(observation)
+        before, rest = goals.read(observation), goals.rest(observation)
+        visited.append(before[0])
+        action, is_over, step = env.action_space.sample(), False, 0
+        longest = steps // 2 if episode == 0 else max(1, steps // 10)
+        while not is_over and step < longest and played < steps and time.monotonic() < until:
+            observation, reward, terminated, truncated, info = env.step(action)
+            watcher.see(observation)
+            after, next_rest = goals.read(observation), goals.rest(observation)
+            if after[0].shape == before[1].shape:
+                other = visited[rng.integers(len(visited))]
+                for probe in probes:
+                    probe.observe(after[0], before[1], info, other)
+                if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
+                    action = env.action_space.sample()
+            visited.append(after[0])
+            flags = bool(terminated), bool(truncated)
+            yield Step(before, after, rest, next_rest, float(reward), *flags, dict(info), episode, step)
+            before, rest, is_over = after, next_rest, any(flags)
+            step, played = step + 1, played + 1
+        episode += 1
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the Euclidean distance of two goals ``[*goal]``."""
+    return float(np.linalg.norm(np.subtract(one, other, dtype=np.float64).ravel()))
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _get(observation: Any, key: NestedKey) -> Any:
+    for part in _path(key):
+        observation = observation[part]
+    return observation
+
+
+def _leaves(observation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(observation, dict):
+        for name, value in observation.items():
+            yield from _leaves(value, (*path, name))
+    else:
+        yield path, observation
+
+
+def _stack_all(columns: Iterable[Iterable[np.ndarray]]) -> list[np.ndarray]:
+    return [np.stack(list(column)) for column in columns]

@@ -1,0 +1,154 @@
+"""Calls of a function of the environment with the goals of each step, and with other goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NestedKey
+
+from torchrl_her.rewards.env_function import EnvFunction
+
+EVERY = 4  # other goals and repeated calls are tried after one in so many steps
+LATER = 200  # steps whose values are computed again after the last episode
+
+
+class Values(NamedTuple):
+    """What the function returned in the state after each step, for several pairs of goals: ``float64 [n]`` each."""
+
+    actual: np.ndarray  # the achieved and the desired goal
+    own: np.ndarray  # the achieved goal for both
+    other: np.ndarray  # the achieved goal, and another one as desired goal
+    swapped: np.ndarray  # this other goal as achieved goal, and the achieved goal as desired goal
+    again: np.ndarray  # the same as actual, as are the next two
+    third: np.ndarray
+    fourth: np.ndarray
+
+
+class Probe:
+    """Calls ``compute_reward`` or ``compute_terminated`` after each step.
+
+    Args:
+        function: ``function(achieved_goal, desired_goal, info)`` of one pair of goals.
+        info_keys: the stored entries that become ``info``.
+    """
+
+    def __init__(self, function: Callable[..., Any], info_keys: Iterable[NestedKey]):
+        self.is_of_env = isinstance(function, EnvFunction)
+        self.function = function.function if isinstance(function, EnvFunction) else _of_arrays(function)
+        self.info_keys = {key if isinstance(key, str) else key[-1] for key in info_keys}
+        self.failure = ""  # the error of the first call that failed; nothing is called after it
+        self.modified: set[str] = set()  # the arguments that were modified
+        self.read: set[str] = set()  # the entries of info that were read
+        self.later: dict[int, float] = {}  # values of steps, after the last episode
+        self._values: list[tuple[float, ...]] = []
+        self._far_fails = False
+
+    def values(self, every: int = 1) -> Values:
+        """Return the values of one in ``every`` steps. All but the first two are known for one in `EVERY`, else NaN."""
+        columns = np.array(self._values, dtype=np.float64).reshape(len(self._values), len(Values._fields))
+        return Values(*columns[::every].T)
+
+    def observe(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any], other: np.ndarray) -> None:
+        """Call the function in the state after a step, with its goals and with an ``other`` goal ``[*goal]``."""
+        if self.failure:
+            return
+        first = self.call(achieved, desired, info), self.call(achieved, achieved, info)
+        if len(self._values) % EVERY:
+            self._values.append((*first, *[np.nan] * 5))
+            return
+        if not self._far_fails and len(self._values) % (2 * EVERY) == 0:
+            far = far_from(achieved)
+            with_far = self._call_far(achieved, far, info), self._call_far(far, achieved, info)
+            self._far_fails = bool(np.isnan(with_far).any())
+            other = other if self._far_fails else far
+        with_other = self.call(achieved, other, info), self.call(other, achieved, info)
+        repeated = [self.call(achieved, desired, info) for _ in range(3)]
+        self._values.append((*first, *with_other, *repeated))
+
+    def observe_later(self, achieved: np.ndarray, desired: np.ndarray, infos: list[dict[str, Any]]) -> None:
+        """Call the function again with the goals ``[n, *goal]`` of some steps, in another state of the environment."""
+        for step in np.linspace(0, len(achieved) - 1, min(LATER, len(achieved))).astype(int).tolist():
+            if not self.failure:
+                self.later[step] = self.call(achieved[step], desired[step], infos[step])
+
+    def call(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any]) -> float:
+        """Return the value for one pair of goals ``[*goal]``, or NaN if the call fails."""
+        arguments = {"achieved_goal": np.array(achieved)[()], "desired_goal": np.array(desired)[()]}
+        given = _ReadInfo(info)
+        try:
+            value = np.asarray(self.function(*arguments.values(), given))
+        except Exception as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}".removesuffix(": ")
+            return np.nan
+        finally:
+            self.read |= given.read
+        for (name, after), before in zip(arguments.items(), (achieved, desired), strict=True):
+            if before.tobytes() != after.tobytes():
+                self.modified.add(name)
+        if value.size != 1 or value.dtype == object:
+            shown = "None" if value.dtype == object else f"the shape {value.shape}"
+            self.failure = self.failure or f"it returned {shown} for one pair of goals"
+            return np.nan
+        return float(value.item())
+
+    def _call_far(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any]) -> float:
+        """Call with a goal that may be invalid, which is no failure."""
+        before = self.failure
+        value = self.call(achieved, desired, info)
+        self.failure = before
+        return value
+
+
+def far_from(goal: np.ndarray) -> np.ndarray:
+    """Return a goal far from another one, ``[*goal]``, perhaps outside the space of goals."""
+    if goal.dtype == bool:
+        return ~goal
+    if np.issubdtype(goal.dtype, np.integer):
+        largest = 1 if set(np.unique(goal)) <= {0, 1} else int(goal.max()) + 1
+        return np.minimum(largest - goal.astype(np.int64), np.iinfo(goal.dtype).max).astype(goal.dtype)
+    return goal + 1000 * (1 + np.abs(goal)).astype(goal.dtype)
+
+
+def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of goals ``[*goal]``, made from one of tensors ``[batch, *goal]``."""
+
+    def call(achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        pair = (torch.as_tensor(np.asarray(goal)).unsqueeze(0) for goal in (achieved, desired))
+        return torch.as_tensor(function(*pair)).numpy(force=True)
+
+    return call
+
+
+class _ReadInfo(dict[str, Any]):
+    """The ``info`` argument, which remembers what was read."""
+
+    def __init__(self, info: dict[str, Any]):
+        super().__init__(info)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read.update(super().keys())
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.read.update(super().keys())
+        return super().items()
+
+    def values(self) -> Any:
+        self.read.update(super().keys())
+        return super().values()

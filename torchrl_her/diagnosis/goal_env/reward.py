@@ -1,0 +1,153 @@
+"""Checks of the reward of a goal environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchrl_her.diagnosis.goal_env.finding import Finding
+from torchrl_her.diagnosis.goal_env.functions import (
+    FEWEST,
+    check_batch,
+    check_calls,
+    check_is_function,
+    example,
+    values_of_pairs,
+)
+from torchrl_her.diagnosis.goal_env.goals import LAGS
+from torchrl_her.diagnosis.goal_env.play import Episodes
+from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
+from torchrl_her.rewards.comparisons import agree
+
+PAIRS = 300  # of achieved and desired goals, of which few should be reached
+SHARE_REACHED = 0.9
+SUCCESS_KEYS = ("is_success", "success")
+
+
+def check_reward(probe: Probe, episodes: Episodes) -> Iterator[Finding]:
+    """Check the reward function. A fault that explains others hides them."""
+    what = "compute_reward" if probe.is_of_env else "The reward function"
+    yield from check_calls(probe, "reward", what)
+    if probe.failure or probe.modified:
+        return
+    faults = [*check_is_function(probe, episodes, "reward", what)] or [*_check_values(probe, episodes, what)]
+    yield from faults
+    if any(fault.name in ("reward-random", "reward-depends-on-state") for fault in faults):
+        return
+    yield from check_batch(probe, episodes, "reward", what)
+    if not faults:
+        yield from _check_reached(probe, episodes, what)
+
+
+def reached(probe: Probe, steps: int) -> np.ndarray:
+    """Return after which steps the reward is that of the achieved goal: where the goal is reached, ``bool [steps]``."""
+    if probe.failure:
+        return np.zeros(steps, dtype=bool)
+    return agree(probe.values().actual, probe.values().own).numpy()
+
+
+def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
+    values = probe.values()
+    every = np.concatenate(probe.values(EVERY))
+    if len(values.own) >= FEWEST and agree(every, every[:1]).all():
+        yield Finding(
+            "reward-constant",
+            f"{what} returned {every[0] + 0:.6g} for all {len(every):,} pairs of goals, with the goal just achieved, "
+            "with the desired goal, and with goals far away.",
+            "It must be higher for a reached goal: compare its arguments (not self.goal), with a threshold above 0 "
+            "that is smaller than the distances between goals.",
+        )
+        return
+    better = np.fmax(values.actual, values.other)
+    missed = (better > values.own) & ~agree(better, values.own).numpy()
+    if missed.any():
+        row, where = example(missed, episodes)
+        yield Finding(
+            "reward-misses-achieved-goal",
+            f"{what} returns {values.own[row] + 0:.6g} where the desired goal is the goal just achieved, and "
+            f"{better[row] + 0:.6g} for another goal ({where}).",
+            "A goal that is reached must have the highest reward: look at the sign and at the threshold (<= in place "
+            "of <).",
+        )
+    differs = ~agree(episodes.reward, values.actual).numpy()
+    if differs.any() and _agrees_one_step_later(probe, episodes, differs):
+        yield Finding(
+            "achieved-goal-lags",
+            f"The reward of step is that of the next achieved goal, in all {differs.sum():,} steps in which it differs "
+            "from that of its own.",
+            LAGS,
+        )
+    elif differs.any():
+        yield _difference(episodes, values.actual, differs, what)
+
+
+def _agrees_one_step_later(probe: Probe, episodes: Episodes, differs: np.ndarray) -> bool:
+    """Return whether the rewards of step are those of the achieved goals one step later."""
+    same_episode = np.append(episodes.episode[1:] == episodes.episode[:-1], False)
+    steps = np.flatnonzero(differs & same_episode)[:PAIRS]
+    goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
+    shifted = [probe.call(goals[step + 1], desired[step], infos[step]) for step in steps]
+    return len(steps) > 0 and bool(agree(shifted, episodes.reward[steps]).all())
+
+
+def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, what: str) -> Finding:
+    """Describe how the reward of step differs from the computed one."""
+    row, where = example(differs, episodes)
+    message = f"step returned the reward {episodes.reward[row] + 0:.6g} and {what} {computed[row] + 0:.6g} ({where})."
+    advice = (
+        "Let step return self.compute_reward(achieved_goal, desired_goal, info) of the observation that it returns."
+    )
+    distances = episodes.distances()
+    by_step, by_function = (np.unique(each) for each in (episodes.reward, computed))
+    matrix = np.stack([computed, np.ones_like(computed)], axis=1)
+    scale, offset = np.linalg.lstsq(matrix, episodes.reward, rcond=None)[0]
+    if len(by_function) > 1 and agree(matrix @ [scale, offset], episodes.reward).all():
+        message += f" The reward of step is {scale:.4g} times the other"
+        message += "." if abs(offset) < 1e-6 else f", plus {offset:.4g}."
+    elif len(by_step) <= 2 and set(by_function) <= set(by_step):
+        best = by_step.max()
+        limits = [distances[each == best].max(initial=0.0) for each in (episodes.reward, computed)]
+        message += f" step calls goals reached up to a distance of {limits[0]:.4g}, {what} up to {limits[1]:.4g}."
+    else:
+        largest = np.abs(episodes.reward - computed).max()
+        message += f" They differ by up to {largest:.4g}."
+        advice += " A bonus or penalty that is not a function of the goals must come from info."
+    return Finding("reward-differs", message, advice)
+
+
+def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
+    """Check what counts as reached; for a reward with one value for all reached goals."""
+    actual, own, *_ = probe.values()
+    is_reached = reached(probe, len(own))
+    is_sparse = len(np.unique(actual)) <= 2
+    if is_sparse and not is_reached.any():
+        yield Finding(
+            "no-goal-reached",
+            f"No goal was reached in {len(own):,} steps.",
+            "What happens at a reached goal (its reward in step, the end of the episode) was not checked: play more "
+            "steps.",
+        )
+    if not agree(own, own[:1]).all():
+        return
+    pairs = values_of_pairs(probe, episodes, PAIRS)
+    share = agree(pairs, own[:1]).numpy().mean()
+    if share > SHARE_REACHED:
+        yield Finding(
+            "reward-reaches-everything",
+            f"{what} calls {share:.0%} of {PAIRS} pairs of an achieved and a desired goal reached (reward "
+            f"{own[0] + 0:.6g}).",
+            "Use a threshold that is smaller than the distances between goals, in the units of the goals.",
+        )
+    for key in SUCCESS_KEYS if is_sparse else ():
+        if not all(key in info for info in episodes.infos):
+            continue
+        success = np.array([bool(np.all(info[key])) for info in episodes.infos])
+        if (success != is_reached).any():
+            row, where = example(success != is_reached, episodes)
+            yield Finding(
+                "success-differs",
+                f"info[{key!r}] is {success[row]} where the reward is {actual[row] + 0:.6g}, and a reached goal has "
+                f"the reward {own[0] + 0:.6g} ({where}).",
+                "Compute both from the same distance and threshold.",
+            )

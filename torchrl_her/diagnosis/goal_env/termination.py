@@ -1,0 +1,68 @@
+"""Checks of the end of episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchrl_her.diagnosis.goal_env.finding import Finding
+from torchrl_her.diagnosis.goal_env.functions import check_batch, check_calls, check_is_function, example
+from torchrl_her.diagnosis.goal_env.play import Episodes
+from torchrl_her.diagnosis.goal_env.probe import Probe
+
+FEWEST = 3  # ends near the goal, after which they are no coincidence
+
+
+def check_termination(
+    probe: Probe | None, episodes: Episodes, is_reached: np.ndarray, time_limit: int | None
+) -> Iterator[Finding]:
+    """Check the function that ends episodes, or whether one is missing; ``is_reached`` is ``bool [n]``."""
+    if time_limit is None:
+        yield from _check_ends(episodes)
+    if probe is None:
+        yield from _check_ends_on_success(episodes, is_reached)
+        return
+    what = "compute_terminated" if probe.is_of_env else "terminated_fn"
+    yield from check_calls(probe, "terminated", what)
+    if probe.failure:
+        return
+    faults = [*check_is_function(probe, episodes, "terminated", what)]
+    yield from faults
+    computed = probe.values().actual.astype(bool)
+    differs = computed != episodes.terminated
+    if differs.any() and not faults:
+        row, where = example(differs, episodes)
+        yield Finding(
+            "terminated-differs",
+            f"step returned terminated={episodes.terminated[row]} and {what} {computed[row]} ({where}).",
+            f"Let step return {what} of the observation that it returns. An end that does not depend on the goal (a "
+            "fall) must be in both.",
+        )
+    yield from check_batch(probe, episodes, "terminated", what)
+
+
+def _check_ends(episodes: Episodes) -> Iterator[Finding]:
+    if not (episodes.terminated | episodes.truncated).any():
+        yield Finding(
+            "endless",
+            f"No episode ended within {episodes.step.max() + 1:,} steps.",
+            "Pass max_episode_steps to gymnasium.make or to HERTransform, or nothing: running episodes are relabelled "
+            "too.",
+        )
+
+
+def _check_ends_on_success(episodes: Episodes, is_reached: np.ndarray) -> Iterator[Finding]:
+    ended, distances = episodes.terminated, episodes.distances()
+    both = is_reached & ended
+    if not is_reached.any() and ended.sum() >= FEWEST:  # a reward without a threshold: near goals end the episode
+        both = ended & (distances < distances[~ended].min(initial=np.inf))
+        is_reached = both if both.sum() == ended.sum() else is_reached
+    if both.any() and not (is_reached & ~ended).any():
+        yield Finding(
+            "ends-on-success",
+            f"The episode is terminated when the goal is reached, and there is no compute_terminated "
+            f"({example(both, episodes)[1]}).",
+            "Add compute_terminated(self, achieved_goal, desired_goal, info) to the environment, or pass "
+            "EnvReward(env, terminated_fn=...): else relabelled transitions that reach their goal do not end.",
+        )

@@ -1,0 +1,32 @@
+"""Comparisons of rewards: from two sources, and from a call with a batch and calls row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def agree(one: Any, other: Any) -> Tensor:
+    """Return which rewards agree, up to a relative and absolute difference of 0.001; NaN agrees with NaN."""
+    one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (one, other))
+    return torch.isclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def call_rows(
+    function: Callable[..., Any], achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Call ``function(achieved, desired, info)`` for each row of goals ``[n, *goal]``; return the values ``[n]``."""
+    rows = range(len(achieved))
+    infos = [{name: values[row] for name, values in info.items()} for row in rows]
+    return np.array([np.asarray(function(achieved[row], desired[row], infos[row])).item() for row in rows])
+
+
+def agrees_with_rows(values: np.ndarray, expected: np.ndarray) -> bool:
+    """Return whether the result of a call with a batch equals the values of calls row by row, ``[n]``."""
+    count = len(expected)
+    has_values = values.shape in ((), (count,), (count, 1)) and values.dtype != object
+    return has_values and np.allclose(values.reshape(-1), expected)

@@ -1,0 +1,126 @@
+"""A function of a goal environment that takes and returns tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_her._torchrl import warn_user
+from torchrl_her.rewards.comparisons import agrees_with_rows, call_rows
+
+# Rows on which calls with a batch are compared with calls row by row: of one call, in all, and at most in all if the
+# values never differ.
+ROWS_OF_CALL, ENOUGH_ROWS, MOST_ROWS = 32, 256, 2048
+
+
+class _Info(dict):
+    """The ``info`` argument of a function. Its KeyError says how to add the missing entry."""
+
+    def __init__(self, values: dict[str, np.ndarray], function: str):
+        super().__init__(values)
+        self.function = function
+
+    def __missing__(self, key: str) -> np.ndarray:
+        raise KeyError(
+            f"{self.function} reads info[{key!r}], and info has {list(self) or 'nothing'}: name the stored entry with "
+            "info_keys=[...]."
+        )
+
+
+class EnvFunction:
+    """A function of a goal environment that takes and returns tensors, called with batches or row by row."""
+
+    def __init__(self, env: Any, name: str):
+        self.function = find_function(env, name)
+        self.name = f"{name} of {name_of(env)}"
+        self.observation_space = getattr(env, "observation_space", None)
+        self.batched: bool | None = None  # unknown before the first call
+        self._compared, self._to_compare = 0, MOST_ROWS  # rows
+
+    def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
+        """Return the values of goals ``[batch, *goal]``, ``[batch]`` or ``[batch, 1]``."""
+        arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
+        if self.batched is None:
+            self.batched = self._is_batched(*arrays)
+        values = self._batch(*arrays) if self.batched else call_rows(self._batch, *arrays)
+        if self.batched and not torch.compiler.is_compiling() and self._compared < self._to_compare:
+            self.batched = self._agrees_with_rows(values, *arrays)
+            values = values if self.batched else call_rows(self._batch, *arrays)
+        if values.ndim == 0:  # one value for all goals
+            values = np.full(len(achieved), values)
+        return torch.as_tensor(values).to(achieved.device)
+
+    def _batch(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> np.ndarray:
+        return np.asarray(self.function(achieved, desired, _Info(info, self.name)))
+
+    def _is_batched(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]) -> bool:
+        """Compare the function of a batch, one reached goal and eight others, with its calls row by row."""
+        reached = achieved[0].astype(desired.dtype)
+        others = self._other_goals(reached)
+        probe = (np.stack([reached] * 9), np.stack([reached, *others]))
+        infos = {name: values[[0] * 9] for name, values in info.items()}
+        expected = call_rows(self._batch, *probe, infos)
+        try:
+            values = self._batch(*probe, infos)
+        except Exception:  # any error means that it does not take a batch
+            values = np.empty(0)
+        if agrees_with_rows(values, expected):
+            return True
+        return self._is_called_row_by_row()
+
+    def _agrees_with_rows(
+        self, values: np.ndarray, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]
+    ) -> bool:
+        """Compare the values of a batch with calls for some of its rows: spread, and those with extreme values."""
+        count = len(achieved)
+        values = np.broadcast_to(values.reshape(-1), count) if values.size in (1, count) else np.full(count, np.nan)
+        spread = np.linspace(0, count - 1, min(count, ROWS_OF_CALL - 2)).astype(int)
+        chosen = np.unique([*spread, values.argmin(), values.argmax()])
+        infos = {name: entry[chosen] for name, entry in info.items()}
+        expected = call_rows(self._batch, achieved[chosen], desired[chosen], infos)
+        self._compared += len(chosen)
+        if expected.min() != expected.max():  # of rows whose values are all equal, little can be learned
+            self._to_compare = min(self._to_compare, self._compared + ENOUGH_ROWS)
+        return np.allclose(values[chosen], expected) or self._is_called_row_by_row()
+
+    def _is_called_row_by_row(self) -> bool:
+        warn_user(
+            f"{self.name} does not take a batch of goals and is called row by row at every sample, which is slow. Pass "
+            "a batched function of your own: GoalReward(reward_fn) in place of EnvReward, or terminated_fn=... for the "
+            "end of episodes."
+        )
+        return False
+
+    def _other_goals(self, reached: np.ndarray) -> list[np.ndarray]:
+        """Return eight other goals ``[goal]``: samples of the observation space, or goals near the reached one."""
+        space = self.observation_space
+        if not isinstance(space, gymnasium.spaces.Dict) or "desired_goal" not in space.spaces:
+            wide = reached.astype(np.result_type(reached, np.int64))
+            return [(wide + offset).astype(reached.dtype) for offset in (1, -1, 2, -2, 5, -5, 10, -10)]
+        space = copy.deepcopy(space["desired_goal"])  # keeps the environment's random state
+        space.seed(0)
+        goals = [np.asarray(space.sample(), dtype=reached.dtype) for _ in range(8)]
+        if goals[0].size != reached.size:
+            raise ValueError(
+                f"{self.name} takes goals of the shape {goals[0].shape}, and those that are stored have the shape "
+                f"{reached.shape}. GymEnv makes one-hot vectors of discrete goals, unless it is given "
+                "categorical_action_encoding=True."
+            )
+        return [goal.reshape(reached.shape) for goal in goals]
+
+
+def find_function(env: Any, name: str) -> Any:
+    """Return a function of the outermost Gymnasium wrapper that defines it, or of the environment, or None."""
+    if hasattr(env, "has_wrapper_attr"):  # also through TorchRL's wrappers
+        return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
+    return getattr(getattr(env, "unwrapped", env), name, None)
+
+
+def name_of(env: Any) -> str:
+    """Return the name of the class of an environment, without its wrappers."""
+    return type(getattr(env, "unwrapped", env)).__name__
