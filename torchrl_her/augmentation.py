@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.held_transitions import HeldTransitions
-from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker, TrackedTransitions
+from torchrl_her.episodes.lanes import EpisodeSteps
+from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_from_episodes
 from torchrl_her.goals.reservoir import GoalReservoir

@@ -12,7 +12,9 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_her import Future, StrategyInput, relabel, uniform
-from torchrl_her.episodes.tracker import EpisodeTracker, Lane, TrackedTransitions
+from torchrl_her.episodes.lanes import Lane
+from torchrl_her.episodes.ordered_write import TrackedTransitions
+from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys
 from torchrl_her.relabel import Batch, OneStepReward, RelabelTransform

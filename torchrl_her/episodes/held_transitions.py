@@ -9,7 +9,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_her._torchrl import warn_user
-from torchrl_her.episodes.tracker import EpisodeSteps, EpisodeTracker
+from torchrl_her.episodes.lanes import EpisodeSteps
+from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.storage.row_layout import WORD, RowLayout
 
 

@@ -4,81 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_her.episodes.lanes import EpisodeLengths, EpisodeSteps, Key, Lane
+from torchrl_her.episodes.ordered_write import OrderedWrite, TrackedTransitions
+from torchrl_her.episodes.row_lanes import RowLanes
 from torchrl_her.episodes.transitions import WrittenTransitions
 
 # The steps of a running episode are handed over from this many on, each time that its length has doubled.
 FIRST_PUBLICATION = 64
-
-Key = tuple[int | None, bytes]  # the trajectory id, and the bytes of the achieved and the desired goal
-
-
-class EpisodeSteps(NamedTuple):
-    """The steps of an episode that ended, grew or became idle."""
-
-    episode: int
-    kept: Tensor  # [steps, ...], the per-step data from the first step on: achieved goals, or packed transitions
-    before: int  # how many of the steps were handed over before
-
-
-class TrackedTransitions(NamedTuple):
-    """The episodes of the transitions of one write, in the order of writing."""
-
-    stamps: np.ndarray  # int64 [n, 2], the episode id of each transition and its step in the episode
-    episodes: list[EpisodeSteps]  # at most one entry per episode
-    opened: int  # how many episodes began
-    continued: int  # how many open lanes were continued
-    breaks: np.ndarray  # int64, the positions of transitions that begin an episode although none had ended
-    ambiguous: int  # how many transitions could continue several lanes
-
-
-class EpisodeLengths:
-    """The lengths of the episodes that ended."""
-
-    def __init__(self) -> None:
-        self.count = self.total = self.longest = self.shortest = 0
-
-    def add(self, steps: int) -> None:  # noqa: D102
-        self.shortest = min(steps, self.shortest) if self.count else steps
-        self.longest = max(steps, self.longest)
-        self.count += 1
-        self.total += steps
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """One environment's stream of transitions, and its running episode."""
-
-    episode: int
-    key: Key = (None, b"")  # of the last transition, with its goals under "next"; the next transition must match it
-    written: int = 0  # the tracker's count of transitions when the lane was last continued
-    kept: list[Tensor] = field(default_factory=list)  # pieces [steps, ...], the per-step data of the running episode
-    steps: int = 0
-    published: int = 0  # how many steps were handed over
-
-    def extend(self, kept: Tensor) -> None:
-        """Append further steps."""
-        if self.kept and self.kept[0].device != kept.device:  # loaded from another device
-            self.kept = [piece.to(kept.device) for piece in self.kept]
-        self.kept.append(kept)
-        self.steps += len(kept)
-
-    def publish_into(self, episodes: dict[int, EpisodeSteps]) -> None:
-        """Hand over all steps so far, if there are new ones."""
-        if self.steps == self.published:
-            return
-        self.kept = [torch.cat(self.kept)]
-        earlier = episodes.pop(self.episode, None)  # of the same write
-        before = self.published if earlier is None else earlier.before
-        episodes[self.episode] = EpisodeSteps(self.episode, self.kept[0], before)
-        self.published = self.steps
 
 
 class EpisodeTracker:
@@ -113,9 +52,7 @@ class EpisodeTracker:
         self._lanes: dict[int, Lane] = {}
         self._by_key: dict[Key, deque[Lane]] = {}  # all open lanes
         self._lanes_of_id: Counter[int | None] = Counter()  # how many open lanes have a trajectory id
-        self._rows = 0  # of the last write
-        self._rows_are_lanes = False  # whether each row of the last writes was another environment
-        self._lane_of_row: dict[int, Lane] = {}  # the lanes that the last write left open
+        self._row_lanes = RowLanes()
 
     def track(
         self, written: WrittenTransitions, kept: Tensor, first_episode: int, initial: Tensor | None = None
@@ -125,93 +62,74 @@ class EpisodeTracker:
         Lanes keep the rows ``kept [n, ...]``, before these the row of ``initial [n, ...]`` with which their episode
         begins, if it is given. Episodes that begin in this write get the ids from ``first_episode`` on.
         """
-        order, written = _order_by_lane(written)
-        if order is not None:
-            kept = kept[torch.from_numpy(order).to(kept.device)]
-        start, outcome, done, trajectory = written.start, written.outcome, written.done, written.trajectory
-        before = self.written
-        self.written += len(done)
-        stamps = np.empty((len(done), 2), dtype=np.int64)
-        episodes: dict[int, EpisodeSteps] = {}
-        opened = continued = ambiguous = 0
-        breaks = []
-        in_rows = self._take_lanes_of_rows(written)
-        runs = _cut_into_runs(written, order, self._rows_are_lanes)
-        if len(runs) != len(done) // max(1, written.row_length):
-            self._rows = 0  # rows are not environments
+        write = OrderedWrite.of(written, kept, initial, first_episode)
+        transitions, row_lanes = write.transitions, self._row_lanes
+        self.written += len(transitions.done)
+        matches = row_lanes.match(transitions)
+        lanes_of_rows = {begin: lane for begin, lane in matches.items() if self._take(lane.key, lane)}
+        runs = _cut_into_runs(transitions, write.order, row_lanes.are_lanes)
+        row_lanes.check_runs(len(runs))
         if self._to_begin is None:
-            self._to_begin = int(written.begins.sum())
+            self._to_begin = int(transitions.begins.sum())
         left_open = []
         for begin, end in runs:
-            key = (None if trajectory is None else int(trajectory[begin]), start[begin].tobytes())
-            lane = in_rows.get(begin)
-            if lane is None:
-                ambiguous += len(self._by_key.get(key, ())) > 1
-                lane = self._take(key)
+            lane = self._continue(lanes_of_rows.get(begin), begin, write)
+            lane = self._extend(lane, begin, end, write)
             if lane is not None:
-                continued += 1
-                lane = self._continue(lane, before, len(done), episodes)
-            elif not self._may_begin(key[0], written, begin):
-                breaks.append(begin if order is None else order[begin])
-            at = begin
-            while at < end:
-                if lane is None:
-                    lane = Lane(first_episode + opened)
-                    if initial is not None:
-                        lane.kept.append(initial[at if order is None else order[at]].clone().unsqueeze(0))
-                    opened += 1
-                cut = min(end, at + self.max_episode_steps - lane.steps)
-                stamps[at:cut, 0] = lane.episode
-                stamps[at:cut, 1] = np.arange(lane.steps, lane.steps + cut - at)
-                lane.extend(kept[at:cut].clone())  # the caller may overwrite its tensors
-                at = cut
-                if done[cut - 1] or lane.steps == self.max_episode_steps:
-                    self._end(lane, episodes)
-                    lane = None
-            if lane is not None:
-                lane.key = key[0], outcome[end - 1].tobytes()
-                if written.row_length and end % written.row_length == 0:
-                    self._lane_of_row[end // written.row_length - 1] = lane
-                if self._rows_are_lanes:  # no other row of this write continues it
+                row_lanes.leave_open(lane, end)
+                if row_lanes.are_lanes:  # no other row of this write continues it
                     left_open.append(lane)
                 else:
                     self._leave_open(lane)
-                if self.publish_running and lane.steps >= max(FIRST_PUBLICATION, 2 * lane.published):
-                    lane.publish_into(episodes)
         for lane in left_open:
             self._leave_open(lane)
-        self._close_waiting_lanes(episodes)
-        if order is not None:
-            stamps[order] = stamps.copy()
-        positions = np.array(breaks, dtype=np.int64)
-        return TrackedTransitions(stamps, list(episodes.values()), opened, continued, positions, ambiguous)
+        self._close_waiting_lanes(write.episodes)
+        return write.tracked()
 
-    def _continue(self, lane: Lane, before: int, count: int, episodes: dict[int, EpisodeSteps]) -> Lane | None:
-        """Note how long a lane waited until a write of ``count`` transitions; return it, unless its episode is full."""
+    def _continue(self, lane: Lane | None, begin: int, write: OrderedWrite) -> Lane | None:
+        """Return the lane that the run from ``begin`` on continues, by default a matching open one, or None."""
+        written = write.transitions
+        key = write.key(begin, written.start)
+        if lane is None:
+            write.ambiguous += len(self._by_key.get(key, ())) > 1
+            lane = self._take(key)
+        if lane is None:
+            if not self._may_begin(key[0], written, begin):
+                write.breaks.append(begin)
+            return None
+        write.continued += 1
         # A long pause says little about the other lanes: it counts for at most twice the longest wait.
-        waited = min(before - lane.written, 2 * self.longest_wait + count)
+        count = len(written.done)
+        waited = min(self.written - count - lane.written, 2 * self.longest_wait + count)
         self.longest_wait = max(self.longest_wait, waited)
         if lane.steps >= self.max_episode_steps:  # loaded into a tracker with shorter episodes
-            self._end(lane, episodes)
+            self._end(lane, write.episodes)
             return None
         return lane
 
-    def _take_lanes_of_rows(self, written: WrittenTransitions) -> dict[int, Lane]:
-        """Take the lanes that the last write left in the same rows, if most rows continue theirs; return them by begin.
-
-        Without trajectory ids, an environment can start where another one has just arrived.
-        """
-        length, start = written.row_length, written.start
-        rows = len(start) // length if length and written.trajectory is None else 0
-        is_like_last = rows == self._rows > 0
-        earlier = self._lane_of_row if is_like_last else {}
-        self._rows, self._lane_of_row = rows, {}
-        matching = {row: lane for row, lane in earlier.items() if lane.key == (None, start[row * length].tobytes())}
-        # One environment that stands still matches in one row at most.
-        needed = len(earlier) if self._rows_are_lanes and is_like_last else rows
-        self._rows_are_lanes = 2 * len(matching) > needed or (self._rows_are_lanes and is_like_last and not earlier)
-        taken = matching if self._rows_are_lanes else {}
-        return {row * length: lane for row, lane in taken.items() if self._take(lane.key, lane)}
+    def _extend(self, lane: Lane | None, begin: int, end: int, write: OrderedWrite) -> Lane | None:
+        """Add a run of transitions to a lane, or to a new one; return the lane that it leaves open, if any."""
+        written, stamps = write.transitions, write.stamps
+        while begin < end:
+            if lane is None:
+                lane = Lane(write.next_episode + write.opened)
+                if write.initial is not None:
+                    lane.kept.append(write.initial.narrow_copy(0, begin, 1))
+                write.opened += 1
+            cut = min(end, begin + self.max_episode_steps - lane.steps)
+            stamps[begin:cut, 0] = lane.episode
+            stamps[begin:cut, 1] = np.arange(lane.steps, lane.steps + cut - begin)
+            lane.extend(write.kept.narrow_copy(0, begin, cut - begin))  # the caller may overwrite its tensors
+            begin = cut
+            if written.done[cut - 1] or lane.steps == self.max_episode_steps:
+                self._end(lane, write.episodes)
+                lane = None
+        if lane is None:
+            return None
+        lane.key = write.key(end - 1, written.outcome)
+        if self.publish_running and lane.steps >= max(FIRST_PUBLICATION, 2 * lane.published):
+            lane.publish_into(write.episodes)
+        return lane
 
     def _may_begin(self, trajectory: int | None, written: WrittenTransitions, begin: int) -> bool:
         """Return whether an episode is expected to begin: of a new trajectory, in a new row, or after an end."""
@@ -312,19 +230,6 @@ class EpisodeTracker:
             lane.key = saved["trajectory"], saved["outcome"].numpy(force=True).tobytes()
             self._leave_open(lane)
         self.written, self.longest_wait = state["written"], state["longest_wait"]
-
-
-def _order_by_lane(written: WrittenTransitions) -> tuple[np.ndarray | None, WrittenTransitions]:
-    """Order transitions lane by lane, each lane in time.
-
-    Return the order, ``int64 [n]`` or None if it is that of writing, and the transitions; their goals keep their order.
-    """
-    trajectory = written.trajectory
-    if trajectory is None or (trajectory[1:] >= trajectory[:-1]).all():
-        return None, written
-    order = np.argsort(trajectory, kind="stable")
-    columns = ("start", "outcome", "done", "begins", "trajectory")
-    return order, written._replace(**{name: getattr(written, name)[order] for name in columns})
 
 
 def _cut_into_runs(written: WrittenTransitions, order: np.ndarray | None, at_rows: bool) -> list[tuple[int, int]]:
