@@ -38,8 +38,8 @@ class HindsightAugmentation(RelabelTransform):
     it works with every storage.
 
     Write with ``rb.extend``, at least two transitions at a time, to a storage with one dimension. A write of a single
-    transition cannot be told from ``rb.add``, which stores one transition: an episode that it completes waits for the
-    next larger (or empty) write. ``rb.add`` and ``rb[i] = ...`` are not supported; where they look like ``rb.extend``,
+    transition looks like ``rb.add``, which stores one transition: an episode that it completes waits for the next
+    larger (or empty) write. ``rb.add`` and ``rb[i] = ...`` are not supported; where they look like ``rb.extend``,
     their transitions are held back as well.
 
     Stored transitions have entries ``("hindsight", "relabelled")``, ``bool [batch, 1]``, and
@@ -141,8 +141,8 @@ class HindsightAugmentation(RelabelTransform):
             written = self._read(tensordict, self._goal, neighbours.before + neighbours.after)
             if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
-            is_dummy = self._goal is None and _is_dummy(tensordict, self.keys)
-            if is_dummy:
+            is_dummy = self._goal is None and written.is_dummy
+            if is_dummy:  # it must be stored at once
                 written = written._replace(done=np.ones_like(written.done))
         with self._writing():
             if written is not None and len(written.done):
@@ -163,8 +163,7 @@ class HindsightAugmentation(RelabelTransform):
 
     def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> TrackedTransitions:
         """Hold transitions ``[n]``, without padding, back until their episodes end."""
-        if written.mask is not None:
-            rows = rows[torch.from_numpy(written.mask).to(written.goals.device)]
+        rows = written.rows_of(rows)
         packed = self._held.pack(rows)
         if self._goal is None:
             self._goal = rows.get(self.keys.desired)[0].clone()
@@ -278,12 +277,3 @@ class HindsightAugmentation(RelabelTransform):
             f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
             f"n_sampled_goal={self.n_sampled_goal})"
         )
-
-
-def _is_dummy(tensordict: TensorDictBase, keys: HERKeys) -> bool:
-    """Return whether this is the transition of zeros with which collectors set up a buffer that processes share.
-
-    It must be stored at once. A real transition with zeros for all goals becomes an episode of one step.
-    """
-    goals = (keys.achieved, keys.desired, keys.next_achieved, keys.next_desired)
-    return len(tensordict) == 1 and not any(bool(tensordict.get(key).any()) for key in goals)

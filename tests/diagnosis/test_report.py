@@ -40,7 +40,7 @@ def test_episodes_are_counted():
 
 def test_transitions_that_continue_nothing_are_counted():
     rb = make()
-    rb.extend(walks(2)[::2])  # 25 transitions, of which each starts anew; the first of the second episode may
+    rb.extend(walks(2)[::2])  # 25 transitions that continue nothing; only the first of each episode may begin one
     assert rb.transform[0].report().discontinuous == pytest.approx(23 / 25, abs=0.05)
 
 

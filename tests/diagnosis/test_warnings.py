@@ -237,7 +237,7 @@ def test_transitions_that_do_not_continue_an_episode_warn_with_the_likely_cause(
         data["collector", "traj_ids"] = data["next", "done"].flatten().long().cumsum(0)
     data["next", "reward"] = SparseReward(THRESHOLD)(data.clone())["next", "reward"]
     if size == 1 and damage in (rounded, shuffled):
-        cause = ""  # from single transitions, it cannot be told
+        cause = ""  # single transitions do not show the cause
     with one_warning("% of the transitions do not continue an episode", "most likely first: " + cause):
         in_writes(make_buffer(), data, size)
 

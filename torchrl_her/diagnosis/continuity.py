@@ -27,6 +27,7 @@ CAUSES = {
     "shuffled": "the transitions are shuffled, or those of several environments alternate: write them in order, with "
     "trajectory ids",
 }
+Goals = tuple[np.ndarray, np.ndarray]  # void [n], the bytes of the goals at the root and under "next"
 
 
 class ContinuityCheck:
@@ -45,9 +46,7 @@ class ContinuityCheck:
         self.transitions = self.breaks = self.ambiguous = self.loaded_lanes = 0
         self._counted = self._counted_breaks = 0
         self._has_warned = self._has_warned_of_ambiguous = False
-        self._last: tuple[np.ndarray, np.ndarray] | None = (
-            None  # the end of the last write, if it did not continue an episode
-        )
+        self._last: Goals | None = None  # at the end of the last write; None if it had no breaks
 
     def check(
         self, tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, tracked: TrackedTransitions
@@ -59,6 +58,24 @@ class ContinuityCheck:
         self.transitions += count
         self.breaks += len(tracked.breaks)
         self.ambiguous += tracked.ambiguous
+        self._warn_if_loaded_lanes_stop(tracked)
+        self._warn_if_ambiguous()
+        if self._has_warned:
+            return
+        goals = self._after_last(written)
+        self._counted += min(count, max(0, count - first))
+        self._counted_breaks += int((tracked.breaks >= first).sum()) if len(tracked.breaks) else 0
+        if self._counted >= ENOUGH:
+            share = self._counted_breaks / self._counted
+            if share >= SHARE:
+                self._has_warned = True
+                _warn_of_breaks(share, _likely_causes(goals, _are_close(tensordict, keys, written)))
+            self._counted = self._counted_breaks = 0
+        self._last = None
+        if len(tracked.breaks) and not self._has_warned:
+            self._last = goals[0][-ROWS:].copy(), goals[1][-ROWS:].copy()
+
+    def _warn_if_loaded_lanes_stop(self, tracked: TrackedTransitions) -> None:
         if self.loaded_lanes and not tracked.continued:
             warn_user(
                 f"The loaded buffer has {self.loaded_lanes} running episode(s), and the first write after loading "
@@ -66,6 +83,8 @@ class ContinuityCheck:
                 "episodes, so that their transitions are relabelled."
             )
         self.loaded_lanes = 0
+
+    def _warn_if_ambiguous(self) -> None:
         share = self.ambiguous / self.transitions
         if share > SHARE_AMBIGUOUS and self.transitions >= 1000 and not self._has_warned_of_ambiguous:
             self._has_warned_of_ambiguous = True
@@ -74,42 +93,28 @@ class ContinuityCheck:
                 "which have the same goals. Some may be counted to the wrong episode: write trajectory ids "
                 "(trajectory_key), or each environment in its own row, [environments, steps]."
             )
-        if self._has_warned:
-            return
-        self._counted += min(count, max(0, count - first))
-        self._counted_breaks += int((tracked.breaks >= first).sum()) if len(tracked.breaks) else 0
-        if self._counted >= ENOUGH:
-            share = self._counted_breaks / self._counted
-            if share >= SHARE:
-                self._has_warned = True
-                likely = _likely_causes(tensordict, keys, written, self._last)
-                causes = "; ".join(dict.fromkeys([*likely, *CAUSES.values()]))
-                warn_user(
-                    f"{share:.0%} of the transitions do not continue an episode: their goals at the root are not those "
-                    "under 'next' of an earlier transition, and no episode had ended. Hindsight then gives them little "
-                    f"more than their own outcomes as goals. Possible causes, the most likely first: {causes}."
-                )
-            self._counted = self._counted_breaks = 0
-        if self._has_warned or not len(tracked.breaks):
-            self._last = None
-            return
-        start, outcome = written.start[-ROWS:].copy(), written.outcome[-ROWS:].copy()
-        if self._last is not None:
-            start, outcome = np.concatenate([self._last[0], start]), np.concatenate([self._last[1], outcome])
-        self._last = start[-ROWS:], outcome[-ROWS:]
+
+    def _after_last(self, written: WrittenTransitions) -> Goals:
+        """Return the goals of a write, after those of the last write that are kept."""
+        if self._last is None:
+            return written.start, written.outcome
+        return np.concatenate([self._last[0], written.start]), np.concatenate([self._last[1], written.outcome])
 
 
-def _likely_causes(
-    tensordict: TensorDictBase,
-    keys: HERKeys,
-    written: WrittenTransitions,
-    last: tuple[np.ndarray, np.ndarray] | None,
-) -> list[str]:
-    start, outcome = written.start, written.outcome
-    if last is not None:
-        start, outcome = np.concatenate([last[0], start]), np.concatenate([last[1], outcome])
+def _warn_of_breaks(share: float, likely: list[str]) -> None:
+    causes = "; ".join(dict.fromkeys([*likely, *CAUSES.values()]))
+    warn_user(
+        f"{share:.0%} of the transitions do not continue an episode: their goals at the root are not those "
+        "under 'next' of an earlier transition, and no episode had ended. Hindsight then gives them little "
+        f"more than their own outcomes as goals. Possible causes, the most likely first: {causes}."
+    )
+
+
+def _likely_causes(goals: Goals, close: np.ndarray) -> list[str]:
+    """Return the causes that fit the goals of consecutive transitions; ``close`` is the result of `_are_close`."""
+    start, outcome = goals
     broken = start[1:] != outcome[:-1]  # transitions that do not follow the previous one
-    seen, close = set(outcome.tolist()), _are_close(tensordict, keys, written)
+    seen = set(outcome.tolist())
     evidence = {
         "unmoved": start == outcome,
         "root": (start[1:] == start[:-1])[broken],
@@ -125,9 +130,7 @@ def _likely_causes(
 
 def _are_close(tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions) -> np.ndarray:
     """Return which achieved goals at the root nearly equal those under ``"next"`` before them, ``bool [n - 1]``."""
-    rows = tensordict.reshape(-1)
-    if written.mask is not None:
-        rows = rows[torch.from_numpy(written.mask).to(written.goals.device)]
+    rows = written.rows_of(tensordict.select(keys.achieved, keys.next_achieved))
     goals = rows.get(keys.achieved)[1:], rows.get(keys.next_achieved)[:-1]
     root, earlier = (each.reshape(len(each), each.shape[1:].numel()).float() for each in goals)
     return torch.isclose(root, earlier, rtol=1e-3, atol=1e-5).all(1).numpy(force=True)

@@ -25,7 +25,7 @@ from torchrl_her.keys import HERKeys
 
 
 class Diagnosis:
-    """Tells a user that hindsight does not work, in warnings and in a report.
+    """Warns a user when hindsight does not work, and makes the report.
 
     Args:
         reward: the reward module.
@@ -43,7 +43,7 @@ class Diagnosis:
     def _begin_sampling(self) -> None:
         self._counts = SampleCounts()
         self._flags = ReplacedFlagsCheck(self.keys.terminated)
-        self._has_sampled_returns = False  # of several steps, which do not tell whether a goal is reached
+        self._has_sampled_returns = False  # n-step returns, which do not show whether a goal is reached
         self._compiled_sample: Sample | None = None  # the last one of a compiled call, which is counted when writing
 
     def for_copy(self) -> Diagnosis:
@@ -85,9 +85,7 @@ class Diagnosis:
             self._counts.count(sample, self.rewards.reached_reward, table)
 
     def _is_dummy(self, written: WrittenTransitions) -> bool:
-        """Return whether this is the transition of zeros with which collectors set up a buffer that processes share."""
-        goals = b"".join(each.tobytes() for each in (written.start[:1], written.outcome[:1]))
-        return not self.continuity.transitions and len(written.done) == 1 and not any(goals)
+        return not self.continuity.transitions and written.is_dummy
 
     def check_sample(
         self,

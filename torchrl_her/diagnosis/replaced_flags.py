@@ -6,7 +6,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_her._torchrl import warn_user
-from torchrl_her.diagnosis.sample_counts import AsyncCopy
+from torchrl_her.diagnosis.async_copy import AsyncCopy
 
 SAMPLES = 32  # the first ones are compared
 

@@ -63,9 +63,7 @@ class RewardCheck:
         self._next = 2 * self._written
         self._range = min(low, self._range[0]), max(high, self._range[1])
 
-        rows, goals = tensordict.reshape(-1), written.goals
-        if written.mask is not None:
-            rows = rows[torch.from_numpy(written.mask).to(goals.device)]
+        rows, goals = written.rows_of(tensordict), written.goals
         chosen = self._choose(rows, goals)
         rows, goals = rows[chosen], goals[chosen]
         if len(rows) == 1:  # with a single row, a wrong shape can look like the right one

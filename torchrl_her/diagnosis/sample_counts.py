@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_her._torchrl import warn_user
+from torchrl_her.diagnosis.async_copy import AsyncCopy
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 
@@ -118,25 +119,6 @@ class SampleCounts:
                 f"written during the last {SAMPLES_WITHOUT_WRITE} samples. They are relabelled when it ends. If no "
                 "more transitions follow, as with a data set, call flush() of HERTransform."
             )
-
-
-class AsyncCopy:
-    """A copy of a tensor on the host, which a GPU makes while the program goes on."""
-
-    def __init__(self, values: Tensor):
-        self._event = None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.current_stream(values.device).record_event()
-        else:
-            self._values = values.cpu()
-
-    def read(self) -> list[float] | None:
-        """Return the values, or None if the copy is not finished."""
-        if self._event is not None and not self._event.query():
-            return None
-        return self._values.numpy().tolist()
 
 
 def _is_waiting(draw: Draw, table: GoalTable) -> Tensor:

@@ -25,6 +25,19 @@ class WrittenTransitions(NamedTuple):
     trajectory: np.ndarray | None  # int64 [n], trajectory ids
     mask: np.ndarray | None  # bool [rows of the write], False for padding; None without padding
 
+    @property
+    def is_dummy(self) -> bool:
+        """Whether this looks like the transition of zeros with which collectors set up a buffer that processes share.
+
+        A real transition whose goals are all zeros looks the same.
+        """
+        return len(self.done) == 1 and not any(self.start[0].tobytes() + self.outcome[0].tobytes())
+
+    def rows_of(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the entries of the write, ``[*batch]``, in one dimension and without padding, ``[n]``."""
+        rows = tensordict.reshape(-1)
+        return rows if self.mask is None else rows[torch.from_numpy(self.mask).to(self.goals.device)]
+
 
 def read_transitions(
     tensordict: TensorDictBase, keys: HERKeys, goal_fn: Callable[[Tensor], Tensor] | None, earlier_goal: Tensor | None
@@ -65,9 +78,7 @@ def read_root_goals(
     tensordict: TensorDictBase, written: WrittenTransitions, keys: HERKeys, goal_fn: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     """Return the achieved goals at the root of written transitions, ``[n, *goal]``."""
-    achieved = tensordict.reshape(-1).get(keys.achieved)
-    if written.mask is not None:
-        achieved = achieved[torch.from_numpy(written.mask).to(achieved.device)]
+    achieved = written.rows_of(tensordict.select(keys.achieved)).get(keys.achieved)
     return map_goals(achieved, goal_fn).detach().to(written.goals.dtype)
 
 

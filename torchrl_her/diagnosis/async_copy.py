@@ -1,0 +1,25 @@
+"""Reads tensors of a GPU without waiting for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class AsyncCopy:
+    """A copy of a tensor on the host, which a GPU makes while the program goes on."""
+
+    def __init__(self, values: Tensor):
+        self._event = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.current_stream(values.device).record_event()
+        else:
+            self._values = values.cpu()
+
+    def read(self) -> list[float] | None:
+        """Return the values, or None if the copy is not finished."""
+        if self._event is not None and not self._event.query():
+            return None
+        return self._values.numpy().tolist()
