@@ -13,6 +13,8 @@ from torchrl.data import TensorSpec
 from torchrl_her._torchrl import count_around
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.diagnosis.report import Report
+from torchrl_her.episodes.lanes import EpisodeSteps
+from torchrl_her.episodes.stamps import STAMP, add_padding, read_stamps
 from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions, read_root_goals
 from torchrl_her.goals.draw import check_her_ratio, draw_from_table
@@ -30,9 +32,6 @@ from torchrl_her.relabel import (
     SampledBatch,
     check_at_least,
 )
-
-# The entry of the stamps, int64 [*batch, 2]: episode and step. Two entries would make writing slower.
-STAMP = "hindsight_stamp"
 
 
 class HERTransform(RelabelTransform):
@@ -148,10 +147,9 @@ class HERTransform(RelabelTransform):
 
     def _track(self, tensordict: TensorDictBase, written: WrittenTransitions, n_step: NStepReward | None) -> np.ndarray:
         """Assign transitions ``[*batch]`` to episodes and publish goals; return their stamps, ``int64 [n, 2]``."""
-        batch = tensordict.batch_size
         with self._writing():
             if n_step is not None:
-                n_step.check_write(written, batch)
+                n_step.check_write(written, tensordict.batch_size)
                 self.longest_window = max(self.longest_window, n_step.multi_step.n_steps)
             goals, table = written.goals, self.table
             if table is None:
@@ -161,11 +159,7 @@ class HERTransform(RelabelTransform):
             table.open_episodes(tracked.opened)
             table.publish(tracked.episodes)
             self._diagnosis.check_tracked(tensordict, written, tracked, table)
-        if written.mask is None:
-            return tracked.stamps
-        stamps = np.tile([0, self.capacity], (batch.numel(), 1))  # of padding: no episode has such a step
-        stamps[written.mask] = tracked.stamps
-        return stamps
+        return add_padding(tracked.stamps, written.mask, step=self.capacity)
 
     def _check_neighbours(self) -> Neighbours:
         """Check the other transforms of the buffer if they changed, and return them."""
@@ -177,7 +171,7 @@ class HERTransform(RelabelTransform):
                 check_n_step_keys(multi_step, self.keys)
                 if self._n_step is None:
                     self._n_step = NStepReward(self._one_step, self.goal_fn is not None, multi_step)
-                self._n_step.multi_step = multi_step  # of a copied buffer, it is another one
+                self._n_step.multi_step = multi_step  # a copied buffer has a copy of it
             self._neighbours = neighbours
         self._count_around = count_around(self)
         return neighbours
@@ -185,10 +179,7 @@ class HERTransform(RelabelTransform):
     def clear(self) -> None:
         """Drop the running episodes and all goals. Call it together with ``rb.empty()``."""
         with self._writing():
-            self._diagnosis.continuity.loaded_lanes = 0
-            self.tracker.flush()
-            if self._n_step is not None:
-                self._n_step.flush()
+            self._end_episodes()
             if self.table is not None:
                 self.table.clear()
 
@@ -198,11 +189,18 @@ class HERTransform(RelabelTransform):
         The last steps that a ``MultiStepTransform`` holds, whose windows are not complete, are dropped.
         """
         with self._writing():
-            self._diagnosis.continuity.loaded_lanes = 0
-            if self._n_step is not None:
-                self._n_step.flush()
+            ended = self._end_episodes()
             if self.table is not None:
-                self.table.publish(self.tracker.flush())
+                self.table.publish(ended)
+
+    def _end_episodes(self) -> list[EpisodeSteps]:
+        """End the running episodes, and return their steps."""
+        self._diagnosis.continuity.loaded_lanes = 0
+        if self._n_step is not None:
+            self._n_step.flush()
+        return self.tracker.flush()
+
+    # Sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Relabel sampled transitions ``[*batch]``; the input is not modified."""
@@ -237,13 +235,7 @@ class HERTransform(RelabelTransform):
                     "listed before HERTransform: make the buffer as it was when they were written."
                 )
             rewards = self._n_step
-        stamp = tensordict.get(STAMP, None)
-        if not isinstance(stamp, Tensor):
-            raise KeyError(
-                f"The sampled transitions carry no stamp under {STAMP!r}: they were written before HERTransform was "
-                "part of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
-                "transform=HERTransform(...), then extend it."
-            )
+        episode, step = read_stamps(tensordict)
         replaced = (*self._goal_keys, *rewards.replaced(tensordict))
         stored = {key: tensordict.get(key, None) for key in replaced}
         for key in (*self._goal_keys, self.keys.reward):
@@ -252,7 +244,6 @@ class HERTransform(RelabelTransform):
                     f"The sample has no entry {key!r}, although it was written: list the transform that drops it after "
                     "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
                 )
-        episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
         data = tensordict.exclude(*replaced, RELABELLED)
         return SampledBatch(data, stored, table, episode, step, self.longest_window), rewards
