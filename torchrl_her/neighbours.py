@@ -95,7 +95,7 @@ class Neighbours(NamedTuple):
 
     def _check_all(self, keys: HERKeys) -> None:
         """Check that nothing else relabels or sums rewards, and that CompactGoals is in its place."""
-        if _of_kind(RelabelTransform, self.before + self.after):
+        if any(isinstance(transform, RelabelTransform) for transform in self.before + self.after):
             raise ValueError(
                 "Two transforms would relabel the same transitions: keep one HERTransform, or one "
                 "HindsightAugmentation."

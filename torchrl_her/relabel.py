@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class BufferTransform(Transform):
             )
 
 
-class RelabelTransform(BufferTransform):
+class RelabelTransform(BufferTransform, ABC):
     """A transform that relabels transitions: `HERTransform` and `HindsightAugmentation`."""
 
     def __init__(
@@ -167,8 +168,9 @@ class RelabelTransform(BufferTransform):
                 self._reset_after_fork()
             yield
 
+    @abstractmethod
     def _reset_after_fork(self) -> None:
-        raise NotImplementedError
+        """Give up the lanes of the parent process."""
 
     def _set_goals(self, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
         """Give goals ``[n, *goal]`` to the relabelled transitions, ``bool [*batch, 1]``."""
