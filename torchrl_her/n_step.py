@@ -199,7 +199,7 @@ def steps_that_follow(start: np.ndarray, ends: list[np.ndarray], last: list[np.n
     """Return which transitions continue their row, or follow the end of an episode: ``bool [rows, steps]``.
 
     ``start`` are the goals at the root, ``ends`` the goals under "next", trajectory ids and done flags, and ``last``
-    these three of the last write, ``[rows, 1]``; without them each row begins anew.
+    these three of the last write, ``[rows, 1]``. If ``last`` is None, any transition can be the first of its row.
     """
     first = ends if last is None else last
     columns = zip(first, ends, strict=True)
