@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_her._torchrl import warn_user
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys, get_entry
+from torchrl_her.rewards.comparisons import agree
 
 ROWS = 64  # transitions of one write that are compared
 ENOUGH = 16  # transitions that reach their goal, and that miss it, after which the check ends
@@ -91,8 +92,8 @@ class RewardCheck:
         best, computed, stored = (
             each.to(goals.device).double().reshape(len(rows), -1) for each in (self._evaluate(own), computed, stored)
         )
-        reached = _agree(stored, best).all(1)
-        self.reached_reward = float(best[0, 0]) if _agree(best, best[:1, :1]).all() else None
+        reached = agree(stored, best).all(1)
+        self.reached_reward = float(best[0, 0]) if agree(best, best[:1, :1]).all() else None
         if self._compares:
             self._warn_if_rewards_differ(computed, stored, rows, goals)
         if self._ends_on_success is None:
@@ -125,7 +126,7 @@ class RewardCheck:
         return reward
 
     def _warn_if_rewards_differ(self, computed: Tensor, stored: Tensor, rows: TensorDictBase, goals: Tensor) -> None:
-        differs = ~_agree(computed, stored)
+        differs = ~agree(computed, stored)
         if not bool(differs.any()):
             return
         self._compares = False
@@ -168,11 +169,6 @@ class RewardCheck:
 def distances(achieved: Tensor, desired: Tensor) -> Tensor:
     """Return the Euclidean distances of goals ``[n, *goal]``, ``float32 [n]``."""
     return torch.linalg.vector_norm((achieved.float() - desired.float()).reshape(len(achieved), -1), dim=1)
-
-
-def _agree(one: Tensor, other: Tensor) -> Tensor:
-    """Return which rows of rewards ``[n, agents]`` agree, ``bool [n, agents]``."""
-    return torch.isclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
