@@ -10,15 +10,17 @@ from torchrl.envs import MultiStepTransform
 
 from support.factories import make_transform
 from support.traffic import Source, check, check_one_by_one, reward_of
+from torchrl_her.diagnosis.reward_check import RewardCheck
 from torchrl_her.diagnosis.sample_counts import SampleCounts
 from torchrl_her.n_step import STEPS, NStepReward
 from torchrl_her.relabel import OneStepReward, SampledBatch
 
 
 @pytest.fixture(autouse=True)
-def without_counts(monkeypatch):
-    """Counting samples reads only what the sample has read before."""
+def without_diagnosis(monkeypatch):
+    """Counting samples reads only what the sample has read before, and comparing rewards only what is written."""
     monkeypatch.setattr(SampleCounts, "is_due", lambda self, transitions: False)
+    monkeypatch.setattr(RewardCheck, "check", lambda self, tensordict, written: None)
 
 
 class Between(TorchDispatchMode):
