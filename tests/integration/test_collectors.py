@@ -93,17 +93,13 @@ def tapes(first, number=NUMBER):
     return [functools.partial(make_tape, first + i) for i in range(number)]
 
 
-def numbers(first):
-    """Arguments of one function: for a list of functions, TorchRL makes each environment twice."""
-    return {"create_env_fn": make_tape, "create_env_kwargs": [{"number": first + i} for i in range(NUMBER)]}
-
-
 def serial(first):
-    return SerialEnv(NUMBER, **numbers(first))
+    # One function with arguments: for a list of functions, TorchRL makes each environment twice.
+    return SerialEnv(NUMBER, make_tape, create_env_kwargs=[{"number": first + i} for i in range(NUMBER)])
 
 
 def parallel(first):
-    return ParallelEnv(NUMBER, **numbers(first), mp_start_method="fork", shutdown_timeout=0.1)  # quick to start and end
+    return ParallelEnv(NUMBER, tapes(first), mp_start_method="fork", shutdown_timeout=0.1)  # quick to start and to end
 
 
 COLLECTORS = {kind.__name__: kind for kind in (Collector, MultiSyncCollector, MultiAsyncCollector)}
