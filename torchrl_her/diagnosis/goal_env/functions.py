@@ -30,13 +30,14 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
             )
         yield Finding(f"{name}-fails", f"{what} failed: {probe.failure}.", advice)
     elif unknown:
-        keys = ", ".join(map(repr, unknown))
+        names = ", ".join(map(repr, unknown))
+        keys = ", ".join(f"('next', {key!r})" for key in unknown)
         yield Finding(
             f"{name}-needs-info",
-            f"{what} reads {keys} from info, which a replay buffer does not store by default.",
-            f"Store it (GymEnv(...).auto_register_info_dict()) and pass EnvReward(env, info_keys=[{keys}]), with "
-            "('next', key) for what belongs to the end of the step. An entry that depends on the original goal cannot "
-            "be used: compute it from the goals.",
+            f"{what} reads {names} from info, which a replay buffer does not store by default.",
+            f"Store it, env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass EnvReward(env, "
+            f"info_keys=[{keys}]). An entry that depends on the original goal cannot be used: compute it from the "
+            "goals.",
         )
     if probe.modified:
         names = " and ".join(sorted(probe.modified))
