@@ -40,12 +40,26 @@ CORRECT = {
     "ends on success": EndsOnSuccess,
     "truncates on success": variant(longest=np.inf, step=lambda s, a: truncated_on_success(Reach.step(s, a))),
     "float32": variant(dtype=np.float32),
+    "tiny rewards": variant(Dense, compute_reward=lambda s, a, d, i: -1e-5 * apart(a, d)),
+    "rewards with an offset": variant(Dense, compute_reward=lambda s, a, d, i: 1000 - apart(a, d)),
+    "rewards of 0 and 1": variant(compute_reward=lambda s, a, d, i: (apart(a, d) <= 0.2).astype(np.float32)),
+    "ends when it leaves a circle": variant(
+        ends=lambda s, a, d: bool(np.linalg.norm(a) > 1.2),
+        compute_terminated=lambda s, a, d, i: np.linalg.norm(a, axis=-1) > 1.2,
+    ),
+    "starts at one place": variant(reset=lambda s, **options: started_at_zero(s, **options)),
     "PointReach": PointReach,
     "4 bits": lambda: BitFlipping(4),
     "15 bits": BitFlipping,
     "bits as a number": lambda: BitFlipping(4, discrete_observation=True),
     "bits as an image": lambda: BitFlipping(8, image_observation=True),
 }
+
+
+def started_at_zero(env, **options):
+    _, info = Reach.reset(env, **options)
+    env.position = np.zeros(2)
+    return env.observe(), info
 
 
 def truncated_on_success(result):

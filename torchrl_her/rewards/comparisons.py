@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 
-def agree(one: Any, other: Any) -> Tensor:
-    """Return which rewards agree, up to a relative and absolute difference of 0.001; NaN agrees with NaN."""
+def agree(one: Any, other: Any, scale: float = 1.0) -> Tensor:
+    """Return which rewards agree, up to 0.001 of their values or of ``scale``; NaN agrees with NaN."""
     one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (one, other))
-    return torch.isclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+    return torch.isclose(one, other, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
 
 def call_rows(

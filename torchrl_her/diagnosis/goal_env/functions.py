@@ -48,42 +48,30 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
         )
 
 
-def check_is_function(probe: Probe, episodes: Episodes, name: str, what: str) -> Iterator[Finding]:
+def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """Find functions that depend on something else than their arguments, or not on one of these."""
-    values = probe.values(EVERY)
-    later = np.array([*probe.later.values()])
-    now = probe.values().actual[[*probe.later]]
-    changes = ~agree(now, later).numpy()
-    repeats = (values.again, values.third, values.fourth)
-    differs = np.any([~agree(values.actual, each).numpy() for each in repeats], axis=0)
-    if differs.any():
-        row = int(differs.argmax())
-        repeated = ", ".join(f"{each[row] + 0:.6g}" for each in (values.actual, *repeats))
-        where = f"calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, as {repeated}"
-        if agree(values.third, values.fourth).all():
-            yield _depends_on_state(name, f"{what} remembers earlier calls: {where}.")
-        else:
-            yield Finding(
-                f"{name}-random",
-                f"{what} is random: {where}.",
-                "A recomputed value must be the one that step would return: move the noise into step.",
-            )
+    faults = [*_check_repeats(probe, name, what)]
+    yield from faults
+    actual, own, other, swapped, *_ = probe.values(EVERY)
+    if faults or len(actual) < FEWEST:
         return
-    varies = bool(changes.any()) or len(np.unique(values.actual)) > 1
-    many = len(values.actual) >= FEWEST
-    if varies and many and agree(values.actual, values.own).all() and agree(values.actual, values.other).all():
-        own = int(np.abs(values.actual - np.median(values.actual)).argmax())
+    now, later = probe.values().actual[[*probe.later]], np.array([*probe.later.values()])
+    changes = ~agree(now, later, scale_of(now)).numpy()
+    # An end that depends on the achieved goal alone, such as a fall, is correct.
+    varies = changes.any() or (name == "reward" and len(np.unique(actual)) > 1)
+    if varies and np.array_equal(actual, own) and np.array_equal(actual, other):
+        row = int(np.abs(actual - np.median(actual)).argmax())
         yield Finding(
             f"{name}-ignores-desired-goal",
-            f"{what} does not use its argument desired_goal: it returns {values.actual[own] + 0:.6g} for the desired "
-            f"goal of the episode, for the achieved goal, and for another goal ({len(values.actual):,} steps).",
+            f"{what} does not use its argument desired_goal: it returns {actual[row] + 0:.6g} for the desired goal of "
+            f"the episode, for the achieved goal, and for another goal ({len(actual):,} steps).",
             "Read the argument, not the goal of the running episode (desired_goal in place of self.goal).",
         )
-    elif many and agree(values.swapped, values.own).all() and not agree(values.own, values.other).all():
+    elif np.array_equal(swapped, own) and not np.array_equal(own, other):
         yield Finding(
             f"{name}-ignores-achieved-goal",
-            f"{what} does not use its argument achieved_goal: it returns {values.own[0] + 0:.6g} for the goal just "
-            f"achieved, and for another goal in its place ({len(values.own):,} steps).",
+            f"{what} does not use its argument achieved_goal: it returns {own[0] + 0:.6g} for the goal just achieved, "
+            f"and for another goal in its place ({len(own):,} steps).",
             "Read the argument, not the state of the environment (achieved_goal in place of self.position).",
         )
     elif changes.any():
@@ -94,6 +82,30 @@ def check_is_function(probe: Probe, episodes: Episodes, name: str, what: str) ->
             f"the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
             "differ).",
         )
+
+
+def _check_repeats(probe: Probe, name: str, what: str) -> Iterator[Finding]:
+    """Compare calls with the same arguments in the same state."""
+    actual, _, _, _, *repeats = probe.values(EVERY)
+    differs = np.any([~agree(actual, each, scale_of(actual)).numpy() for each in repeats], axis=0)
+    if not differs.any():
+        return
+    row = int(differs.argmax())
+    repeated = ", ".join(f"{each[row] + 0:.6g}" for each in (actual, *repeats))
+    where = f"calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, as {repeated}"
+    if np.array_equal(repeats[1], repeats[2]):
+        yield _depends_on_state(name, f"{what} remembers earlier calls: {where}.")
+        return
+    yield Finding(
+        f"{name}-random",
+        f"{what} is random: {where}.",
+        "A recomputed value must be the one that step would return: move the noise into step.",
+    )
+
+
+def scale_of(values: np.ndarray) -> float:
+    """Return the scale of rewards ``[n]`` by which they are compared: 1, or less if all are smaller."""
+    return min(1.0, float(np.abs(values).max(initial=0.0)))
 
 
 def _depends_on_state(name: str, message: str) -> Finding:

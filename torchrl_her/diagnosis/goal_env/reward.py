@@ -13,6 +13,7 @@ from torchrl_her.diagnosis.goal_env.functions import (
     check_calls,
     check_is_function,
     example,
+    scale_of,
     values_of_pairs,
 )
 from torchrl_her.diagnosis.goal_env.goals import LAGS
@@ -31,7 +32,7 @@ def check_reward(probe: Probe, episodes: Episodes) -> Iterator[Finding]:
     yield from check_calls(probe, "reward", what)
     if probe.failure or probe.modified:
         return
-    faults = [*check_is_function(probe, episodes, "reward", what)] or [*_check_values(probe, episodes, what)]
+    faults = [*check_is_function(probe, "reward", what)] or [*_check_values(probe, episodes, what)]
     yield from faults
     if any(fault.name in ("reward-random", "reward-depends-on-state") for fault in faults):
         return
@@ -44,13 +45,13 @@ def reached(probe: Probe, steps: int) -> np.ndarray:
     """Return after which steps the reward is that of the achieved goal: where the goal is reached, ``bool [steps]``."""
     if probe.failure:
         return np.zeros(steps, dtype=bool)
-    return agree(probe.values().actual, probe.values().own).numpy()
+    return probe.values().actual == probe.values().own
 
 
 def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
     values = probe.values()
     every = np.concatenate(probe.values(EVERY))
-    if len(values.own) >= FEWEST and agree(every, every[:1]).all():
+    if len(values.own) >= FEWEST and (every == every[0]).all():
         yield Finding(
             "reward-constant",
             f"{what} returned {every[0] + 0:.6g} for all {len(every):,} pairs of goals, with the goal just achieved, "
@@ -59,8 +60,9 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
             "that is smaller than the distances between goals.",
         )
         return
+    scale = scale_of(values.actual)
     better = np.fmax(values.actual, values.other)
-    missed = (better > values.own) & ~agree(better, values.own).numpy()
+    missed = (better > values.own) & ~agree(better, values.own, scale).numpy()
     if missed.any():
         row, where = example(missed, episodes)
         yield Finding(
@@ -70,7 +72,7 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
             "A goal that is reached must have the highest reward: look at the sign and at the threshold (<= in place "
             "of <).",
         )
-    differs = ~agree(episodes.reward, values.actual).numpy()
+    differs = ~agree(episodes.reward, values.actual, scale).numpy()
     if differs.any() and _agrees_one_step_later(probe, episodes, differs):
         yield Finding(
             "achieved-goal-lags",
@@ -128,10 +130,10 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
             "What happens at a reached goal (its reward in step, the end of the episode) was not checked: play more "
             "steps.",
         )
-    if not agree(own, own[:1]).all():
+    if (own != own[0]).any():
         return
     pairs = values_of_pairs(probe, episodes, PAIRS)
-    share = agree(pairs, own[:1]).numpy().mean()
+    share = (pairs == own[0]).mean()
     if share > SHARE_REACHED:
         yield Finding(
             "reward-reaches-everything",

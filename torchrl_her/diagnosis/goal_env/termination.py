@@ -27,7 +27,7 @@ def check_termination(
     yield from check_calls(probe, "terminated", what)
     if probe.failure:
         return
-    faults = [*check_is_function(probe, episodes, "terminated", what)]
+    faults = [*check_is_function(probe, "terminated", what)]
     yield from faults
     computed = probe.values().actual.astype(bool)
     differs = computed != episodes.terminated
