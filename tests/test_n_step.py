@@ -309,6 +309,27 @@ def test_all_returns_are_recomputed_if_asked_for():
         torch.testing.assert_close(one, other)
 
 
+def test_recomputed_returns_with_the_original_goal_do_not_end_where_the_episode_did_not():
+    """The walk passes its goal in step 4 and goes on; the reward module calls that an end."""
+    at = torch.arange(13.0).unsqueeze(1)
+    data = TensorDict({"achieved_goal": at[:-1], "desired_goal": torch.full((12, 1), 5.0)}, batch_size=12)
+    data["next"] = TensorDict({"achieved_goal": at[1:], "desired_goal": torch.full((12, 1), 5.0)}, batch_size=12)
+    data["next", "reward"] = (at[1:] == 5).float() - 1
+    for flag in ("done", "terminated", "truncated"):
+        data["next", flag] = torch.zeros(12, 1, dtype=torch.bool)
+    data["next", "done"][-1] = data["next", "truncated"][-1] = True
+    reward = SparseReward(0.0, terminated_fn=lambda achieved, desired: (achieved == desired).all(-1))
+    transform = Compose(n_step(), her(reward=reward, her_ratio=0.0, recompute_all_rewards=True))
+    rb = ReplayBuffer(storage=LazyTensorStorage(12), transform=transform)
+    rb.extend(data)
+    sample = rb[:]
+    rewards = [float(0 if step == 4 else -1) for step in range(12)]
+    expected = [sum(WALK.gamma**k * r for k, r in enumerate(rewards[step : step + WALK.n])) for step in range(12)]
+    torch.testing.assert_close(sample[NEXT_REWARD].flatten(), torch.tensor(expected)[: len(sample)])
+    assert sample["steps_to_next_obs"].flatten().tolist() == [min(WALK.n, 12 - step) for step in range(len(sample))]
+    assert not sample["next", "terminated"].any()
+
+
 class Swap(torch.nn.Module):
     def forward(self, state):
         return state[..., [1, 0]]

@@ -15,7 +15,7 @@ MOVES = 0.95  # the share of steps that almost always change the achieved goal
 EPISODES = 3  # with fewer, nothing is said about resets
 FAR = 10.0  # times the extent of all achieved goals
 FAR_IN_FRAME = 1.5  # times the extents of achieved and desired goals
-WIDEST_GOAL, WIDEST = 64, 300  # features up to which linear relations are searched
+WIDEST_GOAL = 64  # features of a goal up to which linear relations are searched
 EXACT, CLEAR = 1e-5, 1e-2  # the largest residual of a linear relation that holds, and the least of one that does not
 
 LAGS = "Compute the achieved goal after the simulation has advanced."
@@ -93,8 +93,8 @@ def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
 def _lags(episodes: Episodes, moved: np.ndarray) -> str:
     """Return how it shows that achieved goals, which ``moved`` so far in each step, are one step late, or nothing."""
     goals, features = (each.reshape(len(each), -1) for each in (episodes.next_achieved, episodes.observation))
-    wide = goals.shape[1] > WIDEST_GOAL or features.shape[1] > WIDEST or len(goals) < 3 * features.shape[1]
-    if features.size and not wide:
+    is_wide = goals.shape[1] > WIDEST_GOAL or len(goals) < 3 * features.shape[1]
+    if features.size and not is_wide:
         before = _residuals(episodes.observation, goals).max()
         after = _residuals(episodes.next_observation, goals).max()
         if before < EXACT and after > CLEAR:
@@ -187,7 +187,7 @@ def _check_copies(episodes: Episodes) -> Iterator[Finding]:
     )
     width = desired.shape[1]
     different = len(np.unique(desired, axis=0))
-    if width > WIDEST_GOAL or features.shape[1] > WIDEST or different < 3:
+    if width > WIDEST_GOAL or not features.size or different < 3:
         return
     varies = np.ptp(desired, axis=0) > 0  # a dimension that never changes is in every observation
     apart = np.linalg.norm(achieved - desired, axis=1, keepdims=True)

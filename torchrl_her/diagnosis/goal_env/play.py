@@ -14,8 +14,8 @@ from tensordict import NestedKey
 from torchrl_her.diagnosis.goal_env.probe import Probe
 
 STEPS, SECONDS = 2000, 6.0  # played by default: so many steps, or fewer in slow environments
-
 FIRST, EVERY = 100, 8  # observations that are compared with their space: the first ones, then one in so many
+WIDEST = 1000  # features of an observation that are kept; images are not
 
 
 class UnreadableGoals(Exception):
@@ -47,14 +47,14 @@ class Goals:
         return goals[0], goals[1]
 
     def rest(self, observation: Any) -> np.ndarray:
-        """Return the other entries of an observation as one row, ``float64 [features]``."""
+        """Return the other entries of an observation as one row, ``float64 [features]``; nothing if it is too wide."""
         goals = {_path(self.achieved_key), _path(self.desired_key)}
         if self.goal_fn is not None:
             goals.remove(_path(self.achieved_key))  # the goal is only a part of this entry
-        parts = [
-            np.asarray(value, dtype=np.float64).ravel() for path, value in _leaves(observation) if path not in goals
-        ]
-        return np.concatenate(parts) if parts else np.empty(0)
+        parts = [np.ravel(value) for path, value in _leaves(observation) if path not in goals]
+        if not parts or sum(map(len, parts)) > WIDEST:
+            return np.empty(0)
+        return np.concatenate(parts, dtype=np.float64)
 
 
 @dataclass

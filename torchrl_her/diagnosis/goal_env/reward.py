@@ -87,10 +87,10 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
 def _agrees_one_step_later(probe: Probe, episodes: Episodes, differs: np.ndarray) -> bool:
     """Return whether the rewards of step are those of the achieved goals one step later."""
     same_episode = np.append(episodes.episode[1:] == episodes.episode[:-1], False)
-    steps = np.flatnonzero(differs & same_episode)[:PAIRS]
+    steps = np.concatenate([np.flatnonzero(rows & same_episode)[:PAIRS] for rows in (differs, ~differs)])
     goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
     shifted = [probe.call(goals[step + 1], desired[step], infos[step]) for step in steps]
-    return len(steps) > 0 and bool(agree(shifted, episodes.reward[steps]).all())
+    return (differs & same_episode).any() and bool(agree(shifted, episodes.reward[steps]).all())
 
 
 def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, what: str) -> Finding:
