@@ -1,5 +1,3 @@
-import gc
-
 import numpy as np
 import pytest
 import torch
@@ -32,12 +30,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {"__name__": "__main__"}
-
-
-def pytest_collection_finish():
-    """The garbage collector passes over what was imported: half a million objects, at each of its full collections."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+
+import gymnasium
 
 import torchrl_her.envs  # noqa: F401 (registers its environments)
 from torchrl_her.diagnosis.goal_env.check import check_goal_env
 
+with contextlib.suppress(ImportError):  # registers its environments, if it is installed
+    import gymnasium_robotics  # noqa: F401
+
 
 def main() -> int:
     """Check an environment; return 1 if there are errors."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchrl_her", description="Tools for goal-conditioned environments."
-    )
+    parser = argparse.ArgumentParser(prog="python -m torchrl_her", description="Tools for goal environments.")
     commands = parser.add_subparsers(required=True)
     check = commands.add_parser("check", help="find mistakes in a goal environment before training")
     check.add_argument("env", help="the id of a Gymnasium environment, also module:Name-v0")
     check.add_argument("--steps", type=int, help="how many steps to play (default: 2000, or 6 seconds)")
     check.add_argument("--seed", type=int, default=0)
-    check.add_argument("--ignore", nargs="+", default=[], metavar="NAME", help="names of findings to leave out")
+    check.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="a finding to leave out; repeat it"
+    )
     arguments = parser.parse_args()
-    report = check_goal_env(arguments.env, steps=arguments.steps, seed=arguments.seed, ignore=arguments.ignore)
+    try:
+        report = check_goal_env(arguments.env, steps=arguments.steps, seed=arguments.seed, ignore=arguments.ignore)
+    except (ValueError, ImportError, gymnasium.error.Error) as error:
+        parser.exit(1, f"{error}\nAn environment of a module of your own is given as module:Name-v0.\n")
     print(report)
     return int(bool(report.errors))
 

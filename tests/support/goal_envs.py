@@ -162,22 +162,26 @@ class LaggingInItsReward(Lagging):
         return self.compute_reward(self.position, desired, info)
 
 
-class LaggingUnseen(Lagging):
-    """The observation does not show it."""
-
-    def observe(self):
-        return super().observe() | {"observation": np.zeros(2)}
-
-    def reset(self, **options):
-        self.__dict__.pop("last", None)
-        return super().reset(**options)
-
-
 class StaleAchieved(Reach):
     def reset(self, **options):
         before = getattr(self, "position", np.zeros(2))
         observation, info = super().reset(**options)
         return observation | {"achieved_goal": before}, info
+
+
+class SometimesStale(Reach):
+    """In every other episode, on average."""
+
+    def reset(self, **options):
+        before = getattr(self, "position", np.zeros(2))
+        observation, info = super().reset(**options)
+        return (observation | {"achieved_goal": before} if self.np_random.random() < 0.5 else observation), info
+
+
+class ZeroAtReset(Reach):
+    def reset(self, **options):
+        observation, info = super().reset(**options)
+        return observation | {"achieved_goal": np.full(2, -1.4)}, info
 
 
 class StaleDesired(Reach):
@@ -246,6 +250,14 @@ FAULTS = {
     "two values": (variant(compute_reward=lambda s, a, d, i: a - d, reward_of_step=lambda *a: 0.0), "reward-fails"),
     "ends on success": (variant(ends=lambda s, a, d: bool(apart(a, d) <= 0.2)), "ends-on-success"),
     "ends on success, dense": (variant(Dense, ends=lambda s, a, d: bool(apart(a, d) <= 0.2)), "ends-on-success"),
+    "ends nearer than what is reached": (variant(ends=lambda s, a, d: bool(apart(a, d) <= 0.15)), "ends-on-success"),
+    "success with a cost": (
+        variant(
+            compute_reward=lambda s, a, d, i: Reach.compute_reward(s, a, d, i) - i["cost"],
+            info=lambda s, a, d: {"cost": 0.01 * s.time, "is_success": bool(apart(a, d) < 0.1)},
+        ),
+        "success-differs",
+    ),
     "terminated differs": (
         variant(EndsOnSuccess, ends=lambda s, a, d: bool(apart(a, d) <= 0.15)),
         "terminated-differs",
@@ -277,9 +289,10 @@ FAULTS = {
         "achieved-goal-constant",
     ),
     "stale achieved goal": (StaleAchieved, "achieved-goal-stale-at-reset"),
+    "stale achieved goal, sometimes": (SometimesStale, "achieved-goal-stale-at-reset"),
+    "constant achieved goal at reset": (ZeroAtReset, "achieved-goal-jumps"),
     "lagging": (Lagging, "achieved-goal-lags"),
     "lagging in its reward": (LaggingInItsReward, "achieved-goal-lags"),
-    "lagging, unseen": (LaggingUnseen, "achieved-goal-lags"),
     "changing goal": (Wandering, "desired-goal-changes"),
     "stale desired goal": (StaleDesired, "desired-goal-stale-at-reset"),
     "one goal": (variant(draw_goal=lambda s: np.array([0.5, 0.5])), "one-goal"),

@@ -6,8 +6,6 @@ components say *where* (the episode, or the environment and the episode): ``[...
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,13 +30,8 @@ def reached(achieved: Any, desired: Any) -> Any:
 
 def _weighed(goal: Any, weights: tuple[int, ...]) -> Any:
     if isinstance(goal, (np.ndarray, torch.Tensor)):
-        return _weighed_sum([goal[..., index] for index in range(goal.shape[-1])], weights)
-    return _weighed_tuple(goal if isinstance(goal, tuple) else (goal,), weights)
-
-
-def _weighed_sum(components: Sequence[Any], weights: tuple[int, ...]) -> Any:
+        components = [goal[..., index] for index in range(goal.shape[-1])]
+    else:
+        components = list(goal) if isinstance(goal, tuple) else [goal]
     assert len(components) <= len(weights), f"a goal has at most {len(weights)} components, not {len(components)}"
     return sum(weight * value for weight, value in zip(weights[-len(components) :], components, strict=True))
-
-
-_weighed_tuple = functools.lru_cache(maxsize=100_000)(_weighed_sum)  # an oracle asks for the same goals over and over

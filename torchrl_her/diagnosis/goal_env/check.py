@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium
 import torch
 from tensordict import NestedKey
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 
 from torchrl_her._torchrl import gymnasium_env_of
 from torchrl_her.diagnosis.goal_env.finding import NAMES, Finding, GoalEnvReport
@@ -19,7 +19,16 @@ from torchrl_her.diagnosis.goal_env.goals import (
     check_observation,
     check_shapes,
 )
-from torchrl_her.diagnosis.goal_env.play import Episodes, Goals, Step, UnreadableGoals, Watcher, play
+from torchrl_her.diagnosis.goal_env.play import (
+    EnvironmentFails,
+    Episodes,
+    Goals,
+    Step,
+    UnreadableGoals,
+    Watcher,
+    play,
+    reset,
+)
 from torchrl_her.diagnosis.goal_env.probe import Probe
 from torchrl_her.diagnosis.goal_env.reward import check_reward, reached
 from torchrl_her.diagnosis.goal_env.termination import check_termination
@@ -68,7 +77,7 @@ def check_goal_env(
 
     Raises:
         ValueError: if ``ignore`` contains an unknown name, or if ``steps`` is less than 1.
-        TypeError: if ``reward`` cannot be called with two goals.
+        TypeError: if ``env`` is something else, or if ``reward`` cannot be called with two goals.
 
     Examples:
         >>> import torchrl_her.envs
@@ -79,8 +88,8 @@ def check_goal_env(
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     if unknown := ignored - NAMES:
         raise ValueError(f"There is no finding {sorted(unknown)}; the names are {sorted(NAMES)}.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
     if reward is not None and not isinstance(reward, GoalReward):
         reward = GoalReward(reward)
     is_made = isinstance(env, str) or (callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)))
@@ -104,7 +113,6 @@ EXPLAINED_BY = {
         "modified-in-place",
         "terminated-modifies-arguments",
     },
-    "achieved-goal-stale-at-reset": {"achieved-goal-lags"},
 }
 
 
@@ -113,7 +121,12 @@ def _check(
 ) -> Iterator[Finding]:
     """Yield all findings, and note in the report what was played."""
     try:
-        achieved, desired = goals.read(env.reset(seed=seed)[0])
+        achieved, desired = goals.read(reset(env, seed))
+    except EnvironmentFails as error:
+        yield Finding(
+            "step-fails", f"{error}.", "Define reset(self, *, seed=None, options=None), which returns a pair."
+        )
+        return
     except UnreadableGoals as error:
         yield Finding("not-a-goal-env", str(error), NEEDS_GOALS)
         return
@@ -129,11 +142,11 @@ def _check(
     try:
         for step in play(env, goals, probes, watcher, steps, seed):
             played.append(step)
-        env.reset()
-    except Exception as error:
+        reset(env)
+    except EnvironmentFails as error:
         yield Finding(
             "step-fails",
-            f"The environment failed after {len(played):,} steps: {type(error).__name__}: {error}.",
+            f"After {len(played):,} steps, {error}.",
             "To see where, call env.reset() and env.step(env.action_space.sample()) until it fails.",
         )
     if played:
@@ -177,4 +190,11 @@ def _gymnasium_env(env: Any) -> Any:
         env = env()
     while isinstance(env, TransformedEnv):
         env = env.base_env
-    return gymnasium_env_of(env) if isinstance(env, EnvBase) else env
+    if isinstance(env, GymWrapper):
+        env = gymnasium_env_of(env)
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            "check_goal_env needs one Gymnasium environment, a TorchRL wrapper of one, a function that makes it, or "
+            f"its id, not a {type(env).__name__}."
+        )
+    return env

@@ -16,7 +16,6 @@ SEVERITIES = {
         "goal-nan",
         "modified-in-place",
         "achieved-goal-constant",
-        "achieved-goal-lags",
         "achieved-goal-stale-at-reset",
         "desired-goal-changes",
         "desired-goal-stale-at-reset",
@@ -40,6 +39,8 @@ SEVERITIES = {
         "ends-on-success",
     ],
     "warning": [
+        "achieved-goal-jumps",
+        "achieved-goal-lags",
         "goal-dtypes-differ",
         "desired-goal-far",
         "desired-goal-in-observation",
@@ -77,10 +78,13 @@ class Finding(NamedTuple):
     advice: str
 
     def __str__(self) -> str:
-        found = textwrap.fill(f"{self.name}: {self.message}", WIDTH, subsequent_indent="    ")
-        return (
-            found + "\n" + textwrap.fill(f"-> {self.advice}", WIDTH, initial_indent="    ", subsequent_indent="       ")
-        )
+        return self.text()
+
+    def text(self, severity: str = "") -> str:
+        """Return the finding as lines, after its severity if that is given."""
+        found = textwrap.fill(f"{severity} {self.name}: {self.message}".strip(), WIDTH, subsequent_indent="    ")
+        advice = textwrap.fill(f"-> {self.advice}", WIDTH, initial_indent="    ", subsequent_indent="       ")
+        return f"{found}\n{advice}"
 
 
 @dataclass
@@ -116,7 +120,7 @@ class GoalEnvReport:
         counts = ", ".join(_count(len(found), severity) for severity, found in lists.items())
         steps, episodes = _count(self.steps, "step"), _count(self.episodes, "episode")
         lines = [f"{self.env}: {counts} ({steps}, {episodes})"]
-        lines += [f"{severity} {finding}" for severity, found in lists.items() for finding in found]
+        lines += [finding.text(severity) for severity, found in lists.items() for finding in found]
         return "\n".join(lines)
 
 

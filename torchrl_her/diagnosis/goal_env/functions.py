@@ -36,8 +36,8 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
             f"{name}-needs-info",
             f"{what} reads {names} from info, which a replay buffer does not store by default.",
             f"Store it, env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass EnvReward(env, "
-            f"info_keys=[{keys}]). An entry that depends on the original goal cannot be used: compute it from the "
-            "goals.",
+            f"info_keys=[{keys}]). An entry that was computed with the original goal (a distance, is_success) is wrong "
+            "after relabelling: compute it from the goals.",
         )
     if probe.modified:
         names = " and ".join(sorted(probe.modified))

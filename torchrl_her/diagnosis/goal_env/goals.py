@@ -11,7 +11,6 @@ from torchrl_her.diagnosis.goal_env.play import Episodes, Watcher, distance
 
 FEWEST = 100  # steps after which it counts that the achieved goal never changed
 JUMP = 1.5  # a first step this much longer than all others is a jump
-MOVES = 0.95  # the share of steps that almost always change the achieved goal
 EPISODES = 3  # with fewer, nothing is said about resets
 FAR = 10.0  # times the extent of all achieved goals
 FAR_IN_FRAME = 1.5  # times the extents of achieved and desired goals
@@ -66,50 +65,63 @@ def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
         return
     if watcher.modified:
         return  # its values cannot be trusted
-    lagging = _lags(episodes, moved)
-    if lagging:
+    if _lags(episodes):
         yield Finding(
             "achieved-goal-lags",
-            f"The achieved goal after a step belongs to the state before it: {lagging}.",
+            "The achieved goal after a step seems to belong to the state before it: it is an exact linear function of "
+            "the observation before the step, and not of the one after it.",
             LAGS,
         )
         return
+    yield from _check_first_steps(episodes, moved)
+
+
+def _lags(episodes: Episodes) -> bool:
+    """Return whether the observations show that achieved goals are one step late."""
+    goals, features = (each.reshape(len(each), -1) for each in (episodes.next_achieved, episodes.observation))
+    if goals.shape[1] > WIDEST_GOAL or not features.size or len(goals) < 3 * features.shape[1]:
+        return False
+    before = _residuals(episodes.observation, goals).max()
+    after = _residuals(episodes.next_observation, goals).max()
+    return bool(before < EXACT and after > CLEAR)
+
+
+def _check_first_steps(episodes: Episodes, moved: np.ndarray) -> Iterator[Finding]:
+    """Compare the distances that the achieved goal ``moved`` in first steps with those in all others."""
     first = np.flatnonzero(episodes.step == 0)
     jumps, others = moved[first], np.delete(moved, first)
     if len(first) < EPISODES or not len(others):
         return
+    longest = float(others.max())
     repeats = [np.array_equal(episodes.achieved[row], episodes.next_achieved[row - 1]) for row in first[1:]]
-    jump, longest = float(np.median(jumps)), float(others.max())
-    if jump > JUMP * longest or (all(repeats) and jump > longest):
-        origin = "; it is the last one of the previous episode" if all(repeats) else ""
+    stale = np.array([False, *repeats]) & (jumps > longest)
+    if stale.sum() >= 2 or (stale & (jumps > JUMP * longest)).any():
         yield Finding(
             "achieved-goal-stale-at-reset",
-            f"The achieved goal changes by {jump:.4g} in the first step of an episode (median of {len(first):,}), and "
-            f"by at most {longest:.4g} in all other steps: reset returns a goal of another state{origin}.",
+            f"In {stale.sum():,} of {len(first):,} episodes, the achieved goal at reset is the last one of the "
+            f"previous episode, and the first step changes it by {np.median(jumps[stale]):.4g} (median); other steps "
+            f"change it by at most {longest:.4g}.",
             "Compute it in reset, after the new state is set.",
         )
-
-
-def _lags(episodes: Episodes, moved: np.ndarray) -> str:
-    """Return how it shows that achieved goals, which ``moved`` so far in each step, are one step late, or nothing."""
-    goals, features = (each.reshape(len(each), -1) for each in (episodes.next_achieved, episodes.observation))
-    is_wide = goals.shape[1] > WIDEST_GOAL or len(goals) < 3 * features.shape[1]
-    if features.size and not is_wide:
-        before = _residuals(episodes.observation, goals).max()
-        after = _residuals(episodes.next_observation, goals).max()
-        if before < EXACT and after > CLEAR:
-            return "it is an exact function of the observation before the step, and not of the one after it"
-        is_first = episodes.step == 0
-        if after > CLEAR and not moved[is_first].any() and (moved[~is_first] > 0).mean() > MOVES:
-            return (
-                f"it never changes in the first step of an episode ({is_first.sum():,}), and in almost all other steps"
-            )
-    return ""
+        return
+    goals = episodes.next_achieved[first].reshape(len(first), -1).astype(np.float64)
+    spread = float(np.linalg.norm(np.ptp(goals, axis=0)))
+    jump = float(np.median(jumps))
+    if jump > JUMP * longest and jump > spread / 10:
+        yield Finding(
+            "achieved-goal-jumps",
+            f"The achieved goal changes by {jump:.4g} in the first step of an episode (median of {len(first):,}), and "
+            f"by at most {longest:.4g} in all other steps.",
+            "Reset may return the goal of another state: compute it after the new state is set. If the first step does "
+            "move more than any other (a throw, a fall), ignore this.",
+        )
 
 
 def check_desired(episodes: Episodes) -> Iterator[Finding]:
     """Check that the desired goal is constant within an episode, can be reached, and differs between episodes."""
-    changed = np.array([distance(*pair) > 0 for pair in zip(episodes.desired, episodes.next_desired, strict=True)])
+    changed = np.array(
+        [not np.array_equal(*pair) for pair in zip(episodes.desired, episodes.next_desired, strict=True)]
+    )
     first = episodes.step == 0
     if changed.any():
         if not changed[~first].any() and first.sum() >= EPISODES:
@@ -135,7 +147,8 @@ def check_desired(episodes: Episodes) -> Iterator[Finding]:
             f"All {first.sum():,} episodes have the same desired goal.",
             "Networks need not read it without hindsight; with hindsight they must, since relabelled goals differ.",
         )
-    yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
+    if first.sum() >= EPISODES:
+        yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
 
 
 def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
@@ -146,15 +159,15 @@ def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
     nearest = float(np.median([np.linalg.norm(achieved - goal, axis=1).min() for goal in desired]))
     centre = np.median(desired, axis=0)
     outside = np.maximum(0, np.maximum(low - centre, centre - high))  # [goal]
-    extents = high - low + np.ptp(desired, axis=0)
-    offset = int((outside / np.maximum(extents, 1e-12)).argmax())
-    if not extent or (nearest <= FAR * extent and outside[offset] <= FAR_IN_FRAME * extents[offset]):
+    extents = np.maximum(high - low + np.ptp(desired, axis=0), extent / 2)
+    worst = int((outside / np.maximum(extents, 1e-30)).argmax())
+    if not extent or (nearest <= FAR * extent and outside[worst] <= FAR_IN_FRAME * extents[worst]):
         return
     yield Finding(
         "desired-goal-far",
-        f"Desired goals are far outside of everything achieved: {nearest:.4g} away in the median, where achieved goals "
-        f"extend over {extent:.4g}. In dimension {offset}, achieved goals are in [{low[offset]:.4g}, "
-        f"{high[offset]:.4g}], desired goals in [{desired[:, offset].min():.4g}, {desired[:, offset].max():.4g}].",
+        f"Desired goals are far outside of everything achieved: in dimension {worst}, they are in "
+        f"[{desired[:, worst].min():.4g}, {desired[:, worst].max():.4g}], and achieved goals in "
+        f"[{low[worst]:.4g}, {high[worst]:.4g}]. The nearest achieved goal is {nearest:.4g} away in the median.",
         "Use the same unit and frame of reference for both. If random actions do not get far, this may be as intended.",
     )
 
@@ -181,14 +194,16 @@ def check_observation(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]
 
 def _check_copies(episodes: Episodes) -> Iterator[Finding]:
     """Find features that are a linear function of achieved and desired goals and of their distance."""
-    achieved, desired, features = (
-        each.reshape(len(each), -1).astype(np.float64)
-        for each in (episodes.next_achieved, episodes.desired, episodes.next_observation)
-    )
-    width = desired.shape[1]
-    different = len(np.unique(desired, axis=0))
-    if width > WIDEST_GOAL or not features.size or different < 3:
+    features, width = episodes.next_observation, episodes.desired[0].size
+    if width > WIDEST_GOAL or not features.size:
         return
+    achieved, desired = (
+        each.reshape(len(each), -1).astype(np.float64) for each in (episodes.next_achieved, episodes.desired)
+    )
+    different = len(np.unique(desired, axis=0))
+    if different < 3:
+        return
+    features = np.where(np.isfinite(features).all(0), features, 0.0)
     varies = np.ptp(desired, axis=0) > 0  # a dimension that never changes is in every observation
     apart = np.linalg.norm(achieved - desired, axis=1, keepdims=True)
     copied = np.zeros(features.shape[1], dtype=bool)
@@ -196,7 +211,8 @@ def _check_copies(episodes: Episodes) -> Iterator[Finding]:
         copied = _residuals(np.hstack([achieved, desired, apart]), features) < EXACT
     simple = np.hstack([desired[:, varies], (desired - achieved)[:, varies], (achieved - desired)[:, varies], apart])
     for feature, column in enumerate(features.T):
-        copied[feature] |= np.isclose(simple, column[:, None], rtol=1e-4, atol=1e-6).all(0).any()
+        largest = np.abs(simple - column[:, None]).max(0)
+        copied[feature] |= bool((largest < EXACT * max(np.ptp(column), 1e-30)).any())
     copied &= _residuals(achieved, features) > CLEAR  # the achieved goal alone does not explain it
     if copied.any():
         yield Finding(
@@ -213,7 +229,8 @@ def _residuals(inputs: np.ndarray, outputs: np.ndarray) -> np.ndarray:
 
     Columns that are constant have no residual.
     """
-    matrix = np.hstack([inputs, np.ones((len(inputs), 1))]).astype(np.float64)
+    inputs, outputs = (np.where(np.isfinite(each).all(0), each, 0.0) for each in (inputs, outputs))
+    matrix = np.hstack([inputs.reshape(len(inputs), -1), np.ones((len(inputs), 1))]).astype(np.float64)
     outputs = outputs.astype(np.float64)
     scale = np.abs(matrix).max(0)
     matrix = matrix / np.where(scale > 0, scale, 1)

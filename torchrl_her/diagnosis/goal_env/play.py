@@ -22,6 +22,10 @@ class UnreadableGoals(Exception):
     """The observation has no goals that are arrays of numbers."""
 
 
+class EnvironmentFails(Exception):
+    """The environment raised an error in reset or step."""
+
+
 @dataclass
 class Goals:
     """How to read the goals of an observation."""
@@ -37,21 +41,24 @@ class Goals:
             try:
                 goals.append(np.array(_get(observation, key)))
             except (KeyError, IndexError, TypeError):
-                kind = type(observation).__name__
-                shown = f"the entries {sorted(observation)}" if isinstance(observation, dict) else f"the type {kind}"
+                shown = f"the type {type(observation).__name__}"
+                if isinstance(observation, dict):
+                    shown = "the entries " + ", ".join(
+                        repr(path if path[1:] else path[0]) for path, _ in _leaves(observation)
+                    )
                 raise UnreadableGoals(f"There is no {name} goal under {key!r}: the observation has {shown}.") from None
             if goals[-1].dtype.kind not in "biuf":
                 raise UnreadableGoals(f"The {name} goal under {key!r} is not one array of numbers.")
         if self.goal_fn is not None:
-            goals[0] = self.goal_fn(torch.as_tensor(goals[0]).unsqueeze(0)).squeeze(0).numpy(force=True)
+            goals[0] = torch.as_tensor(self.goal_fn(torch.as_tensor(goals[0]).unsqueeze(0)))[0].numpy(force=True)
         return goals[0], goals[1]
 
     def rest(self, observation: Any) -> np.ndarray:
-        """Return the other entries of an observation as one row, ``float64 [features]``; nothing if it is too wide."""
+        """Return the other numbers of an observation as one row, ``float64 [features]``; nothing if it is too wide."""
         goals = {_path(self.achieved_key), _path(self.desired_key)}
         if self.goal_fn is not None:
             goals.remove(_path(self.achieved_key))  # the goal is only a part of this entry
-        parts = [np.ravel(value) for path, value in _leaves(observation) if path not in goals]
+        parts = [np.ravel(value) for path, value in _leaves(observation) if path not in goals and _is_number(value)]
         if not parts or sum(map(len, parts)) > WIDEST:
             return np.empty(0)
         return np.concatenate(parts, dtype=np.float64)
@@ -144,33 +151,55 @@ def play(
     visited: list[np.ndarray] = []
     played = episode = 0
     while played < steps and time.monotonic() < until:
-        observation, _ = env.reset(seed=seed) if episode == 0 else env.reset()
+        observation = reset(env, seed if episode == 0 else None)
         watcher.see(observation)
         before, rest = goals.read(observation), goals.rest(observation)
         visited.append(before[0])
         action, is_over, step = env.action_space.sample(), False, 0
         longest = steps // 2 if episode == 0 else max(1, steps // 10)
         while not is_over and step < longest and played < steps and time.monotonic() < until:
-            observation, reward, terminated, truncated, info = env.step(action)
+            observation, reward, terminated, truncated, info = _step(env, action)
             watcher.see(observation)
             after, next_rest = goals.read(observation), goals.rest(observation)
             if after[0].shape == before[1].shape:
-                other = visited[rng.integers(len(visited))]
+                recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
+                other = visited[-1 - rng.integers(min(recent, len(visited)))]
                 for probe in probes:
                     probe.observe(after[0], before[1], info, other)
                 if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
                     action = env.action_space.sample()
             visited.append(after[0])
-            flags = bool(terminated), bool(truncated)
-            yield Step(before, after, rest, next_rest, float(reward), *flags, dict(info), episode, step)
+            flags = terminated, truncated
+            yield Step(before, after, rest, next_rest, reward, *flags, info, episode, step)
             before, rest, is_over = after, next_rest, any(flags)
             step, played = step + 1, played + 1
         episode += 1
 
 
+def reset(env: Any, seed: int | None = None) -> Any:
+    """Reset an environment and return the observation."""
+    try:
+        observation, _ = env.reset() if seed is None else env.reset(seed=seed)
+    except Exception as error:
+        raise EnvironmentFails(f"reset failed: {type(error).__name__}: {error}") from error
+    return observation
+
+
+def _step(env: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """Do a step; return copies of the arrays in ``info``."""
+    try:
+        observation, reward, terminated, truncated, info = env.step(action)
+        reward = float(np.asarray(reward).item())
+    except Exception as error:
+        raise EnvironmentFails(f"step failed: {type(error).__name__}: {error}") from error
+    info = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in info.items()}
+    return observation, reward, bool(terminated), bool(truncated), info
+
+
 def distance(one: np.ndarray, other: np.ndarray) -> float:
     """Return the Euclidean distance of two goals ``[*goal]``."""
-    return float(np.linalg.norm(np.subtract(one, other, dtype=np.float64).ravel()))
+    difference = np.subtract(one, other, dtype=np.float64 if one.size <= WIDEST else np.float32)
+    return float(np.sqrt(np.square(difference).sum()))
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:
@@ -187,8 +216,15 @@ def _leaves(observation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
     if isinstance(observation, dict):
         for name, value in observation.items():
             yield from _leaves(value, (*path, name))
+    elif isinstance(observation, tuple):
+        for place, value in enumerate(observation):
+            yield from _leaves(value, (*path, str(place)))
     else:
         yield path, observation
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.ndarray, np.generic)) and np.asarray(value).dtype.kind in "biuf"
 
 
 def _stack_all(columns: Iterable[Iterable[np.ndarray]]) -> list[np.ndarray]:

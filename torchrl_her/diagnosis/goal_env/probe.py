@@ -20,7 +20,7 @@ class Values(NamedTuple):
 
     actual: np.ndarray  # the achieved and the desired goal
     own: np.ndarray  # the achieved goal for both
-    other: np.ndarray  # the achieved goal, and another one as desired goal
+    other: np.ndarray  # the achieved goal, and another one as desired goal: far away in every other of these steps
     swapped: np.ndarray  # this other goal as achieved goal, and the achieved goal as desired goal
     again: np.ndarray  # the same as actual, as are the next two
     third: np.ndarray
@@ -107,7 +107,7 @@ def far_from(goal: np.ndarray) -> np.ndarray:
     if goal.dtype == bool:
         return ~goal
     if np.issubdtype(goal.dtype, np.integer):
-        largest = 1 if set(np.unique(goal)) <= {0, 1} else int(goal.max()) + 1
+        largest = int(goal.max()) + (goal.min() < 0 or goal.max() != 1)  # bits stay bits
         return np.minimum(largest - goal.astype(np.int64), np.iinfo(goal.dtype).max).astype(goal.dtype)
     return goal + 1000 * (1 + np.abs(goal)).astype(goal.dtype)
 

@@ -21,6 +21,7 @@ from torchrl_her.diagnosis.goal_env.play import Episodes
 from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree
 
+FEWEST_LATE = 5  # rewards that are those of the next achieved goal, after which this is no coincidence
 PAIRS = 300  # of achieved and desired goals, of which few should be reached
 SHARE_REACHED = 0.9
 SUCCESS_KEYS = ("is_success", "success")
@@ -61,16 +62,19 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
         )
         return
     scale = scale_of(values.actual)
-    better = np.fmax(values.actual, values.other)
+    better = values.swapped.copy()
+    better[:: 2 * EVERY] = np.nan  # goals far away need not be valid
     missed = (better > values.own) & ~agree(better, values.own, scale).numpy()
     if missed.any():
-        row, where = example(missed, episodes)
+        row = int(missed.argmax())
+        tried = (~np.isnan(better)).sum()
         yield Finding(
             "reward-misses-achieved-goal",
-            f"{what} returns {values.own[row] + 0:.6g} where the desired goal is the goal just achieved, and "
-            f"{better[row] + 0:.6g} for another goal ({where}).",
-            "A goal that is reached must have the highest reward: look at the sign and at the threshold (<= in place "
-            "of <).",
+            f"{what} returns {values.own[row] + 0:.6g} where the achieved goal is the desired one, and "
+            f"{better[row] + 0:.6g} where another goal was achieved ({missed.sum():,} of {tried:,} pairs; the first "
+            f"with the goal of step {episodes.step[row]} of episode {episodes.episode[row]}).",
+            "A goal that is reached must have the highest reward: look at the sign, at the threshold (<= in place of "
+            "<), and at the unit and frame of both goals.",
         )
     differs = ~agree(episodes.reward, values.actual, scale).numpy()
     if differs.any() and _agrees_one_step_later(probe, episodes, differs):
@@ -90,7 +94,7 @@ def _agrees_one_step_later(probe: Probe, episodes: Episodes, differs: np.ndarray
     steps = np.concatenate([np.flatnonzero(rows & same_episode)[:PAIRS] for rows in (differs, ~differs)])
     goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
     shifted = [probe.call(goals[step + 1], desired[step], infos[step]) for step in steps]
-    return (differs & same_episode).any() and bool(agree(shifted, episodes.reward[steps]).all())
+    return (differs & same_episode).sum() >= FEWEST_LATE and bool(agree(shifted, episodes.reward[steps]).all())
 
 
 def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, what: str) -> Finding:
@@ -107,9 +111,8 @@ def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, w
     if len(by_function) > 1 and agree(matrix @ [scale, offset], episodes.reward).all():
         message += f" The reward of step is {scale:.4g} times the other"
         message += "." if abs(offset) < 1e-6 else f", plus {offset:.4g}."
-    elif len(by_step) <= 2 and set(by_function) <= set(by_step):
-        best = by_step.max()
-        limits = [distances[each == best].max(initial=0.0) for each in (episodes.reward, computed)]
+    elif len(by_step) == 2 and set(by_function) <= set(by_step) and _has_threshold(distances, episodes.reward):
+        limits = [distances[each == by_step[1]].max(initial=0.0) for each in (episodes.reward, computed)]
         message += f" step calls goals reached up to a distance of {limits[0]:.4g}, {what} up to {limits[1]:.4g}."
     else:
         largest = np.abs(episodes.reward - computed).max()
@@ -118,11 +121,17 @@ def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, w
     return Finding("reward-differs", message, advice)
 
 
+def _has_threshold(distances: np.ndarray, rewards: np.ndarray) -> bool:
+    """Return whether all goals with the higher of two rewards are nearer than those with the lower one."""
+    is_reached = rewards == rewards.max()
+    return bool(distances[is_reached].max() <= distances[~is_reached].min())
+
+
 def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
     """Check what counts as reached; for a reward with one value for all reached goals."""
     actual, own, *_ = probe.values()
     is_reached = reached(probe, len(own))
-    is_sparse = len(np.unique(actual)) <= 2
+    is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2  # the same cost may be in both
     if is_sparse and not is_reached.any():
         yield Finding(
             "no-goal-reached",
@@ -130,26 +139,36 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
             "What happens at a reached goal (its reward in step, the end of the episode) was not checked: play more "
             "steps.",
         )
-    if (own != own[0]).any():
-        return
-    pairs = values_of_pairs(probe, episodes, PAIRS)
-    share = (pairs == own[0]).mean()
-    if share > SHARE_REACHED:
-        yield Finding(
-            "reward-reaches-everything",
-            f"{what} calls {share:.0%} of {PAIRS} pairs of an achieved and a desired goal reached (reward "
-            f"{own[0] + 0:.6g}).",
-            "Use a threshold that is smaller than the distances between goals, in the units of the goals.",
-        )
-    for key in SUCCESS_KEYS if is_sparse else ():
+    if (own == own[0]).all() and len(own) >= FEWEST:
+        share = (values_of_pairs(probe, episodes, PAIRS) == own[0]).mean()
+        if share > SHARE_REACHED:
+            yield Finding(
+                "reward-reaches-everything",
+                f"{what} calls {share:.0%} of {PAIRS} pairs of an achieved and a desired goal reached (reward "
+                f"{own[0] + 0:.6g}).",
+                "Use a threshold that is smaller than the distances between goals, in the units of the goals.",
+            )
+    if is_sparse:
+        yield from _check_success(episodes, actual, own, is_reached)
+
+
+def _check_success(
+    episodes: Episodes, actual: np.ndarray, own: np.ndarray, is_reached: np.ndarray
+) -> Iterator[Finding]:
+    """Compare the success in ``info`` with the reward; it may stay true in an episode that has reached its goal."""
+    first = np.searchsorted(episodes.episode, episodes.episode)  # of the episode of each step
+    counts = np.append(0, np.cumsum(is_reached))
+    was_reached = counts[1:] > counts[first]
+    for key in SUCCESS_KEYS:
         if not all(key in info for info in episodes.infos):
             continue
         success = np.array([bool(np.all(info[key])) for info in episodes.infos])
-        if (success != is_reached).any():
-            row, where = example(success != is_reached, episodes)
+        differs = np.where(success, ~was_reached, is_reached)
+        if differs.any():
+            row, where = example(differs, episodes)
             yield Finding(
                 "success-differs",
                 f"info[{key!r}] is {success[row]} where the reward is {actual[row] + 0:.6g}, and a reached goal has "
-                f"the reward {own[0] + 0:.6g} ({where}).",
+                f"the reward {own[row] + 0:.6g} ({where}).",
                 "Compute both from the same distance and threshold.",
             )

@@ -12,6 +12,7 @@ from torchrl_her.diagnosis.goal_env.play import Episodes
 from torchrl_her.diagnosis.goal_env.probe import Probe
 
 FEWEST = 3  # ends near the goal, after which they are no coincidence
+LONG = 100  # steps after which an episode is long
 
 
 def check_termination(
@@ -43,7 +44,7 @@ def check_termination(
 
 
 def _check_ends(episodes: Episodes) -> Iterator[Finding]:
-    if not (episodes.terminated | episodes.truncated).any():
+    if not (episodes.terminated | episodes.truncated).any() and episodes.step.max() >= LONG:
         yield Finding(
             "endless",
             f"No episode ended within {episodes.step.max() + 1:,} steps.",
@@ -53,16 +54,18 @@ def _check_ends(episodes: Episodes) -> Iterator[Finding]:
 
 
 def _check_ends_on_success(episodes: Episodes, is_reached: np.ndarray) -> Iterator[Finding]:
+    """Find out whether success ends episodes: it always does, and most ends are successes or nearer than all else."""
     ended, distances = episodes.terminated, episodes.distances()
     both = is_reached & ended
-    if not is_reached.any() and ended.sum() >= FEWEST:  # a reward without a threshold: near goals end the episode
-        both = ended & (distances < distances[~ended].min(initial=np.inf))
-        is_reached = both if both.sum() == ended.sum() else is_reached
-    if both.any() and not (is_reached & ~ended).any():
+    if ended.all() or not ended.any():
+        return
+    always = both.any() and not (is_reached & ~ended).any() and 2 * both.sum() >= ended.sum()
+    nearest = ended.sum() >= FEWEST and distances[ended].max() < distances[~ended].min()
+    if always or nearest:
+        where = example(both if always else ended, episodes)[1]
         yield Finding(
             "ends-on-success",
-            f"The episode is terminated when the goal is reached, and there is no compute_terminated "
-            f"({example(both, episodes)[1]}).",
+            f"Episodes are terminated when the goal is reached or near, and there is no compute_terminated ({where}).",
             "Add compute_terminated(self, achieved_goal, desired_goal, info) to the environment, or pass "
-            "EnvReward(env, terminated_fn=...): else relabelled transitions that reach their goal do not end.",
+            "EnvReward(env, terminated_fn=...): otherwise relabelled transitions that reach their goal do not end.",
         )
