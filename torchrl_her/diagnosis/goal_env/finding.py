@@ -41,6 +41,7 @@ SEVERITIES = {
     "warning": [
         "achieved-goal-jumps",
         "achieved-goal-lags",
+        "achieved-goal-unmoved",
         "goal-dtypes-differ",
         "desired-goal-far",
         "desired-goal-in-observation",

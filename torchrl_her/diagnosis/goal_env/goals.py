@@ -54,14 +54,9 @@ def check_numbers(episodes: Episodes) -> Iterator[Finding]:
 def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
     """Check that the achieved goal belongs to its own step."""
     moved = np.array([distance(*pair) for pair in zip(episodes.achieved, episodes.next_achieved, strict=True)])
+    if not moved.any() and len(moved) >= FEWEST:
+        yield _constant(episodes.next_achieved)
     if not moved.any():
-        if len(moved) >= FEWEST:
-            yield Finding(
-                "achieved-goal-constant",
-                f"The achieved goal did not change in any of {len(moved):,} steps.",
-                "Compute it from the state after each step. If random actions never change it, hindsight has nothing "
-                "to learn from: add ignore=['achieved-goal-constant'] if that is expected.",
-            )
         return
     if watcher.modified:
         return  # its values cannot be trusted
@@ -74,6 +69,22 @@ def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
         )
         return
     yield from _check_first_steps(episodes, moved)
+
+
+def _constant(achieved: np.ndarray) -> Finding:
+    """Return the finding for achieved goals ``[n, *goal]`` that no step changed."""
+    if (achieved == achieved[:1]).all():
+        return Finding(
+            "achieved-goal-constant",
+            f"The achieved goal was the same in all {len(achieved):,} steps.",
+            "Compute it from the state after each step.",
+        )
+    return Finding(
+        "achieved-goal-unmoved",
+        f"No step changed the achieved goal, in {len(achieved):,} steps; it differs between episodes.",
+        "If it should change, compute it from the state after each step, not in reset alone. If random actions cannot "
+        "change it, hindsight has nothing to learn from until the policy does.",
+    )
 
 
 def _lags(episodes: Episodes) -> bool:
