@@ -213,11 +213,13 @@ def in_double_precision(data: TensorDictBase) -> TensorDictBase:
 
 
 def with_images(data: TensorDictBase) -> TensorDictBase:
-    """The same transitions with goals that are images ``[4, 5, 3]``: each number fills a channel."""
+    """The same transitions with goals that are images ``[4, 5, 3]``, each number in a channel, and their rewards."""
     data = data.clone()
     for key in ("achieved_goal", "desired_goal"):
         for place in (data, data["next"]):
             place[key] = place[key].to(torch.uint8)[:, None, None, :].expand(-1, 4, 5, 3).clone()
+    goals = data["next", "achieved_goal"], data["desired_goal"]
+    data["next", "reward"] = image_reward(*goals).unsqueeze(-1).to(data["next", "reward"].dtype)
     return data
 
 

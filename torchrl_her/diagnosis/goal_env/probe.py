@@ -107,7 +107,8 @@ def far_from(goal: np.ndarray) -> np.ndarray:
     if goal.dtype == bool:
         return ~goal
     if np.issubdtype(goal.dtype, np.integer):
-        largest = int(goal.max()) + (goal.min() < 0 or goal.max() != 1)  # bits stay bits
+        is_bits = goal.min() >= 0 and goal.max() <= 1
+        largest = 1 if is_bits else int(goal.max()) + 1
         return np.minimum(largest - goal.astype(np.int64), np.iinfo(goal.dtype).max).astype(goal.dtype)
     return goal + 1000 * (1 + np.abs(goal)).astype(goal.dtype)
 
