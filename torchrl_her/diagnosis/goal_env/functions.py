@@ -40,7 +40,7 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
             "after relabelling: compute it from the goals.",
         )
     if probe.modified:
-        names = " and ".join(sorted(probe.modified))
+        names = " and ".join(f"{key} (in {count:,} of {probe.calls:,} calls)" for key, count in probe.modified.items())
         yield Finding(
             f"{name}-modifies-arguments",
             f"{what} modifies its argument {names}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ class Probe:
         self.function = function.function if isinstance(function, EnvFunction) else _of_arrays(function)
         self.info_keys = {key if isinstance(key, str) else key[-1] for key in info_keys}
         self.failure = ""  # the error of the first call that failed; nothing is called after it
-        self.modified: set[str] = set()  # the arguments that were modified
+        self.modified: Counter[str] = Counter()  # in how many calls each argument was modified
+        self.calls = 0
         self.read: set[str] = set()  # the entries of info that were read
         self.later: dict[int, float] = {}  # values of steps, after the last episode
         self._values: list[tuple[float, ...]] = []
@@ -78,6 +80,7 @@ class Probe:
         """Return the value for one pair of goals ``[*goal]``, or NaN if the call fails."""
         arguments = {"achieved_goal": np.array(achieved)[()], "desired_goal": np.array(desired)[()]}
         given = _ReadInfo(info)
+        self.calls += 1
         try:
             value = np.asarray(self.function(*arguments.values(), given))
         except Exception as error:
@@ -87,7 +90,7 @@ class Probe:
             self.read |= given.read
         for (name, after), before in zip(arguments.items(), (achieved, desired), strict=True):
             if before.tobytes() != after.tobytes():
-                self.modified.add(name)
+                self.modified[name] += 1
         if value.size != 1 or value.dtype == object:
             shown = "None" if value.dtype == object else f"the shape {value.shape}"
             self.failure = self.failure or f"it returned {shown} for one pair of goals"
