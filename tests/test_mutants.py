@@ -41,16 +41,17 @@ def goals_of_the_root(written, tensordict, keys, *_):
 def drawn_with(checks_owner, checks_length):
     """`draw_from_table` without one of its checks."""
 
-    def mutated(strategy, table, her_ratio, episode, step):
+    def mutated(strategies, table, her_ratio, episode, step, _):
+        (strategy,) = strategies.values()
         start, length = table.find(episode)
-        rows = strategy.select(StrategyInput(episode, step, start, length, table.owners, table.size))
+        rows = strategy.select(StrategyInput(episode, step, start, length, table.owners, table.size, table.starts))
         drawn = torch.rand(step.shape) < her_ratio
         if checks_length:
             drawn &= step < length
         goals, owners = table.read(rows)
         if checks_owner and strategy.same_episode:
             drawn &= (owners == episode) & table.start_at(episode, start)
-        return goals, Draw(episode, step, length, drawn, drawn)
+        return Draw(episode, step, length, drawn, drawn, goals[None], None, None)
 
     return replaced(transform, "draw_from_table", lambda _: mutated)
 
@@ -64,9 +65,9 @@ def without_goals_of_lanes(leave_open):
 
 
 def drawn_for_a_prefix(draw):
-    def mutated(strategy, table, her_ratio, episode, step):
-        goals, drawn = draw(strategy, table, 1.0, episode, step)
-        return goals, drawn._replace(relabelled=drawn.relabelled & (torch.arange(len(step)) < her_ratio * len(step)))
+    def mutated(strategies, table, her_ratio, episode, step, _):
+        drawn = draw(strategies, table, 1.0, episode, step)
+        return drawn._replace(relabelled=drawn.relabelled & (torch.arange(len(step)) < her_ratio * len(step)))
 
     return mutated
 
@@ -130,7 +131,7 @@ def truncate_after_the_end(_, self, batch, relabelled):
 
 
 def take_last_reward(_, self, batch, relabelled):
-    rewards, _ = self._evaluate(batch.data.get(self.keys.desired), batch.outcomes)
+    rewards, _ = self._evaluate(batch.data.get(self.keys.desired), batch.outcomes, None)
     batch.data.set(FIRST_REWARD, where(relabelled, rewards[:, -1:], batch.data.get(FIRST_REWARD)))
 
 

@@ -4,9 +4,23 @@ from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
 from torchrl_her.diagnosis.goal_env.check import check_goal_env
 from torchrl_her.diagnosis.goal_env.finding import Finding, GoalEnvReport
-from torchrl_her.goals.strategies import Episode, Final, Future, GoalStrategy, Random, StrategyInput, uniform
+from torchrl_her.goals.mixture import Mixture
+from torchrl_her.goals.strategies import (
+    Current,
+    Episode,
+    Final,
+    Future,
+    Geometric,
+    GoalStrategy,
+    PastDesired,
+    Random,
+    StrategyInput,
+    Subgoal,
+    uniform,
+)
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
+from torchrl_her.rewards.reached_reward import ReachedReward
 from torchrl_her.storage.packed_storage import PackedStorage
 from torchrl_her.transform import HERTransform
 
@@ -14,20 +28,26 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompactGoals",
+    "Current",
     "EnvReward",
     "Episode",
     "Final",
     "Finding",
     "Future",
+    "Geometric",
     "GoalEnvReport",
     "GoalReward",
     "GoalStrategy",
     "HERTransform",
     "HindsightAugmentation",
+    "Mixture",
     "PackedStorage",
+    "PastDesired",
     "Random",
+    "ReachedReward",
     "SparseReward",
     "StrategyInput",
+    "Subgoal",
     "check_goal_env",
     "uniform",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_from_episodes
 from torchrl_her.goals.reservoir import GoalReservoir
 from torchrl_her.goals.strategies import GoalStrategy
-from torchrl_her.keys import MASK, HERKeys
+from torchrl_her.keys import MASK, STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import RELABELLED, Batch, GoalMap, RelabelTransform, Reward, check_at_least
 
@@ -53,6 +54,7 @@ class HindsightAugmentation(RelabelTransform):
     Keyword Args:
         strategy (str or GoalStrategy): as in `HERTransform`. Default: ``"future"``. With ``"final"`` all copies of a
             transition are equal: pass ``n_sampled_goal=1``.
+        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): as in `HERTransform`. The entries are stored.
         n_sampled_goal (int): the number of copies of each transition, the paper's k; 0 for none. Default: 4.
         achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
         desired_goal_key (NestedKey): as in `HERTransform`. Default: ``"desired_goal"``.
@@ -93,6 +95,7 @@ class HindsightAugmentation(RelabelTransform):
         reward: Reward,
         *,
         strategy: str | GoalStrategy = "future",
+        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
         n_sampled_goal: int = 4,
         achieved_goal_key: NestedKey = "achieved_goal",
         desired_goal_key: NestedKey = "desired_goal",
@@ -108,11 +111,14 @@ class HindsightAugmentation(RelabelTransform):
         max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         reservoir_size = check_at_least(1, "reservoir_size", reservoir_size)
         keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        super().__init__(reward, strategy, keys, goal_fn)
-        if self.strategy.uses_initial_goal:
-            raise ValueError(f"{self.strategy!r} draws initial goals, which only HERTransform keeps: use that.")
+        super().__init__(reward, strategy, keys, goal_fn, extra_goals)
+        for each in self.strategies.values():
+            if each.uses_initial_goal or each.uses_desired_goals:
+                kind = "initial" if each.uses_initial_goal else "desired"
+                raise ValueError(f"{each!r} draws {kind} goals of episodes, which only HERTransform keeps: use that.")
         self.n_sampled_goal = n_sampled_goal
-        self.reservoir = None if self.strategy.same_episode else GoalReservoir(reservoir_size)
+        is_own = all(each.same_episode for each in self.strategies.values())
+        self.reservoir = None if is_own else GoalReservoir(reservoir_size)
         self._held = HeldTransitions(EpisodeTracker(max_episode_steps, PATIENCE, publish_running=False))
         self._episodes = 0  # how many began
         self._goal: Tensor | None = None  # a goal of the first write
@@ -181,19 +187,25 @@ class HindsightAugmentation(RelabelTransform):
         desired, outcomes = rows.get(self.keys.desired), rows.get(self.keys.next_achieved)  # [n, *state]
         outcomes = map_goals(outcomes, self.goal_fn).detach().to(desired.dtype)  # [n, *goal]
         episodes, lengths = zip(*((episode.episode, len(episode.kept)) for episode in ended), strict=True)
-        drawn = draw_from_episodes(self.strategy, outcomes, episodes, lengths, copies, self.reservoir)
-        goals = torch.cat([outcomes.unsqueeze(1), drawn.goals], dim=1)  # [n, 1 + k, *goal], the first are not used
-        steps = torch.cat([drawn.steps.new_full((len(rows), 1), -1), drawn.steps], dim=1)
+        drawn = draw_from_episodes(self.strategies, outcomes, episodes, lengths, copies, self.reservoir)
+        own = outcomes.unsqueeze(1).expand(len(drawn.goals), -1, 1, *outcomes.shape[1:])
+        goals = torch.cat([own, drawn.goals], dim=2)  # [strategies, n, 1 + k, *goal], the first of k are not used
+        none = drawn.steps.new_full((len(rows), 1), -1)
+        steps, ahead = torch.cat([none, drawn.steps], dim=1), torch.cat([none, drawn.ahead], dim=1)
         kept = torch.cat([steps[:, :1] < 0, drawn.valid], dim=1)
         chosen, copy = kept.nonzero(as_tuple=True)  # the transition of each row, and which of its copies it is
-        goals, goal_step = goals[chosen, copy], steps[chosen, copy].unsqueeze(-1)
+        goals, goal_step = goals[:, chosen, copy], steps[chosen, copy].unsqueeze(-1)
         relabelled = goal_step >= 0
 
         rows = self._held.unpack(packed.index_select(0, chosen))
         batch = Batch(rows, {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)})
         self._set_goals(batch, goals, relabelled)
+        if self._reads_steps:
+            rows.set(STEPS_TO_GOAL, ahead[chosen, copy].unsqueeze(-1))
         with torch.no_grad():
             self._one_step.recompute(batch, relabelled)
+        if self._reads_steps:
+            rows.del_(STEPS_TO_GOAL)
         return rows.set(RELABELLED, relabelled).set(GOAL_STEP, goal_step)
 
     def flush(self) -> TensorDict:

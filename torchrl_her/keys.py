@@ -8,6 +8,10 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 MASK = ("collector", "mask")  # of collectors with split_trajs=True
+# How many steps ahead in the transition's own episode its goal was achieved, int64 [*batch, 1]; -1 for other goals.
+STEPS_TO_GOAL = ("hindsight", "steps_to_goal")
+# Which member of a mixture selected the goal, int64 [*batch, 1]; -1 for transitions that are not relabelled.
+MEMBER = ("hindsight", "member")
 
 
 class HERKeys(NamedTuple):

@@ -10,7 +10,7 @@ from torchrl.envs import MultiStepTransform
 
 from torchrl_her._torchrl import drop_waiting_steps
 from torchrl_her.episodes.transitions import WrittenTransitions
-from torchrl_her.keys import HERKeys
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.relabel import OneStepReward, SampledBatch, where
 from torchrl_her.rewards.goal_reward import GoalReward
 
@@ -37,8 +37,8 @@ class NStepReward:
     def __init__(self, one_step: OneStepReward, has_goal_fn: bool, multi_step: MultiStepTransform):
         reward, keys, self.recomputes_all = one_step.reward, one_step.keys, one_step.recomputes_all
         name = type(reward).__name__
-        goals = (keys.next_achieved, keys.desired, keys.next_desired)
-        if others := [key for key in reward.in_keys if key not in goals]:
+        known = (keys.next_achieved, keys.desired, keys.next_desired, STEPS_TO_GOAL)
+        if others := [key for key in reward.in_keys if key not in known]:
             raise ValueError(
                 "With MultiStepTransform, the reward of each step in a window is computed from its goals, since "
                 f"nothing else is kept of it, and {name} reads {others} too. Pass a reward of the goals, "
@@ -46,7 +46,7 @@ class NStepReward:
             )
         if isinstance(reward, GoalReward):
             reward = reward.with_goal_fn(None)  # the table's goals are mapped already
-        elif has_goal_fn:
+        elif has_goal_fn and keys.next_achieved in reward.in_keys:
             raise ValueError(
                 "With MultiStepTransform, the reward of each step in a window is computed from goals that goal_fn has "
                 f"mapped, and {name} reads unmapped goals: pass GoalReward(reward_fn)."
@@ -148,7 +148,7 @@ class NStepReward:
         assert outcomes is not None, "available() comes first"
         assert available is not None
         steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
-        rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes)
+        rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes, data.get(STEPS_TO_GOAL, None))
         with_new_reward = relabelled
         if self.recomputes_all:  # a window with its original goal keeps its length
             ends = ends & relabelled.reshape(-1, 1)
@@ -176,7 +176,7 @@ class NStepReward:
                 is_reward = key in (self.keys.reward, FIRST_REWARD)
                 data.set(key, where(with_new_reward if is_reward else relabelled, new[key], kept))
 
-    def _evaluate(self, desired: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, desired: Tensor, outcomes: Tensor, steps_to_goal: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the reward of each outcome, ``float64 [n, longest]``, and whether it ends the episode."""
         shape, goal_shape = outcomes.shape[:2], outcomes.shape[2:]
         desired = desired.reshape(-1, 1, *goal_shape).expand_as(outcomes).flatten(0, 1)
@@ -187,6 +187,9 @@ class NStepReward:
             (self.keys.next_desired, desired),
         ):
             steps.set(key, goals)
+        if steps_to_goal is not None:
+            left = steps_to_goal.reshape(-1, 1) - torch.arange(shape[1], device=outcomes.device)
+            steps.set(STEPS_TO_GOAL, left.clamp(min=-1).reshape(-1, 1))
         with torch.no_grad():
             steps = self.reward(steps)
         rewards = steps.get(self.keys.reward).reshape(shape).double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
@@ -22,10 +22,12 @@ from torchrl_her._torchrl import without_compiled_call
 from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import WrittenTransitions, read_transitions
 from torchrl_her.goals.draw import Draw
-from torchrl_her.goals.strategies import GoalStrategy, make_strategy
+from torchrl_her.goals.extra_goals import make_strategies
+from torchrl_her.goals.strategies import DESIRED, GoalStrategy
 from torchrl_her.goals.table import GoalTable, WriteLock
-from torchrl_her.keys import HERKeys, get_entry
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
+from torchrl_her.rewards.reached_reward import ReachedReward
 
 RELABELLED = ("hindsight", "relabelled")
 
@@ -121,22 +123,36 @@ class RelabelTransform(BufferTransform, ABC):
         strategy: str | GoalStrategy,
         keys: HERKeys,
         goal_fn: GoalMap | None,
+        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
         recomputes_all: bool = False,
     ):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function of achieved goals [batch, *state], got {goal_fn!r}.")
-        self.strategy = make_strategy(strategy)
+        self.strategies = make_strategies(strategy, extra_goals, keys)
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
         self._one_step = OneStepReward(self.reward, keys, recomputes_all=recomputes_all)
         self._goal_keys = (keys.desired, keys.next_desired)
+        extra = [key for key in self.strategies if key != DESIRED]
+        self._extra_keys = [(key, unravel_key(("next", key))) for key in extra]
+        self._reads_steps = STEPS_TO_GOAL in self.reward.in_keys
         self._lock = WriteLock()
         self._process = os.getpid()  # the process that owns the open lanes
         self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
         self._is_checked = False  # whether the entries to replace were found in the first write
-        self._diagnosis = Diagnosis(self.reward, keys, compares_rewards=not recomputes_all)
+        self._diagnosis = Diagnosis(
+            self.reward,
+            keys,
+            compares_rewards=not recomputes_all,
+            replaced=frozenset(key for pair in self._extra_keys for key in pair),
+        )
+
+    @property
+    def strategy(self) -> GoalStrategy:
+        """The strategy of the desired goal."""
+        return self.strategies[DESIRED]
 
     def _read(
         self, tensordict: TensorDictBase, earlier_goal: Tensor | None, later: Iterable[Transform] | None
@@ -173,9 +189,13 @@ class RelabelTransform(BufferTransform, ABC):
         """Give up the lanes of the parent process."""
 
     def _set_goals(self, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
-        """Give goals ``[n, *goal]`` to the relabelled transitions, ``bool [*batch, 1]``."""
+        """Give goals ``[strategies, n, *goal]`` to the relabelled transitions, ``bool [*batch, 1]``."""
+        desired, *extra = goals.unbind(0)
         for key in self._goal_keys:
-            batch.data.set(key, where(relabelled, goals, batch.stored[key]))
+            batch.data.set(key, where(relabelled, desired, batch.stored[key]))
+        for pair, values in zip(self._extra_keys, extra, strict=True):
+            for key in pair:
+                batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired]))
 
     def clone(self: Self) -> Self:
         """Return a deep copy."""
@@ -208,6 +228,9 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
             reward=keys.reward[1:],
             terminated=keys.terminated[1:],
         )
+    if isinstance(reward, ReachedReward):
+        reward = copy.copy(reward)
+        reward.set_keys(reward=keys.reward[1:], terminated=keys.terminated[1:])
     if keys.reward not in reward.out_keys:
         raise ValueError(
             f"The reward module writes {list(reward.out_keys)} and not {keys.reward!r}: give it that out_key, or name "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.stamps import STAMP, add_padding, read_stamps
 from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions, read_root_goals
-from torchrl_her.goals.draw import check_her_ratio, draw_from_table
+from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_from_table
 from torchrl_her.goals.strategies import GoalStrategy
-from torchrl_her.goals.table import GoalTable
-from torchrl_her.keys import MASK, HERKeys
+from torchrl_her.goals.table import GoalTable, RowsBefore
+from torchrl_her.keys import MASK, MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.n_step import STEPS, NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import (
@@ -49,7 +50,15 @@ class HERTransform(RelabelTransform):
 
     Keyword Args:
         strategy (str or GoalStrategy): which step's achieved goal becomes the desired goal: ``"future"`` (default),
-            ``"final"``, ``"episode"``, ``"random"``, or a `GoalStrategy`.
+            ``"final"``, ``"episode"``, ``"random"``, or a `GoalStrategy`, such as `Geometric` and `Mixture`.
+        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): further entries and their strategies. Each gets
+            a goal of its own, at the root and under ``"next"``, which does not affect the reward. Transitions that
+            are not relabelled get their stored desired goal.
+        info (bool): whether samples have an entry ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``: 0 if the
+            goal is the transition's own outcome (of an n-step window, its first), the number of further steps if it
+            lies ahead in the transition's episode, and otherwise -1. With a `Mixture` as strategy there is also
+            ``("hindsight", "member")``, ``int64 [*batch, 1]``: the member that selected the goal, or -1. Default:
+            False.
         her_ratio (float): the probability that a transition is relabelled; k / (k + 1) for the paper's k. Default: 0.8.
         achieved_goal_key (NestedKey): read at the root and under ``"next"``. Default: ``"achieved_goal"``.
         desired_goal_key (NestedKey): written at the root and under ``"next"``. Default: ``"desired_goal"``.
@@ -92,6 +101,8 @@ class HERTransform(RelabelTransform):
         reward: Reward,
         *,
         strategy: str | GoalStrategy = "future",
+        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
+        info: bool = False,
         her_ratio: float = 0.8,
         achieved_goal_key: NestedKey = "achieved_goal",
         desired_goal_key: NestedKey = "desired_goal",
@@ -112,15 +123,27 @@ class HERTransform(RelabelTransform):
         if sequence_length is not None:
             sequence_length = check_at_least(1, "sequence_length", sequence_length)
         keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        super().__init__(reward, strategy, keys, goal_fn, recomputes_all=recompute_all_rewards)
+        super().__init__(reward, strategy, keys, goal_fn, extra_goals, recomputes_all=recompute_all_rewards)
+        if recompute_all_rewards and self._reads_steps:
+            raise ValueError(
+                "recompute_all_rewards=True recomputes rewards of original transitions, whose goals were achieved at "
+                "no step: pass a reward of the goals in place of ReachedReward."
+            )
+        self.info = bool(info)
+        # Entries that samples get besides the goals and rewards.
+        self._added_keys = [key for pair in self._extra_keys for key in pair] + [RELABELLED, STEPS_TO_GOAL, MEMBER]
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity = capacity
         self.sequence_length = sequence_length
         self._count_around = 0  # the number of transforms at the last check
-        self._initial = int(self.strategy.uses_initial_goal)
-        longest = max(1, capacity - self._initial)
+        strategies = self.strategies.values()
+        self._rows_before = RowsBefore(
+            desired=any(each.uses_desired_goals for each in strategies),
+            initial=any(each.uses_initial_goal for each in strategies),
+        )
+        longest = max(1, capacity - self._rows_before.rows)
         self.tracker = EpisodeTracker(min(longest, max_episode_steps or longest), patience=capacity - 1)
-        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._initial)
+        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._rows_before)
         self.longest_window = 1  # the most steps that a stored transition spans
         self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
 
@@ -153,9 +176,11 @@ class HERTransform(RelabelTransform):
                 self.longest_window = max(self.longest_window, n_step.multi_step.n_steps)
             goals, table = written.goals, self.table
             if table is None:
-                table = self.table = GoalTable.like(goals, self.capacity, self._initial)
-            initial = read_root_goals(tensordict, written, self.keys, self.goal_fn) if self._initial else None
-            tracked = self.tracker.track(written, goals, table.next_episode, initial)
+                table = self.table = GoalTable.like(goals, self.capacity, self._rows_before)
+            before = None
+            if self._rows_before.rows:
+                before = read_root_goals(tensordict, written, self.keys, self.goal_fn, **self._rows_before._asdict())
+            tracked = self.tracker.track(written, goals, table.next_episode, before)
             table.open_episodes(tracked.opened)
             table.publish(tracked.episodes)
             self._diagnosis.check_tracked(tensordict, written, tracked, table)
@@ -165,7 +190,8 @@ class HERTransform(RelabelTransform):
         """Check the other transforms of the buffer if they changed, and return them."""
         neighbours = Neighbours.of(self)
         if neighbours != self._neighbours:
-            neighbours.check_hindsight({*self._goal_keys, *self._one_step.replaced_keys}, self.keys)
+            replaced = {*self._goal_keys, *self._one_step.replaced_keys, *self._added_keys}
+            neighbours.check_hindsight(replaced, self.keys)
             multi_step = neighbours.multi_step
             if multi_step is not None:
                 check_n_step_keys(multi_step, self.keys)
@@ -209,11 +235,15 @@ class HERTransform(RelabelTransform):
         if not torch.compiler.is_compiling() and count_around(self) != self._count_around:
             self._check_neighbours()  # a transform was inserted after the last write
         batch, rewards = self._unpack(tensordict)
-        goals, relabelled = self._draw(batch, rewards.available(batch))
-        self._set_goals(batch, goals, relabelled)
+        draw, relabelled = self._draw(batch, rewards.available(batch))
+        self._set_goals(batch, draw.goals, relabelled)
+        self._set_info(batch, draw, relabelled)
         rewards.recompute(batch, relabelled)
-        draw = batch.draw if self.her_ratio else None
-        self._diagnosis.check_sample(batch.data, relabelled, draw, batch.table, rewards is self._one_step)
+        if self._reads_steps and not self.info:
+            batch.data.del_(STEPS_TO_GOAL)
+        self._diagnosis.check_sample(
+            batch.data, relabelled, batch.draw if self.her_ratio else None, batch.table, rewards is self._one_step
+        )
         return batch.data.set(RELABELLED, relabelled)
 
     def report(self) -> Report:
@@ -245,29 +275,32 @@ class HERTransform(RelabelTransform):
                     "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
                 )
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
-        data = tensordict.exclude(*replaced, RELABELLED)
+        data = tensordict.exclude(*replaced, *self._added_keys)
         return SampledBatch(data, stored, table, episode, step, self.longest_window), rewards
 
-    def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Tensor, Tensor]:
-        """Draw goals ``[n, *goal]``, one per transition or sequence, and which get one, ``bool [*batch, 1]``.
+    def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
+        """Draw goals for the transitions, and which of them get these, ``bool [*batch, 1]``.
 
         Only transitions whose rewards are available get one, and of a sequence all that were drawn, or none.
         """
-        episode, step, length = batch.episode, batch.step, self.sequence_length
+        with_steps, length = self.info or self._reads_steps, self.sequence_length
+        arguments = self.strategies, batch.table, self.her_ratio, batch.episode, batch.step, with_steps
         if length is None:
-            goals, batch.draw = draw_from_table(self.strategy, batch.table, self.her_ratio, episode, step)
-            return goals, (batch.draw.relabelled & available).view(*batch.data.batch_size, 1)
-        if len(step) % length:
-            raise ValueError(
-                f"sequence_length={length} and the sampled batch has {len(step)} transitions: it must be a multiple. "
-                "Set it to the slice length of the sampler."
-            )
-        last = slice(length - 1, None, length)
-        goals, batch.draw = draw_from_table(self.strategy, batch.table, self.her_ratio, episode[last], step[last])
-        same_episode = episode == episode[last].repeat_interleave(length)
-        drawn = batch.draw.relabelled.repeat_interleave(length) & same_episode
-        whole = (~drawn | available).view(-1, length).all(1).repeat_interleave(length)
-        return goals.repeat_interleave(length, 0), (drawn & whole).view(*batch.data.batch_size, 1)
+            draw = batch.draw = draw_from_table(*arguments)
+            relabelled = draw.relabelled & available
+        else:
+            batch.draw, draw = draw_for_sequences(length, *arguments)
+            whole = (~draw.relabelled | available).view(-1, length).all(1).repeat_interleave(length)
+            relabelled = draw.relabelled & whole
+        return draw, relabelled.view(*batch.data.batch_size, 1)
+
+    def _set_info(self, batch: SampledBatch, draw: Draw, relabelled: Tensor) -> None:
+        """Set how far ahead the goals are, and which member of a mixture selected them."""
+        if draw.goal_step is not None:
+            ahead = (draw.goal_step - batch.step).view_as(relabelled)
+            batch.data.set(STEPS_TO_GOAL, torch.where(relabelled & (ahead >= 0), ahead, -1))
+        if self.info and draw.member is not None:
+            batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
     def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
         """Return the table, moved to the device of the sampled goals, which can differ from that of written data."""
@@ -276,7 +309,7 @@ class HERTransform(RelabelTransform):
             with self._lock:
                 if self.table is None:  # the storage was loaded without the state of this transform
                     goals = desired.flatten(0, dimensions - 1) if dimensions else desired[None]
-                    self.table = GoalTable.like(goals, self.capacity, self._initial)
+                    self.table = GoalTable.like(goals, self.capacity, self._rows_before)
                 table = self.table
                 table.to(desired.device)
         return table
@@ -316,7 +349,7 @@ class HERTransform(RelabelTransform):
         with self._writing():
             saved = state["table"]
             if saved is not None:
-                table = self.table or GoalTable.like(saved["goals"], self.capacity, self._initial)
+                table = self.table or GoalTable.like(saved["goals"], self.capacity, self._rows_before)
                 table.load_state_dict(saved)
                 self.table = table
             elif self.table is not None:
@@ -334,7 +367,8 @@ class HERTransform(RelabelTransform):
         return state
 
     def __repr__(self) -> str:
+        extra = {key: self.strategies[key] for key, _ in self._extra_keys}
         return (
             f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
-            f"her_ratio={self.her_ratio}, capacity={self.capacity})"
+            f"{f'extra_goals={extra}, ' if extra else ''}her_ratio={self.her_ratio}, capacity={self.capacity})"
         )

@@ -18,7 +18,7 @@ from support.draws import (
     transitions,
 )
 from support.factories import seeded_sample
-from torchrl_her import Episode, Final, Future, GoalStrategy, Random, uniform
+from torchrl_her import Episode, Final, Future, GoalStrategy, Mixture, Random, uniform
 
 
 class Chooses(GoalStrategy):
@@ -251,7 +251,7 @@ def test_a_strategy_gets_the_steps_and_lengths_of_the_episodes_and_the_owners_of
     assert choice.length.tolist() == [lengths[int(e)] for e in batch["achieved_goal"][:, 0]]
     assert choice.size == sum(lengths)
     assert torch.equal(choice.owners[(choice.start + choice.step) % len(choice.owners)], choice.episode)
-    assert (choice.owners[choice.size :] == -1).all()
+    assert (choice.owners[choice.size :] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -268,17 +268,15 @@ def test_rows_of_the_wrong_shape_or_dtype_are_an_error(rows, got):
         rb.sample(100)
 
 
-@pytest.mark.parametrize("mixes", [True, False])
-def test_a_strategy_that_mixes_episodes_says_which_goals_must_be_of_the_own_one(mixes):
-    """Even transitions draw a row that may be of any episode, odd ones one that must be of their own."""
+def test_each_member_of_a_mixture_keeps_to_its_own_episodes():
+    def newest_row(choice):
+        return (choice.size - 1).expand_as(choice.step)
 
-    def select(choice):
-        row = (choice.size - 1).expand_as(choice.step)  # of the newest episode
-        return (row, choice.step % 2 == 1) if mixes else row
-
-    draws = draw(make_buffer(Chooses(select, same_episode=False), (5, 3, 4)), 200)
-    assert {episode for episode, step, *_ in draws if step % 2 == 0} == {0, 1, 2}
-    assert {episode for episode, step, *_ in draws if step % 2 == 1} == ({2} if mixes else {0, 1, 2})
+    own, any_episode = (Chooses(newest_row, same_episode) for same_episode in (True, False))
+    rb = make_buffer(Mixture({own: 0.5, any_episode: 0.5}), (5, 3, 4))
+    counts = np.bincount([episode for episode, *_ in draw(rb, 4000)], minlength=3)
+    expected = np.array([5 / 2, 3 / 2, 4]) / 12 * 4000  # the first member relabels the newest episode alone
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
 
 
 class FromTheBeginning(GoalStrategy):

@@ -129,10 +129,10 @@ def test_the_newest_goals_and_no_wrong_ones_are_found_each_in_one_row(capacity, 
         # Each is in one row, and rows are filled from the first one on.
         goals, owners = model.table.read(torch.arange(capacity))
         rows = zip(owners.tolist(), goals.tolist(), strict=True)
-        once = sorted((owner, goal) for owner, goal in rows if owner not in {-1, *model.repeated})
+        once = sorted((owner, goal) for owner, goal in rows if owner not in {0, *model.repeated})
         assert once == sorted((place[0], goal[0]) for place, goal in kept.items() if place[0] not in model.repeated)
         assert model.table.size == min(model.rows, capacity)
-        assert (owners[model.table.size :] == -1).all()
+        assert (owners[model.table.size :] == 0).all()
 
 
 def test_the_goals_of_a_growing_episode_are_found_though_its_new_rows_overlap_its_old_ones():
@@ -188,7 +188,7 @@ def test_a_goal_of_the_same_owner_before_and_after_it_was_read_is_whole_though_a
         while read < 1000 or overtaken < 100:
             before = table.owners[rows]
             goals, after = table.read(rows)
-            same_owner = (before == after) & (after >= 0)
+            same_owner = (before == after) & (after > 0)
             lowest, highest = goals.aminmax(dim=1)
             assert torch.equal(lowest[same_owner], after[same_owner].float())
             assert torch.equal(highest[same_owner], after[same_owner].float())

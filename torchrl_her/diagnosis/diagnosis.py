@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import Transform
@@ -31,10 +31,19 @@ class Diagnosis:
         reward: the reward module.
         keys: the keys of the entries.
         compares_rewards: whether computed and stored rewards should agree.
+        replaced: entries that relabelling replaces besides the goals and rewards.
     """
 
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, compares_rewards: bool = True):
+    def __init__(
+        self,
+        reward: TensorDictModuleBase,
+        keys: HERKeys,
+        *,
+        compares_rewards: bool = True,
+        replaced: frozenset[NestedKey] = frozenset(),
+    ):
         self.keys = keys
+        self._replaced = replaced
         self.rewards = RewardCheck(reward, keys, compares=compares_rewards)
         self.continuity = ContinuityCheck()
         self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
@@ -64,7 +73,7 @@ class Diagnosis:
         self.rewards.check(tensordict, written)
         copies = self._copies  # which another thread may set to None
         if copies is not None and later is not None:
-            copies = warn_if_goal_is_copied(tensordict, self.keys, later, copies)
+            copies = warn_if_goal_is_copied(tensordict, self.keys, later, copies, self._replaced)
             self._copies = None if self._copies is None else copies
 
     def check_tracked(

@@ -28,9 +28,15 @@ class GoalCopies(NamedTuple):
 
 
 def warn_if_goal_is_copied(
-    tensordict: TensorDictBase, keys: HERKeys, later: Iterable[Transform], copies: GoalCopies
+    tensordict: TensorDictBase,
+    keys: HERKeys,
+    later: Iterable[Transform],
+    copies: GoalCopies,
+    replaced: frozenset[NestedKey] = frozenset(),
 ) -> GoalCopies | None:
     """Search a write for entries that contain the desired goal; return the result, or None when the search is over.
+
+    Relabelling replaces the goals, and the entries that are ``replaced``.
 
     An environment that concatenates observation and goal stores the goal twice. Relabelling does not replace the copy,
     and a network that reads it learns the original goal with the new goal's reward. Copies that ``later`` transforms
@@ -38,7 +44,7 @@ def warn_if_goal_is_copied(
     """
     desired = [_rows(tensordict, tensordict.get(key)) for key in (keys.desired, keys.next_desired)]  # [rows, goal]
     stride = math.prod(tensordict.get(keys.desired).shape[tensordict.ndim + 1 :])
-    rewritten = _rewritten_by(later)
+    rewritten = _rewritten_by(later) | replaced
     leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
     places: dict[NestedKey, set[int]] = {}
     for key in leaves:

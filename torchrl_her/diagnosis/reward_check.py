@@ -12,8 +12,9 @@ from torch import Tensor
 
 from torchrl_her._torchrl import warn_user
 from torchrl_her.episodes.transitions import WrittenTransitions
-from torchrl_her.keys import HERKeys, get_entry
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.comparisons import agree
+from torchrl_her.rewards.reached_reward import ReachedReward
 
 ROWS = 64  # transitions of one write that are compared
 ENOUGH = 16  # transitions that reach their goal, and that miss it, after which the check ends
@@ -63,6 +64,9 @@ class RewardCheck:
             return
         self._next = 2 * self._written
         self._range = min(low, self._range[0]), max(high, self._range[1])
+        if STEPS_TO_GOAL in self.reward.in_keys:  # which written transitions do not have
+            self._check_values(values)
+            return
 
         rows, goals = written.rows_of(tensordict), written.goals
         chosen = self._choose(rows, goals)
@@ -70,6 +74,20 @@ class RewardCheck:
         if len(rows) == 1:  # with a single row, a wrong shape can look like the right one
             rows, goals = rows.expand(2), goals.expand(2, *goals.shape[1:])
         self._compare(rows, goals)
+
+    def _check_values(self, stored: np.ndarray) -> None:
+        """Warn if stored rewards are not those of `ReachedReward`."""
+        if not isinstance(self.reward, ReachedReward):
+            return
+        self.reached_reward = 0.0
+        others = stored[~np.isin(stored, (0.0, -1.0))]
+        if len(others) and self._compares:
+            self._compares = False
+            warn_user(
+                f"ReachedReward gives 0 and -1, and a stored reward is {others.flat[0]:.6g}. Relabelled and original "
+                "rewards would be inconsistent: relabel all transitions, her_ratio=1, or pass the environment's own "
+                "reward, EnvReward(env)."
+            )
 
     def _choose(self, rows: TensorDictBase, goals: Tensor) -> Tensor:
         """Return up to 64 transitions: over all distances to the goal, over time, and those with extreme rewards."""

@@ -142,6 +142,6 @@ def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None)
     missing = draw.to_relabel & ~draw.relabelled
     elsewhere = missing & ((draw.episode < first) | (draw.episode > last))
     running = missing & _is_waiting(draw, table)
-    evicted = missing & ~elsewhere & ~running
+    evicted = missing & ~elsewhere & ~running & table.has_wrapped
     of_draw = torch.stack([draw.to_relabel, running, evicted, elsewhere]).sum(1)
     return torch.cat([of_draw, of_groups.flatten()])

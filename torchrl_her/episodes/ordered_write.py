@@ -31,7 +31,7 @@ class OrderedWrite:
     transitions: WrittenTransitions
     order: np.ndarray | None  # int64 [n], their positions in the order of writing; None if it is the same
     kept: Tensor  # [n, ...], what lanes keep of each
-    initial: Tensor | None  # [n, ...], what lanes keep before the first transition of an episode
+    before: Tensor | None  # [n, rows, ...], what lanes keep before the first transition of an episode
     next_episode: int
     stamps: np.ndarray  # int64 [n, 2]
     episodes: dict[int, EpisodeSteps] = field(default_factory=dict)
@@ -41,15 +41,14 @@ class OrderedWrite:
     breaks: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, written: WrittenTransitions, kept: Tensor, initial: Tensor | None, next_episode: int) -> OrderedWrite:
+    def of(cls, written: WrittenTransitions, kept: Tensor, before: Tensor | None, next_episode: int) -> OrderedWrite:
         """Order transitions by lane, and what lanes keep of them."""
         order, written = _order_by_lane(written)
         if order is not None:
             index = torch.from_numpy(order).to(kept.device)
-            kept, initial = kept[index], None if initial is None else initial[index]
+            kept, before = kept[index], None if before is None else before[index]
         kept = kept.contiguous()  # narrow_copy of other tensors copies all rows first
-        initial = None if initial is None else initial.contiguous()
-        return cls(written, order, kept, initial, next_episode, np.empty((len(written.done), 2), dtype=np.int64))
+        return cls(written, order, kept, before, next_episode, np.empty((len(written.done), 2), dtype=np.int64))
 
     def key(self, position: int, goals: np.ndarray) -> Key:
         """Return the trajectory id of a transition, and the bytes of its goals of ``goals``, ``void [n]``."""

@@ -55,14 +55,14 @@ class EpisodeTracker:
         self._row_lanes = RowLanes()
 
     def track(
-        self, written: WrittenTransitions, kept: Tensor, first_episode: int, initial: Tensor | None = None
+        self, written: WrittenTransitions, kept: Tensor, first_episode: int, before: Tensor | None = None
     ) -> TrackedTransitions:
         """Assign transitions to episodes. The work in Python is per run of transitions, not per transition.
 
-        Lanes keep the rows ``kept [n, ...]``, before these the row of ``initial [n, ...]`` with which their episode
-        begins, if it is given. Episodes that begin in this write get the ids from ``first_episode`` on.
+        Lanes keep the rows ``kept [n, ...]``. If ``before [n, rows, ...]`` is given, they first keep its rows of the
+        transition with which their episode begins. Episodes that begin here get the ids from ``first_episode`` on.
         """
-        write = OrderedWrite.of(written, kept, initial, first_episode)
+        write = OrderedWrite.of(written, kept, before, first_episode)
         transitions, row_lanes = write.transitions, self._row_lanes
         self.written += len(transitions.done)
         matches = row_lanes.match(transitions)
@@ -113,8 +113,8 @@ class EpisodeTracker:
         while begin < end:
             if lane is None:
                 lane = Lane(write.next_episode + write.opened)
-                if write.initial is not None:
-                    lane.kept.append(write.initial.narrow_copy(0, begin, 1))
+                if write.before is not None:
+                    lane.kept.append(write.before[begin].clone())
                 write.opened += 1
             cut = min(end, begin + self.max_episode_steps - lane.steps)
             stamps[begin:cut, 0] = lane.episode

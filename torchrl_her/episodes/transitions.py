@@ -75,11 +75,21 @@ def read_transitions(
 
 
 def read_root_goals(
-    tensordict: TensorDictBase, written: WrittenTransitions, keys: HERKeys, goal_fn: Callable[[Tensor], Tensor] | None
-) -> Tensor:
-    """Return the achieved goals at the root of written transitions, ``[n, *goal]``."""
-    achieved = written.rows_of(tensordict.select(keys.achieved)).get(keys.achieved)
-    return map_goals(achieved, goal_fn).detach().to(written.goals.dtype)
+    tensordict: TensorDictBase,
+    written: WrittenTransitions,
+    keys: HERKeys,
+    goal_fn: Callable[[Tensor], Tensor] | None,
+    *,
+    desired: bool,
+    initial: bool,
+) -> Tensor | None:
+    """Return the desired or the achieved goals at the root of written transitions, or both: ``[n, rows, *goal]``."""
+    rows, goals = written.rows_of(tensordict.select(keys.achieved, keys.desired)), []
+    if desired:
+        goals.append(rows.get(keys.desired))
+    if initial:
+        goals.append(map_goals(rows.get(keys.achieved), goal_fn).detach().to(written.goals.dtype))
+    return torch.stack(goals, dim=1) if goals else None
 
 
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:

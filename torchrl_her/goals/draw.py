@@ -1,62 +1,160 @@
-"""Draws goals with a strategy: from the goal table when sampling, from ended episodes when writing."""
+"""Draws goals with strategies: from the goal table when sampling, from ended episodes when writing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_her.goals.reservoir import GoalReservoir
-from torchrl_her.goals.strategies import GoalStrategy, StrategyInput
+from torchrl_her.goals.strategies import GoalStrategy, Selection, StrategyInput
 from torchrl_her.goals.table import GoalTable
+
+# The strategy of each entry that gets a goal; the first is the desired goal. Entries are drawn in this order.
+Strategies: TypeAlias = Mapping[NestedKey, GoalStrategy]
 
 
 class Draw(NamedTuple):
-    """The transitions of a sample, or the last ones of its sequences, and which of them are relabelled."""
+    """The transitions of a sample, or the last ones of its sequences, their goals, and which are relabelled."""
 
     episode: Tensor  # int64 [n]
     step: Tensor  # int64 [n]
     length: Tensor  # int64 [n], the steps of the episode that were in the table; arbitrary for evicted episodes
     to_relabel: Tensor  # bool [n], chosen with the probability her_ratio
     relabelled: Tensor  # bool [n], of these, transitions whose goals are in the table
+    goals: Tensor  # [strategies, n, *goal]
+    # The step of the transition's own episode that achieved the goal, int64 [n], -1 if it is another goal; None if it
+    # was not asked for
+    goal_step: Tensor | None
+    member: Tensor | None  # int64 [n], which member of a mixture selected the goal
 
 
 def draw_from_table(
-    strategy: GoalStrategy, table: GoalTable, her_ratio: float, episode: Tensor, step: Tensor
-) -> tuple[Tensor, Draw]:
-    """Draw goals ``[n, *goal]`` for steps of episodes, ``int64 [n]`` each; return them and which transitions get one.
+    strategies: Strategies,
+    table: GoalTable,
+    her_ratio: float,
+    episode: Tensor,
+    step: Tensor,
+    with_steps: bool = False,
+) -> Draw:
+    """Draw goals for steps of episodes, ``int64 [n]`` each, and the transitions that get them.
 
-    Other threads and processes may be writing to the table.
+    ``with_steps`` asks for `Draw.goal_step`. Other threads and processes may be writing to the table.
     """
     start, length = table.find(episode)
-    rows, own = _select(strategy, StrategyInput(episode, step, start, length, table.owners, table.size))
+    desired_before = table.before.rows if table.before.desired else 0
+    choice = StrategyInput(episode, step, start, length, table.owners, table.size, table.starts, desired_before)
+    first = next(iter(strategies))
+    selections, goal_steps = _select(strategies, choice, {first} if with_steps else (), _step_in_table)
     to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
-    goals, owners = table.read(rows)
+    goals, owners = table.read(_joined([selection.rows for selection in selections]))
+
     relabelled = to_relabel & (step < length)
-    if own is not False:
-        is_own = (owners == episode) & table.start_at(episode, start)
-    if own is True:
-        relabelled &= is_own
-    else:
+    is_same_start = table.start_at(episode, start)
+    for selection, owner in zip(selections, owners.view(len(selections), -1), strict=True):
+        relabelled &= _is_met(selection, owner, episode, is_same_start)
+    if any(selection.is_own is not True for selection in selections):
         relabelled &= table.owners.take((start + step) % table.capacity) == episode
-        relabelled &= owners > 0 if own is False else torch.where(own, is_own, owners > 0)
-    return goals, Draw(episode, step, length, to_relabel, relabelled)
+    goals = goals.unflatten(0, (len(selections), -1))
+    return Draw(episode, step, length, to_relabel, relabelled, goals, goal_steps.get(first), selections[0].member)
+
+
+def draw_for_sequences(
+    length: int,
+    strategies: Strategies,
+    table: GoalTable,
+    her_ratio: float,
+    episode: Tensor,
+    step: Tensor,
+    with_steps: bool = False,
+) -> tuple[Draw, Draw]:
+    """Draw goals for sequences of this length, each for its last transition: ``int64 [sequences * length]`` each.
+
+    Return the draw of the sequences, and that of all their transitions. Of these, only those of the last one's episode
+    get the goal.
+    """
+    if len(step) % length:
+        raise ValueError(
+            f"sequence_length={length} and the sampled batch has {len(step)} transitions: it must be a multiple. "
+            "Set it to the slice length of the sampler."
+        )
+    last = slice(length - 1, None, length)
+    drawn = draw_from_table(strategies, table, her_ratio, episode[last], step[last], with_steps)
+
+    def repeated(column: Any, dim: int = 0) -> Any:
+        return None if column is None else column.repeat_interleave(length, dim=dim)
+
+    columns = {name: repeated(column) for name, column in drawn._asdict().items() if name != "goals"}
+    columns["relabelled"] &= columns["episode"] == episode
+    return drawn, Draw(goals=repeated(drawn.goals, dim=1), **columns)
+
+
+def _select(
+    strategies: Strategies,
+    choice: StrategyInput,
+    wanted: Container[NestedKey],
+    step_of: Callable[[Selection, StrategyInput], Tensor],
+) -> tuple[list[Selection], dict[NestedKey, Tensor]]:
+    """Return the selection of each strategy, and the steps of the goals that are wanted or that strategies refer to.
+
+    ``step_of`` returns the step of the transition's own episode whose outcome a selected row holds, or -1.
+    """
+    needed = {name for strategy in strategies.values() for name in strategy.refers_to}
+    selections: list[Selection] = []
+    goal_steps: dict[NestedKey, Tensor] = {}
+    for name, strategy in strategies.items():
+        selection = strategy.draw(choice)
+        if name in needed or name in wanted:
+            step = step_of(selection, choice)
+            goal_steps = goal_steps | {name: step}
+            choice = choice._replace(goal_steps=goal_steps)
+            if selection.is_own is not True:  # a goal that is taken for an outcome of the own episode must be one
+                selection = selection._replace(is_own=(step >= 0) | selection.is_own)
+        selections.append(selection)
+    return selections, goal_steps
+
+
+def _step_in_table(selection: Selection, choice: StrategyInput) -> Tensor:
+    """Return the step of the own episode whose outcome a selected row holds, or -1: ``int64 [n]``."""
+    rows, count = selection.rows, len(choice.owners)
+    step = (rows - choice.start) % count
+    inside = step < choice.length
+    if selection.is_own is not True:
+        inside &= choice.owners.take(rows % count) == choice.episode
+    return torch.where(inside, step, -1)
+
+
+def _is_met(selection: Selection, owner: Tensor, episode: Tensor, is_same_start: Tensor | bool) -> Tensor:
+    """Return whether rows that have these owners, ``int64 [n]``, meet the condition of their selection.
+
+    ``is_same_start`` is whether the rows of the own episode are still where they were, ``bool [n]``.
+    """
+    is_own = (owner == episode) & is_same_start
+    if selection.is_own is True:
+        return is_own
+    met = owner > 0
+    if selection.is_desired is not False:
+        of_another = (owner < 0) & (owner != -episode)
+        met = of_another if selection.is_desired is True else torch.where(selection.is_desired, of_another, met)
+    return met if selection.is_own is False else torch.where(selection.is_own, is_own, met)
 
 
 class DrawnGoals(NamedTuple):
     """The goals of copies."""
 
-    goals: Tensor  # [n, copies, *goal]
-    steps: Tensor  # int64 [n, copies], the steps that achieved the goals
-    valid: Tensor  # bool [n, copies], whether the strategy selected a goal that a copy may get
+    goals: Tensor  # [strategies, n, copies, *goal]
+    steps: Tensor  # int64 [n, copies], the steps that achieved the desired goals
+    ahead: Tensor  # int64 [n, copies], how many steps ahead in the own episode these are; -1 for other goals
+    valid: Tensor  # bool [n, copies], whether the strategies selected goals that a copy may get
 
 
 def draw_from_episodes(
-    strategy: GoalStrategy,
+    strategies: Strategies,
     goals: Tensor,
     episodes: Sequence[int],
     lengths: Sequence[int],
@@ -65,7 +163,7 @@ def draw_from_episodes(
 ) -> DrawnGoals:
     """Draw goals for the copies of each transition of ended episodes, which achieved ``goals [n, *goal]`` in order.
 
-    The strategy sees the goals as the rows of a table, after those of the reservoir of past goals, if there is one.
+    Strategies see the goals as the rows of a table, after those of the reservoir of past goals, if there is one.
     """
     owners, steps, starts, of_length = _columns_of(episodes, lengths, goals.device)
     count, size = len(goals), torch.tensor(len(goals), device=goals.device)
@@ -77,17 +175,29 @@ def draw_from_episodes(
         steps = torch.cat([reservoir.steps, steps])
     columns = torch.stack([owners[-count:], steps[-count:], starts, of_length])
     episode, step, start, length = columns.repeat_interleave(copies, dim=1)
-    rows, own = _select(strategy, StrategyInput(episode, step, start, length, owners, size))
-    inside = (rows >= start) & (rows < start + length)
-    rows = rows % len(goals)
-    valid = inside if own is True else owners.take(rows) >= 0
-    if isinstance(own, Tensor):
-        valid = torch.where(own, inside, valid)
+    first = next(iter(strategies))
+    choice = StrategyInput(episode, step, start, length, owners, size, starts)
+
+    def step_of(selection: Selection, choice: StrategyInput) -> Tensor:
+        rows = selection.rows % len(goals)
+        return torch.where(owners.take(rows) == episode, steps.take(rows), -1)
+
+    selections, goal_steps = _select(strategies, choice, {first}, step_of)
+    rows = _joined([selection.rows for selection in selections]) % len(goals)
+    valid = torch.ones_like(step, dtype=torch.bool)
+    for selection, owner in zip(selections, owners.take(rows).view(len(selections), -1), strict=True):
+        valid &= _is_met(selection, owner, episode, is_same_start=True)
+    goal_step = goal_steps[first]
     return DrawnGoals(
-        goals.index_select(0, rows).unflatten(0, (count, copies)),
-        steps.index_select(0, rows).view(count, copies),
+        goals.index_select(0, rows).unflatten(0, (len(selections), count, copies)),
+        steps.take(rows[: len(step)]).view(count, copies),
+        torch.where(goal_step >= step, goal_step - step, -1).view(count, copies),
         valid.view(count, copies),
     )
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _columns_of(episodes: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -96,18 +206,6 @@ def _columns_of(episodes: Sequence[int], lengths: Sequence[int], device: torch.d
     columns = np.repeat(np.stack([episodes, ends, ends - lengths, lengths]), lengths, axis=1)
     columns[1] = np.arange(len(columns[1])) - columns[2]
     return torch.from_numpy(columns).to(device)
-
-
-def _select(strategy: GoalStrategy, choice: StrategyInput) -> tuple[Tensor, Tensor | bool]:
-    """Return the rows that a strategy selects, ``int64 [n]``, and whether they must be of the transitions' episodes."""
-    selected, step = strategy.select(choice), choice.step
-    rows, own = selected if isinstance(selected, tuple) else (selected, strategy.same_episode)
-    if rows.shape != step.shape or rows.dtype != step.dtype:
-        raise ValueError(
-            f"{strategy!r} must select one row of the goal table per transition, {step.dtype} {tuple(step.shape)}, "
-            f"and returned {rows.dtype} {tuple(rows.shape)}."
-        )
-    return rows, own
 
 
 def check_her_ratio(her_ratio: float) -> float:

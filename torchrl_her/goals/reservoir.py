@@ -25,8 +25,8 @@ class GoalReservoir:
     def _clear(self) -> None:
         self.seen = 0
         self.goals = torch.empty(0)  # [size, *goal], once there are goals
-        self.episodes = torch.full((self.size,), -1)  # in which the goals were achieved; -1 for empty places
-        self.steps = torch.full((self.size,), -1)
+        self.episodes = torch.zeros(self.size, dtype=torch.int64)  # in which the goals were achieved; 0: empty
+        self.steps = torch.zeros(self.size, dtype=torch.int64)
 
     @property
     def filled(self) -> int:

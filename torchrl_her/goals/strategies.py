@@ -1,12 +1,19 @@
-"""Which achieved goal becomes the new desired goal."""
+"""Which goal a transition is relabelled with."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
+from tensordict import NestedKey, unravel_key
 from torch import Tensor
+
+# The name of the desired goal for strategies that refer to the goal drawn for it, whatever its key is.
+DESIRED = "desired_goal"
 
 
 class StrategyInput(NamedTuple):
@@ -16,16 +23,36 @@ class StrategyInput(NamedTuple):
     their episode is not in the table (yet or any more); the rows selected for them are not used.
     """
 
-    episode: Tensor  # [batch], the id of each transition's episode
+    episode: Tensor  # [batch], the id of each transition's episode, at least 1
     step: Tensor  # [batch], the transition's step t in its episode
     start: Tensor  # [batch], the row of the table at which the episode starts; step j is at start + j
     length: Tensor  # [batch], how many steps of the episode are in the table
-    owners: Tensor  # [rows], the episode in which the goal of each row was achieved, -1 for an empty row
+    # [rows], the episode in which the goal of each row was achieved; 0 for an empty row, and minus the episode for a
+    # row that holds the desired goal of an episode
+    owners: Tensor
     size: Tensor  # [], how many rows of the table are filled, from row 0 on
+    starts: Tensor  # [rows], the row at which the episode with id e starts is at index e modulo the number of rows
+    desired_before: int = 0  # how many rows before its start the desired goal of an episode is; 0 if it is not kept
+    # The step of the transition's own episode whose goal was drawn for each earlier entry, [batch]; -1 if the goal is
+    # not of this episode. It has the entries that strategies name in `refers_to`.
+    goal_steps: Mapping[NestedKey, Tensor] = {}
+
+
+class Selection(NamedTuple):
+    """The rows of the goal table that a strategy selects, and the condition that each has to meet.
+
+    A transition is not relabelled if its row belongs to another episode than it should (a writer works at the same
+    time, or the goal has left the table).
+    """
+
+    rows: Tensor  # int64 [batch], taken modulo the capacity of the table
+    is_own: Tensor | bool  # bool [batch], the row must belong to the transition's own episode
+    is_desired: Tensor | bool = False  # bool [batch], the row must hold the desired goal of another episode
+    member: Tensor | None = None  # int64 [batch], which strategy of a mixture selected the row
 
 
 class GoalStrategy(ABC):
-    """Selects for each transition the row of the goal table that holds its new desired goal.
+    """Selects for each transition the row of the goal table that holds its new goal.
 
     Examples:
         A strategy that looks at most ten steps ahead:
@@ -39,32 +66,90 @@ class GoalStrategy(ABC):
 
     Attributes:
         same_episode (bool): whether all goals come from the transition's own episode. If True, a transition whose row
-            belongs to another episode is not relabelled. A strategy that mixes both sets it to False, and returns from
-            `select` a pair: the rows, and for which of them this holds, ``bool [batch]``. Default: True.
+            belongs to another episode is not relabelled. Default: True.
         uses_initial_goal (bool): whether row ``start - 1`` holds the achieved goal of the state in which the episode
             began. Each episode then takes one more row of the table. Default: False.
+        uses_desired_goals (bool): whether the selected rows hold desired goals of other episodes, as those of
+            `PastDesired` do. Each episode then takes one more row of the table. Default: False.
+        refers_to (tuple): the entries whose goals the strategy reads from ``choice.goal_steps``, as `Subgoal` does.
+            Default: none.
     """
 
     same_episode = True
     uses_initial_goal = False
+    uses_desired_goals = False
+    refers_to: tuple[NestedKey, ...] = ()
 
     @abstractmethod
-    def select(self, choice: StrategyInput) -> Tensor | tuple[Tensor, Tensor]:
+    def select(self, choice: StrategyInput) -> Tensor:
         """Return rows ``int64 [batch]`` of the goal table, which are taken modulo its capacity.
 
         Draw from torch's default random generator. Do not read tensor values in Python (``.item()``, ``if tensor``):
         that synchronises sampling on a GPU.
         """
 
+    def draw(self, choice: StrategyInput) -> Selection:
+        """Return the selected rows with the condition that they have to meet."""
+        rows, step = self.select(choice), choice.step
+        if not isinstance(rows, Tensor) or rows.shape != step.shape or rows.dtype != step.dtype:
+            got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+            raise ValueError(
+                f"{self!r} must select one row of the goal table per transition, {step.dtype} {tuple(step.shape)}, "
+                f"and returned {got}."
+            )
+        return Selection(rows, is_own=self.same_episode, is_desired=self.uses_desired_goals)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-class Future(GoalStrategy):
-    """A step from the transition's own on: j uniform on {t, ..., T-1}."""
+class Current(GoalStrategy):
+    """The transition's own outcome: j = t."""
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        return choice.start + uniform(choice.step, choice.length)
+        return choice.start + choice.step
+
+
+class Future(GoalStrategy):
+    """A step from the transition's own on: j uniform on {t, ..., T-1}.
+
+    Args:
+        own (bool): whether the transition's own outcome can be drawn. If False, j is uniform on {t+1, ..., T-1}, and
+            the last transition of an episode keeps its own outcome. Default: True.
+    """
+
+    def __init__(self, own: bool = True):
+        self.own = own
+
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
+        first = choice.step if self.own else torch.minimum(choice.step + 1, choice.length - 1)
+        return choice.start + uniform(first, choice.length)
+
+    def __repr__(self) -> str:
+        return "Future()" if self.own else "Future(own=False)"
+
+
+class Geometric(GoalStrategy):
+    """A geometrically distributed number of steps ahead: j = min(t + K, T-1), P(K = k) = (1-γ) γ^(k-1) for k ≥ 1.
+
+    The distance to a state that is drawn from the discounted future, as in OGBench (Park et al. 2025,
+    arXiv:2410.20092).
+
+    Args:
+        discount (float): γ, at least 0 and less than 1. The mean of K is 1 / (1-γ).
+    """
+
+    def __init__(self, discount: float):
+        self.discount = _check_discount(discount)
+
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
+        share = torch.rand(choice.step.shape, dtype=torch.float64, device=choice.step.device)
+        scale = 1 / math.log(self.discount) if self.discount else 0.0
+        ahead = share.neg_().log1p_().mul_(scale).to(torch.int64) + 1  # P(K > k) = γ^k
+        return choice.start + torch.minimum(choice.step + ahead, choice.length - 1)
+
+    def __repr__(self) -> str:
+        return f"Geometric({self.discount!r})"
 
 
 class Final(GoalStrategy):
@@ -87,14 +172,65 @@ class Random(GoalStrategy):
     same_episode = False
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        # Running episodes that are published again leave up to two thirds of the rows empty, so draw 32 rows and use
-        # the first that is not empty.
-        rows = uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)  # [32, batch]
-        hits = (choice.owners.take(rows) > 0).to(torch.uint8)
-        return rows.gather(0, hits.argmax(dim=0, keepdim=True)).squeeze(0)
+        rows = _random_rows(choice)
+        return _first(choice.owners.take(rows) > 0, rows)
 
 
-STRATEGIES: dict[str, type[GoalStrategy]] = {"future": Future, "final": Final, "episode": Episode, "random": Random}
+class PastDesired(GoalStrategy):
+    """The desired goal of another episode: that of an episode whose step is drawn uniformly from the table.
+
+    So an episode is drawn with a probability proportional to its length. If the desired goal changes within an episode,
+    the first one counts. As long as the table holds no other episode, transitions keep their goals.
+    """
+
+    same_episode = False
+    uses_desired_goals = True
+
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
+        rows = _random_rows(choice)
+        owners = choice.owners.take(rows)  # [32, batch]
+        episode = _first((owners > 0) & (owners != choice.episode), owners)
+        return choice.starts.take(episode.abs() % len(choice.starts)) - choice.desired_before
+
+
+class Subgoal(GoalStrategy):
+    """The outcome some steps ahead, or the goal itself if that is nearer: j = min(t + steps, T-1, g).
+
+    g is the step whose outcome is the goal that was drawn for another entry, if it is t or later and of the same
+    episode; otherwise j = min(t + steps, T-1). These are the subgoals of HIQL (Park et al. 2023, arXiv:2307.11949).
+
+    Args:
+        steps (int): how many steps ahead the subgoal is, at least 1.
+
+    Keyword Args:
+        limit (NestedKey, optional): the entry of the goal that limits the subgoal: ``"desired_goal"`` (default) for the
+            desired goal, whatever its key is, the key of an extra goal that is listed before, or None for no limit.
+    """
+
+    def __init__(self, steps: int, *, limit: NestedKey | None = DESIRED):
+        self.steps = _check_steps(steps)
+        self.limit = None if limit is None else unravel_key(limit)
+        self.refers_to = () if self.limit is None else (self.limit,)
+
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
+        step = torch.minimum(choice.step + self.steps, choice.length - 1)
+        goal_step = None if self.limit is None else choice.goal_steps.get(self.limit)
+        if goal_step is not None:
+            step = torch.where(goal_step >= choice.step, torch.minimum(step, goal_step), step)
+        return choice.start + step
+
+    def __repr__(self) -> str:
+        return f"Subgoal({self.steps}{'' if self.limit == DESIRED else f', limit={self.limit!r}'})"
+
+
+STRATEGIES: dict[str, type[GoalStrategy]] = {
+    "current": Current,
+    "future": Future,
+    "final": Final,
+    "episode": Episode,
+    "random": Random,
+    "past_desired": PastDesired,
+}
 
 
 def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
@@ -113,3 +249,29 @@ def uniform(low: Tensor, high: Tensor) -> Tensor:
     """Draw integers uniformly from ``{low, ..., high - 1}``, elementwise, with the shape of ``low``."""
     share = torch.rand(low.shape, dtype=torch.float64, device=low.device)  # in float32, long spans would be biased
     return low + share.mul_(high - low).to(torch.int64)
+
+
+def _check_discount(discount: Any) -> float:
+    if isinstance(discount, bool) or not isinstance(discount, Real) or not 0.0 <= float(discount) < 1.0:
+        raise ValueError(f"discount must be at least 0 and less than 1, got {discount!r}.")
+    return float(discount)
+
+
+def _check_steps(steps: Any) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
+    return int(steps)
+
+
+def _random_rows(choice: StrategyInput) -> Tensor:
+    """Draw rows uniformly from the filled part of the table, ``int64 [32, batch]``.
+
+    Running episodes that are published again leave up to two thirds of the rows empty, so there are 32 for each
+    transition, of which the first that is not empty counts.
+    """
+    return uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)
+
+
+def _first(condition: Tensor, values: Tensor) -> Tensor:
+    """Return the first of the values ``[32, batch]`` that meets a condition, or the first of all: ``[batch]``."""
+    return values.gather(0, condition.to(torch.uint8).argmax(dim=0, keepdim=True)).squeeze(0)

@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +21,32 @@ from torchrl_her._torchrl import warn_user
 SHARED_MEMORY = Path("/dev/shm")  # of Linux
 
 
+class RowsBefore(NamedTuple):
+    """The rows that an episode has before its first step."""
+
+    desired: bool = False  # its desired goal
+    initial: bool = False  # the achieved goal of its first state
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.desired + self.initial
+
+
+NO_ROWS_BEFORE = RowsBefore()
+
+
 class GoalTable:
     """A ring of achieved goals, in which the steps of an episode are contiguous.
 
-    - ``goals[row]`` and ``owners[row]``: a goal, and the episode in which it was achieved (-1: none);
+    - ``goals[row]`` and ``owners[row]``: a goal, and the episode in which it was achieved (0: none);
     - ``starts[episode]`` and ``lengths[episode]``: the row at which an episode starts, and how many steps it has here.
 
-    The outcome of step j is ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity.
+    The outcome of step j is ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity. Before
+    the first step, an episode can have rows for its desired goal, whose owner is minus the episode, and for the
+    achieved goal of its first state, in this order.
 
-    Readers take no lock. A writer sets the owner of a row to -1 before it overwrites the goal, and to the new episode
+    Readers take no lock. A writer sets the owner of a row to 0 before it overwrites the goal, and to the new episode
     afterwards. So a goal is whole and of episode e if its owner is e before and after the goal is read, even if the
     episode's record is replaced meanwhile. It is the goal of step j if the episode still starts j rows before it: an
     episode that is published again, longer, gets its new start before its rows. Writers exclude each other with a
@@ -37,12 +54,17 @@ class GoalTable:
     """
 
     def __init__(
-        self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device, initial: int = 0
+        self,
+        capacity: int,
+        goal_shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        before: RowsBefore = NO_ROWS_BEFORE,
     ):
         self.capacity = capacity
-        self.initial = initial  # 1 if the row before the first step of an episode holds its initial goal
+        self.before = before
         self.goals = _zeros((capacity, *goal_shape), dtype, device)
-        self.owners = torch.full((capacity,), -1, dtype=torch.int64, device=device)
+        self.owners = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.size = torch.zeros((), dtype=torch.int64, device=device)  # filled rows, from row 0 on
@@ -53,19 +75,19 @@ class GoalTable:
         self.counters = torch.tensor([0, 0, before_first, 0], device="cpu")
 
     @classmethod
-    def of_spec(cls, capacity: int, spec: TensorSpec, initial: int = 0) -> GoalTable:
+    def of_spec(cls, capacity: int, spec: TensorSpec, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
         """Make a table for goals of a spec."""
         if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
             raise TypeError(
                 f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
                 'env.observation_spec["achieved_goal"], of one environment.'
             )
-        return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"), initial)
+        return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"), before)
 
     @classmethod
-    def like(cls, goals: Tensor, capacity: int, initial: int) -> GoalTable:
+    def like(cls, goals: Tensor, capacity: int, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
         """Make a table for goals like ``[n, *goal]``."""
-        return cls(capacity, goals.shape[1:], goals.dtype, goals.device, initial)
+        return cls(capacity, goals.shape[1:], goals.dtype, goals.device, before)
 
     # Writing
 
@@ -85,6 +107,11 @@ class GoalTable:
         """The number of writes so far, of all processes."""
         return int(self.counters.numpy()[3])
 
+    @property
+    def has_wrapped(self) -> bool:
+        """Whether goals were overwritten."""
+        return int(self.counters.numpy()[0]) > self.capacity
+
     def open_episodes(self, count: int) -> int:
         """Begin a write with ``count`` new episodes, whose ids are consecutive, and return the first id."""
         first = self.next_episode
@@ -96,8 +123,8 @@ class GoalTable:
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
         """Append the goals of episodes to the ring.
 
-        A publication is an episode id, the goals ``[steps, *goal]`` of its steps from the first on (at most
-        ``capacity``), after its initial goal if there is one, and how many of these steps were published before.
+        A publication is an episode id, the goals ``[rows, *goal]`` of its steps from the first on, after the rows
+        `before` them (at most ``capacity`` in all), and how many of these steps were published before.
         """
         if not publications:
             return
@@ -106,24 +133,29 @@ class GoalTable:
         goals = torch.cat([goals.to(self.goals.device) for _, goals, _ in publications])
         for episode, _, before in publications:
             if before:  # each step of an episode is in the table once
-                start = self.starts[episode % self.capacity] - self.initial
-                rows = (start + torch.arange(before + self.initial, device=start.device)) % self.capacity
-                self.owners[rows] = torch.where(self.owners[rows] == episode, -1, self.owners[rows])
+                start = self.starts[episode % self.capacity] - self.before.rows
+                rows = (start + torch.arange(before + self.before.rows, device=start.device)) % self.capacity
+                owners = self.owners[rows]
+                self.owners[rows] = torch.where(owners.abs() == episode, 0, owners)
 
         counters = self.counters.numpy()
         first = int(counters[0])
         counters[0] += len(goals)
         index = self._tensor(ids % self.capacity)
-        self.starts.index_copy_(0, index, self._tensor(first + np.cumsum(lengths) - lengths + self.initial))
-        owners = self._tensor(np.repeat(ids, lengths))
+        begins = np.cumsum(lengths) - lengths
+        self.starts.index_copy_(0, index, self._tensor(first + begins + self.before.rows))
+        of_rows = np.repeat(ids, lengths)
+        if self.before.desired:
+            of_rows[begins] *= -1
+        owners = self._tensor(of_rows)
         for ring, part in _slices(self.capacity, first, len(goals)):
-            self.owners[ring].fill_(-1)
+            self.owners[ring].fill_(0)
             self.goals[ring].copy_(goals[part])
             self.owners[ring].copy_(owners[part])
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 
-        self.lengths.index_copy_(0, index, self._tensor(lengths - self.initial))
+        self.lengths.index_copy_(0, index, self._tensor(lengths - self.before.rows))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.goals.device)
@@ -138,12 +170,12 @@ class GoalTable:
         return self.starts.index_select(0, index), lengths
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, -1 where a writer changed them."""
+        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, 0 where a writer changed them."""
         index = rows % self.capacity
         before = self.owners.index_select(0, index)
         goals = self.goals.index_select(0, index)
         after = self.owners.index_select(0, index)
-        return goals, after.masked_fill_(before != after, -1)
+        return goals, after.masked_fill_(before != after, 0)
 
     def start_at(self, episodes: Tensor, starts: Tensor) -> Tensor:
         """Return whether episodes still start at the rows that `find` returned: ``bool [batch]``."""
@@ -169,8 +201,8 @@ class GoalTable:
 
     def clear(self) -> None:
         """Remove all goals. Ids are not reused."""
-        for tensor, empty in ((self.owners, -1), (self.lengths, 0), (self.size, 0), (self.counters[:1], 0)):
-            tensor.fill_(empty)
+        for tensor in (self.owners, self.lengths, self.size, self.counters[:1]):
+            tensor.zero_()
 
     def share_memory_(self) -> None:
         """Move the table into shared memory, which takes memory for all rows."""
@@ -197,7 +229,7 @@ class GoalTable:
         state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
         return state | {
             "capacity": self.capacity,
-            "initial": self.initial,
+            "before": tuple(self.before),
             "size": self.size.clone(),
             "counters": self.counters.clone(),
         }
@@ -209,10 +241,11 @@ class GoalTable:
                 f"The saved goal table holds {state['capacity']} goals and this one {self.capacity}: "
                 f"make the transform with capacity={state['capacity']}, then load."
             )
-        if state["initial"] != self.initial:
+        if tuple(state["before"]) != self.before:
             raise ValueError(
-                "The saved goal table and this one do not both hold the initial goals of episodes: make the transform "
-                "with a strategy of the same uses_initial_goal, then load."
+                "The saved goal table and this one do not both hold the initial and the desired goals of episodes: "
+                f"make the transform with strategies for {RowsBefore(*state['before'])}, as saved, and not for "
+                f"{self.before}, then load."
             )
         saved, own = ((goals.dtype, tuple(goals.shape[1:])) for goals in (state["goals"], self.goals))
         if saved != own:
@@ -220,7 +253,7 @@ class GoalTable:
                 f"The saved goals are {saved[0]} {saved[1]}, those of this transform {own[0]} {own[1]}: load into a "
                 "transform for the same goals."
             )
-        self.owners.fill_(-1)
+        self.owners.zero_()
         for name in self._rings:
             getattr(self, name)[: len(state[name])] = state[name]
         self.size.copy_(state["size"])

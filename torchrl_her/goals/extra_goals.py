@@ -1,0 +1,48 @@
+"""Entries that get a goal of their own besides the desired goal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tensordict import NestedKey, unravel_key
+
+from torchrl_her.goals.strategies import DESIRED, GoalStrategy, make_strategy
+from torchrl_her.keys import HERKeys
+
+
+def make_strategies(
+    strategy: str | GoalStrategy, extra_goals: Mapping[NestedKey, str | GoalStrategy] | None, keys: HERKeys
+) -> dict[NestedKey, GoalStrategy]:
+    """Return the strategy of the desired goal, under the name `DESIRED`, and those of the extra goals, in order."""
+    if extra_goals is not None and not isinstance(extra_goals, Mapping):
+        raise TypeError(f"extra_goals maps entries to strategies, {{'actor_goal': Future()}}, and got {extra_goals!r}.")
+    strategies: dict[NestedKey, GoalStrategy] = {DESIRED: make_strategy(strategy)}
+    for key, extra in (extra_goals or {}).items():
+        name = _check_name(unravel_key(key), keys)
+        strategies[name] = make_strategy(extra)
+        unknown = [each for each in strategies[name].refers_to if each not in strategies or each == name]
+        if unknown:
+            raise ValueError(
+                f"{strategies[name]!r} of the extra goal {name!r} refers to {unknown[0]!r}, for which no goal was "
+                f"drawn before: use one of {[*strategies][:-1]}, and list that extra goal first."
+            )
+    others = [each for each in strategies[DESIRED].refers_to if each != DESIRED]
+    if others:
+        raise ValueError(
+            f"The desired goal is drawn first, and {strategies[DESIRED]!r} refers to {others[0]!r}: use it for an "
+            "extra goal."
+        )
+    return strategies
+
+
+def _check_name(name: NestedKey, keys: HERKeys) -> NestedKey:
+    """Check that an entry is not used for something else, and return it."""
+    first = name if isinstance(name, str) else name[0]
+    used = {keys.achieved, keys.desired, keys.trajectory, keys.mask, DESIRED}
+    used.update(unravel_key(key[1:]) for key in (keys.reward, *keys.flags))
+    if name in used or first == "next" or first.startswith("hindsight"):
+        raise ValueError(
+            f"extra_goals has the entry {name!r}, which transitions use for something else: choose another name, such "
+            "as 'actor_goal'. It is written at the root and under 'next'."
+        )
+    return name

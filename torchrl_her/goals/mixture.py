@@ -1,0 +1,85 @@
+"""A strategy that is one of several strategies, drawn for each transition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from torchrl_her.goals.strategies import GoalStrategy, Selection, StrategyInput, make_strategy
+
+
+class Mixture(GoalStrategy):
+    """One of several strategies, drawn for each transition.
+
+    Args:
+        members (Mapping[str | GoalStrategy, float]): strategies, or their names, and their probabilities, which sum to
+            1. A member can be a strategy of your own.
+
+    Raises:
+        ValueError: if a probability is negative, they do not sum to 1, or a name is unknown.
+
+    Examples:
+        The goals of OGBench's value functions: the transition's own outcome, a later one of its episode, or any:
+
+        >>> from torchrl_her import Current, Geometric, Mixture, Random
+        >>> Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})
+        Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})
+    """
+
+    def __init__(self, members: Mapping[str | GoalStrategy, float]):
+        if not isinstance(members, Mapping) or not members:
+            raise ValueError(f"A Mixture needs strategies and their probabilities, {{Future(): 1.0}}, got {members!r}.")
+        self.members = [make_strategy(member) for member in members]
+        self.probabilities = [_check_probability(value) for value in members.values()]
+        total = sum(self.probabilities)
+        if abs(total - 1.0) > 1e-6:
+            raise ValueError(f"The probabilities of a Mixture must sum to 1, and {self!r} has {total:.6g}.")
+        # A uniform number in [0, 1) selects the first member whose bound is above it.
+        self._bounds = [bound / total for bound in accumulate(self.probabilities)][:-1]
+        self.same_episode = all(member.same_episode for member in self.members)
+        self.uses_initial_goal = any(member.uses_initial_goal for member in self.members)
+        self.uses_desired_goals = any(member.uses_desired_goals for member in self.members)
+        self.refers_to = tuple(dict.fromkeys(name for member in self.members for name in member.refers_to))
+
+    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
+        return self.draw(choice).rows
+
+    def draw(self, choice: StrategyInput) -> Selection:  # noqa: D102
+        share = torch.rand(choice.step.shape, device=choice.step.device)
+        below = [share < bound for bound in self._bounds]  # bool [batch] each
+        selections = [member.draw(choice) for member in self.members]
+        rows = selections[-1].rows
+        member = torch.full_like(choice.step, len(self.members) - 1)
+        for index in reversed(range(len(below))):
+            rows = torch.where(below[index], selections[index].rows, rows)
+            member = torch.where(below[index], index, member)
+        return Selection(
+            rows,
+            is_own=_merge([selection.is_own for selection in selections], below),
+            is_desired=_merge([selection.is_desired for selection in selections], below),
+            member=member,
+        )
+
+    def __repr__(self) -> str:
+        pairs = zip(self.members, self.probabilities, strict=True)
+        return f"Mixture({{{', '.join(f'{member!r}: {probability:g}' for member, probability in pairs)}}})"
+
+
+def _merge(values: Sequence[Tensor | bool], below: Sequence[Tensor]) -> Tensor | bool:
+    """Return the value of the selected member for each transition: ``bool [batch]``, or a bool if all are equal."""
+    if all(value is True for value in values) or all(value is False for value in values):
+        return values[0]
+    merged = torch.as_tensor(values[-1], device=below[0].device)
+    for value, condition in zip(reversed(values[:-1]), reversed(below), strict=True):
+        merged = torch.where(condition, value, merged)
+    return merged
+
+
+def _check_probability(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"The probability of a member of a Mixture must be from 0 to 1, got {value!r}.")
+    return float(value)
