@@ -131,7 +131,9 @@ class HERTransform(RelabelTransform):
             )
         self.info = bool(info)
         # Entries that samples get besides the goals and rewards.
-        self._added_keys = [key for pair in self._extra_keys for key in pair] + [RELABELLED, STEPS_TO_GOAL, MEMBER]
+        self._added_keys = [key for pair in self._extra_keys for key in pair] + [RELABELLED]
+        if self.info or self._reads_steps:
+            self._added_keys += [STEPS_TO_GOAL, MEMBER]
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity = capacity
         self.sequence_length = sequence_length

@@ -48,7 +48,8 @@ def draw_from_table(
     """
     start, length = table.find(episode)
     desired_before = table.before.rows if table.before.desired else 0
-    choice = StrategyInput(episode, step, start, length, table.owners, table.size, table.starts, desired_before)
+    places = episode, step, start, length
+    choice = StrategyInput(*places, table.owners, table.size, table.starts, desired_before, table.has_gaps)
     first = next(iter(strategies))
     selections, goal_steps = _select(strategies, choice, {first} if with_steps else (), _step_in_table)
     to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
@@ -56,11 +57,11 @@ def draw_from_table(
 
     relabelled = to_relabel & (step < length)
     is_same_start = table.start_at(episode, start)
-    for selection, owner in zip(selections, owners.view(len(selections), -1), strict=True):
+    for selection, owner in zip(selections, owners.view(len(selections), -1).unbind(0), strict=True):
         relabelled &= _is_met(selection, owner, episode, is_same_start)
     if any(selection.is_own is not True for selection in selections):
         relabelled &= table.owners.take((start + step) % table.capacity) == episode
-    goals = goals.unflatten(0, (len(selections), -1))
+    goals = goals.view(len(selections), len(step), *goals.shape[1:])
     return Draw(episode, step, length, to_relabel, relabelled, goals, goal_steps.get(first), selections[0].member)
 
 

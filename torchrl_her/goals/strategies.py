@@ -33,6 +33,7 @@ class StrategyInput(NamedTuple):
     size: Tensor  # [], how many rows of the table are filled, from row 0 on
     starts: Tensor  # [rows], the row at which the episode with id e starts is at index e modulo the number of rows
     desired_before: int = 0  # how many rows before its start the desired goal of an episode is; 0 if it is not kept
+    has_gaps: bool = False  # whether some of the filled rows can be empty again, or hold desired goals
     # The step of the transition's own episode whose goal was drawn for each earlier entry, [batch]; -1 if the goal is
     # not of this episode. It has the entries that strategies name in `refers_to`.
     goal_steps: Mapping[NestedKey, Tensor] = {}
@@ -172,6 +173,8 @@ class Random(GoalStrategy):
     same_episode = False
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
+        if not choice.has_gaps:
+            return uniform(torch.zeros_like(choice.step), choice.size)
         rows = _random_rows(choice)
         return _first(choice.owners.take(rows) > 0, rows)
 

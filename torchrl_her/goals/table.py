@@ -63,6 +63,7 @@ class GoalTable:
     ):
         self.capacity = capacity
         self.before = before
+        self.has_gaps = before.desired  # whether some of the filled rows can be empty again, or hold desired goals
         self.goals = _zeros((capacity, *goal_shape), dtype, device)
         self.owners = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -133,6 +134,7 @@ class GoalTable:
         goals = torch.cat([goals.to(self.goals.device) for _, goals, _ in publications])
         for episode, _, before in publications:
             if before:  # each step of an episode is in the table once
+                self.has_gaps = True
                 start = self.starts[episode % self.capacity] - self.before.rows
                 rows = (start + torch.arange(before + self.before.rows, device=start.device)) % self.capacity
                 owners = self.owners[rows]
@@ -203,6 +205,7 @@ class GoalTable:
         """Remove all goals. Ids are not reused."""
         for tensor in (self.owners, self.lengths, self.size, self.counters[:1]):
             tensor.zero_()
+        self.has_gaps = self.before.desired or self.is_shared
 
     def share_memory_(self) -> None:
         """Move the table into shared memory, which takes memory for all rows."""
@@ -214,6 +217,7 @@ class GoalTable:
                 self.goals.dtype,
                 "in shared memory",
             )
+        self.has_gaps = True  # other processes can make them
         for name in (*self._tensors, "counters"):
             getattr(self, name).share_memory_()
 
@@ -230,6 +234,7 @@ class GoalTable:
         return state | {
             "capacity": self.capacity,
             "before": tuple(self.before),
+            "has_gaps": self.has_gaps,
             "size": self.size.clone(),
             "counters": self.counters.clone(),
         }
@@ -253,6 +258,7 @@ class GoalTable:
                 f"The saved goals are {saved[0]} {saved[1]}, those of this transform {own[0]} {own[1]}: load into a "
                 "transform for the same goals."
             )
+        self.has_gaps = state["has_gaps"] or self.is_shared
         self.owners.zero_()
         for name in self._rings:
             getattr(self, name)[: len(state[name])] = state[name]
