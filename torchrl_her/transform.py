@@ -129,6 +129,8 @@ class HERTransform(RelabelTransform):
                 "recompute_all_rewards=True recomputes rewards of original transitions, whose goals were achieved at "
                 "no step: pass a reward of the goals in place of ReachedReward."
             )
+        if self._reads_steps and her_ratio == 1:
+            self._diagnosis.rewards.compares = False  # no stored reward is returned
         self.info = bool(info)
         # Entries that samples get besides the goals and rewards.
         self._added_keys = [key for pair in self._extra_keys for key in pair] + [RELABELLED]

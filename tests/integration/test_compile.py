@@ -23,7 +23,20 @@ from support.draws import LEVEL, RIGHT, distribution, draw, draws_needed, make_b
 from support.goals import reached, reward_of
 from support.losses import make_loss
 from support.tape import collected
-from torchrl_her import EnvReward, GoalReward, HERTransform, SparseReward
+from torchrl_her import (
+    Current,
+    EnvReward,
+    Future,
+    Geometric,
+    GoalReward,
+    HERTransform,
+    Mixture,
+    PastDesired,
+    Random,
+    ReachedReward,
+    SparseReward,
+    Subgoal,
+)
 from torchrl_her.envs import BitFlipping, PointReach
 
 REWARDS = {
@@ -106,6 +119,46 @@ def test_it_compiles_into_one_graph_once_whatever_is_written_later(strategy, rew
     graphs = CompileCounter()
     relabel = torch.compile(her, fullgraph=True, backend=graphs)
     check_while_written(relabel, buffer(her, device=device), strategy, reward)
+    assert graphs.frame_count == 1
+
+
+def with_extra_goals(device):
+    """A transform with every strategy and every additional entry."""
+    members = dict.fromkeys([Current(), Geometric(0.9), Random(), PastDesired(), Future(own=False)], 0.2)
+    extra_goals = {"actor_goal": Mixture(members), "subgoal": Subgoal(2), "next_subgoal": Subgoal(2, limit="subgoal")}
+    options = {"strategy": Mixture(members), "extra_goals": extra_goals, "info": True, "her_ratio": 1.0}
+    return HERTransform(ReachedReward(), **options, capacity=1000, goal_spec=goal_spec(device))
+
+
+def check_extra_goals(batch):
+    """Check the entries against each other; goals are compared with the outcomes that they should be."""
+    steps, relabelled = batch["hindsight", "steps_to_goal"], batch["hindsight", "relabelled"]
+    assert relabelled.float().mean() > 0.5
+    is_own = (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1, keepdim=True)
+    assert is_own[steps == 0].all()
+    assert torch.equal(batch["next", "terminated"][relabelled], steps[relabelled] == 0)
+    assert torch.equal(batch["next", "reward"][relabelled], (steps[relabelled] == 0).float() - 1)
+    for name in ("actor_goal", "subgoal", "next_subgoal"):
+        assert torch.equal(batch[name], batch["next", name])
+        assert (batch[name] == batch["desired_goal"])[~relabelled.expand_as(batch[name])].all()
+    limited = relabelled & (steps >= 0) & (steps <= 2)
+    assert (batch["subgoal"] == batch["desired_goal"])[limited.expand_as(batch["subgoal"])].all()
+    assert torch.equal(batch["subgoal"][relabelled[:, 0]], batch["next_subgoal"][relabelled[:, 0]])
+
+
+@each_device
+def test_mixtures_and_extra_goals_compile_into_one_graph_and_do_not_synchronize(device):
+    her = with_extra_goals(device)
+    graphs = CompileCounter()
+    relabel = torch.compile(her, fullgraph=True, backend=graphs)
+    rb = buffer(her, device=device)
+    for written in collected(400).split(100):
+        rb.extend(written)
+        rows = stored_rows(rb, 100)
+        check_extra_goals(relabel(rows))
+        with NO_SYNCHRONIZATION[device]():
+            batch = her(rows)
+        check_extra_goals(batch)
     assert graphs.frame_count == 1
 
 

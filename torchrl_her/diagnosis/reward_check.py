@@ -31,6 +31,7 @@ class RewardCheck:
     Attributes:
         reached_reward (float, optional): the reward of a reached goal; None if it is unknown, or varies.
         recomputes_ends (bool): whether the reward module writes ``terminated``.
+        compares (bool): whether stored and computed rewards should agree.
     """
 
     def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, compares: bool = True):
@@ -38,7 +39,7 @@ class RewardCheck:
         self.keys = keys
         self.reached_reward: float | None = None
         self._is_over = False
-        self._compares = compares  # whether stored and computed rewards should agree
+        self.compares = compares
         self.recomputes_ends = keys.terminated in reward.out_keys
         self._ends_on_success = False if self.recomputes_ends else None  # None: not known yet
         self._reached = self._missed = 0  # compared transitions
@@ -81,8 +82,8 @@ class RewardCheck:
             return
         self.reached_reward = 0.0
         others = stored[~np.isin(stored, (0.0, -1.0))]
-        if len(others) and self._compares:
-            self._compares = False
+        if len(others) and self.compares:
+            self.compares = False
             warn_user(
                 f"ReachedReward gives 0 and -1, and a stored reward is {others.flat[0]:.6g}. Relabelled and original "
                 "rewards would be inconsistent: relabel all transitions, her_ratio=1, or pass the environment's own "
@@ -112,7 +113,7 @@ class RewardCheck:
         )
         reached = agree(stored, best).all(1)
         self.reached_reward = float(best[0, 0]) if agree(best, best[:1, :1]).all() else None
-        if self._compares:
+        if self.compares:
             self._warn_if_rewards_differ(computed, stored, rows, goals)
         if self._ends_on_success is None:
             self._warn_if_ends_are_missing(reached, rows.get(self.keys.terminated, None))
@@ -147,7 +148,7 @@ class RewardCheck:
         differs = ~agree(computed, stored)
         if not bool(differs.any()):
             return
-        self._compares = False
+        self.compares = False
         row, agent = differs.nonzero()[0].tolist()
         distance = float(distances(goals[row : row + 1], rows[row : row + 1].get(self.keys.desired)))
         warn_user(

@@ -49,7 +49,8 @@ def draw_from_table(
     start, length = table.find(episode)
     desired_before = table.before.rows if table.before.desired else 0
     places = episode, step, start, length
-    choice = StrategyInput(*places, table.owners, table.size, table.starts, desired_before, table.has_gaps)
+    has_gaps = table.has_gaps or torch.compiler.is_compiling()  # a compiled graph is for every table
+    choice = StrategyInput(*places, table.owners, table.size, table.starts, desired_before, has_gaps)
     first = next(iter(strategies))
     selections, goal_steps = _select(strategies, choice, {first} if with_steps else (), _step_in_table)
     to_relabel = torch.rand(step.shape, device=step.device) < her_ratio

@@ -73,7 +73,7 @@ def _merge(values: Sequence[Tensor | bool], below: Sequence[Tensor]) -> Tensor |
     """Return the value of the selected member for each transition: ``bool [batch]``, or a bool if all are equal."""
     if all(value is True for value in values) or all(value is False for value in values):
         return values[0]
-    merged = torch.as_tensor(values[-1], device=below[0].device)
+    merged = values[-1]
     for value, condition in zip(reversed(values[:-1]), reversed(below), strict=True):
         merged = torch.where(condition, value, merged)
     return merged
