@@ -26,11 +26,23 @@ from torchrl.data import (
 )
 
 from support.augmentation_oracle import GOAL_STEP, AugmentationOracle, run
+from support.draws import transitions
 from support.factories import WAYS_TO_COPY, assert_same, check_refused, make_augmentation, make_transform, same
 from support.goals import reward_of
 from support.oracle import RELABELLED
 from support.streams import FLAT_LAYOUTS, Stream, make_episode, make_tensordict, random_stream, rows_of
-from torchrl_her import GoalStrategy, HindsightAugmentation, PackedStorage
+from torchrl_her import (
+    Current,
+    Future,
+    Geometric,
+    GoalStrategy,
+    HindsightAugmentation,
+    Mixture,
+    PackedStorage,
+    PastDesired,
+    ReachedReward,
+    Subgoal,
+)
 from torchrl_her.goals.reservoir import GoalReservoir
 
 
@@ -345,6 +357,43 @@ def test_a_strategy_that_leaves_the_episode_makes_no_copies_there(ahead, expecte
         rb.extend(make_tensordict(part))
     rb.extend(rb.transform[0].flush())
     assert rb[:][GOAL_STEP].flatten().tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore:ReachedReward gives 0 and -1, and a stored reward is")
+@pytest.mark.parametrize("strategy", ["future", "random", Mixture({Current(): 0.5, Geometric(0.5): 0.5})], ids=repr)
+def test_copies_have_extra_goals_and_rewards_of_reached_steps(strategy):
+    """Outcomes are (episode, step + 1), and the desired goals of an episode (episode, -1)."""
+    lengths = [6, 1, 3]
+    extra_goals = {"actor_goal": Future(own=False), "subgoal": Subgoal(2)}
+    rb = make(reward=ReachedReward(), strategy=strategy, extra_goals=extra_goals, n_sampled_goal=20)
+    rb.extend(torch.cat([transitions(e, 0, length, length) for e, length in enumerate(lengths)]))
+    seen = set()
+    for row in rb[:]:
+        episode, step = row["achieved_goal"].int().tolist()
+        goals = [row[key].int().tolist() for key in ("desired_goal", "actor_goal", "subgoal")]
+        assert goals == [row["next", key].int().tolist() for key in ("desired_goal", "actor_goal", "subgoal")]
+        if not row[RELABELLED]:
+            assert goals == [[episode, -1]] * 3
+            continue
+        (of_episode, state), (actor_episode, actor_state), subgoal = goals
+        ahead = state - 1 - step if of_episode == episode and state - 1 >= step else None
+        last = lengths[episode] - 1
+        assert actor_episode == episode
+        assert min(step + 1, last) <= actor_state - 1 <= last
+        assert subgoal == [episode, 1 + min(step + 2, last, step + (2 if ahead is None else ahead))]
+        assert row["next", "terminated"] == (ahead == 0)
+        assert row["next", "reward"] == (0 if ahead == 0 else -1)
+        seen.add(ahead)
+    assert {0, 1, 2} <= seen
+    assert (None in seen) == (strategy == "random")
+    assert "steps_to_goal" not in rb[:]["hindsight"]
+
+
+@pytest.mark.parametrize("strategy", [PastDesired(), Mixture({Future(): 0.5, PastDesired(): 0.5})], ids=repr)
+def test_strategies_of_goals_that_are_not_kept_are_refused(strategy):
+    for options in ({"strategy": strategy}, {"extra_goals": {"actor_goal": strategy}}):
+        with pytest.raises(ValueError, match="desired goals of episodes, which only HERTransform keeps"):
+            make_augmentation(**options)
 
 
 @tensorclass
