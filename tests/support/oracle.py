@@ -199,7 +199,7 @@ class Oracle(RunningEpisodes):
         assert relabelled.shape == (*sample.batch_size, 1)
         assert relabelled.dtype == torch.bool
         assert sample["desired_goal"].dtype == sample["next", "reward"].dtype == torch.float32
-        possible, certain = self._in_table()
+        possible, certain = self.in_table()
         for row in as_dicts(sample, [*self.entries, RELABELLED]):
             is_relabelled = row.pop(RELABELLED)
             window = self.windows[row["uid"]]
@@ -224,7 +224,7 @@ class Oracle(RunningEpisodes):
     def _is_known(self, window: list[Transition]) -> bool:
         return window[-1].step < self.published.get(window[-1].episode, 0)
 
-    def _in_table(self) -> tuple[set[Goal], set[int]]:
+    def in_table(self) -> tuple[set[Goal], set[int]]:
         """The goals that may be in the table, and the uids of the transitions whose outcomes have to be."""
         possible: set[Goal] = set()
         certain: set[int] = set()
