@@ -22,7 +22,7 @@ from torchrl_her._torchrl import without_compiled_call
 from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import WrittenTransitions, read_transitions
 from torchrl_her.goals.draw import Draw
-from torchrl_her.goals.extra_goals import make_strategies
+from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
 from torchrl_her.goals.strategies import DESIRED, GoalStrategy
 from torchrl_her.goals.table import GoalTable, WriteLock
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
@@ -171,6 +171,7 @@ class RelabelTransform(BufferTransform, ABC):
         if not self._is_checked:
             for key in self._one_step.replaced_keys:
                 get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
+            check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
         self._diagnosis.check_write(tensordict, written, later)
         return written

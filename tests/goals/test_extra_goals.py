@@ -9,12 +9,12 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.agreement import check_consistent
 from support.draws import transitions
-from support.factories import filled, make_transform
+from support.factories import check_refused, filled, make_buffer, make_transform
 from support.goals import reward_of
 from support.n_step_oracle import NStepOracle
 from support.oracle import RELABELLED, Oracle, as_dicts
 from support.presets import Preset, alone, anywhere, current, episode, final
-from support.streams import Stream, make_episode
+from support.streams import Stream, make_episode, make_tensordict
 from torchrl_her import (
     Current,
     Episode,
@@ -131,7 +131,10 @@ def test_past_desired_keeps_the_goal_while_there_is_no_other_episode():
 
 # ReachedReward
 
+OTHER_REWARDS = pytest.mark.filterwarnings("ignore:ReachedReward gives 0 and -1, and a stored reward is")
 
+
+@OTHER_REWARDS
 @pytest.mark.parametrize("info", [False, True])
 def test_a_reached_goal_is_that_of_the_own_step(info):
     batch, oracle = sample_of(reward=ReachedReward(), strategy=ANY_STEP, info=info)
@@ -158,6 +161,7 @@ def test_an_equal_goal_of_another_step_is_not_reached():
     assert rb[:][TERMINATED].flatten().tolist() == [False] * 7 + [True]
 
 
+@OTHER_REWARDS
 @pytest.mark.parametrize("info", [False, True])
 @pytest.mark.parametrize("compact", [False, True])
 def test_n_step_returns_end_where_the_goal_is_reached(compact, info):
@@ -246,11 +250,16 @@ def test_wrong_arguments_are_refused(name):
         make()
 
 
-@pytest.mark.parametrize("key", ["observation", "action", "uid"])
-def test_an_extra_goal_does_not_replace_a_stored_entry(key):
-    transform = make_transform(STREAM, extra_goals={key: "future"})
-    with pytest.raises(ValueError, match=repr(key)):
-        filled(Oracle, STREAM, transform=transform)
+@pytest.mark.parametrize("key", ["observation", "action", "goal_of_the_sensor"])
+def test_an_extra_goal_replaces_no_stored_entry_but_copies_of_the_desired_goal(key):
+    rb = make_buffer(STREAM, make_transform(STREAM, extra_goals={key: "future"}))
+    data = make_tensordict(next(iter(STREAM))[0])
+    data["goal_of_the_sensor"] = data["desired_goal"] + 1
+    check_refused(rb, lambda: rb.extend(data[None]), ValueError, f"would replace the stored entry '{key}'")
+    if key == "goal_of_the_sensor":
+        data["goal_of_the_sensor"] -= 1
+        rb.extend(data[None])
+        assert rb.sample()["next", key].shape == (64, 2)
 
 
 # Strategies as objects

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from tensordict import NestedKey, unravel_key
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from torchrl_her.goals.strategies import DESIRED, GoalStrategy, make_strategy
 from torchrl_her.keys import HERKeys
@@ -33,6 +34,18 @@ def make_strategies(
             "extra goal."
         )
     return strategies
+
+
+def check_not_stored(tensordict: TensorDictBase, names: Iterable[NestedKey], keys: HERKeys) -> None:
+    """Check that written transitions have no other entries under the names of extra goals, which replace these."""
+    for name in names:
+        for key, desired_key in ((name, keys.desired), (unravel_key(("next", name)), keys.next_desired)):
+            stored, desired = tensordict.get(key, None), tensordict.get(desired_key, None)
+            if stored is not None and not (isinstance(stored, torch.Tensor) and torch.equal(stored, desired)):
+                raise ValueError(
+                    f"extra_goals would replace the stored entry {key!r}, which is not a copy of the desired goal: "
+                    "choose another name."
+                )
 
 
 def _check_name(name: NestedKey, keys: HERKeys) -> NestedKey:
