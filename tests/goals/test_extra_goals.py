@@ -190,6 +190,20 @@ def test_n_step_returns_end_where_the_goal_is_reached(compact, info):
     assert {(True, steps) for steps in range(1, n + 1)} | {(False, n)} <= kinds
 
 
+@OTHER_REWARDS
+def test_a_copy_that_an_augmentation_writes_reaches_the_goal_of_its_own_step():
+    transform = HindsightAugmentation(ReachedReward(), strategy=Mixture({Current(): 0.3, Episode(): 0.7}))
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
+    rb.extend(transitions(0, 0, 60, 60))
+    stored = rb.storage[:]
+    copies = stored[stored[RELABELLED][:, 0]]
+    assert STEPS_TO_GOAL not in copies.keys(True)
+    reached = copies["desired_goal"] == copies["next", "achieved_goal"]  # no goal is achieved twice
+    assert torch.equal(copies[TERMINATED], reached.all(1, keepdim=True))
+    assert torch.equal(copies[REWARD], copies[TERMINATED].float() - 1)
+    assert 40 < copies[TERMINATED].sum() < 120
+
+
 # Refused
 
 

@@ -10,11 +10,11 @@ from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
 from support.agreement import LEVEL, POWER, Agreement, check_consistent, evenly_on, frequencies, outcomes_of, width_of
 from support.draws import transitions
-from support.factories import WAYS_TO_COPY, make_buffer, make_transform
+from support.factories import WAYS_TO_COPY, make_augmentation, make_buffer, make_transform
 from support.n_step_oracle import NStepOracle
 from support.named import STORAGES
 from support.oracle import RELABELLED, Oracle
-from support.presets import presets, variants
+from support.presets import G99, Ahead, Preset, alone, anywhere, current, later, past_desired, presets, variants
 from support.streams import Stream, extend, rows_of, write
 from torchrl_her import Current, Future, Geometric, GoalStrategy, Mixture, PastDesired, Random, Subgoal, uniform
 from torchrl_her.episodes import tracker
@@ -53,18 +53,23 @@ def options_of(name, steps):
     }[name]
 
 
-def sampled(name, lengths, count, batch=100_000, **options):
-    """The counted outcomes of so many transitions of a buffer with whole episodes."""
+def batches(name, lengths, count, **options):
+    """Samples of a buffer with whole episodes, of so many transitions in all."""
     steps = STEPS[max(lengths.values())]
-    agreement = Agreement(presets(steps)[name], lengths, evenly_on(lengths))
     transform = make_transform(capacity=2000, info=True, **({"her_ratio": 1.0} | options_of(name, steps) | options))
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2000), transform=transform)
-    for episode, length in lengths.items():
-        rb.extend(transitions(episode, 0, length, length))
-    for _ in range(0, count, batch):
-        sample = rb.sample(batch)
-        check_consistent(sample, agreement.preset)
-        agreement.count(outcomes_of(sample, agreement.preset, agreement.width))
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2000), transform=transform, batch_size=100_000)
+    for number, length in lengths.items():
+        rb.extend(transitions(number, 0, length, length))
+    for _ in range(0, count, rb.batch_size):
+        yield rb.sample()
+
+
+def sampled(name, lengths, count, **options):
+    """The counted outcomes of so many transitions."""
+    agreement = Agreement(presets(STEPS[max(lengths.values())])[name], lengths, evenly_on(lengths))
+    for batch in batches(name, lengths, count, **options):
+        check_consistent(batch, agreement.preset)
+        agreement.count(outcomes_of(batch, agreement.preset, agreement.width))
     return agreement
 
 
@@ -157,16 +162,27 @@ def test_draws_with_a_mistake_are_rejected(mistake):
     assert sampled(name, SHORT, draws_of(name), **options).p_value() < LEVEL
 
 
-def test_the_numbers_of_the_rejected_pair_are_right_one_by_one():
+@pytest.mark.parametrize(("key", "rule"), [("desired_goal", G99), ("actor_goal", later)])
+def test_each_goal_of_the_pair_from_one_number_has_the_right_distribution(key, rule):
     """So the pair is rejected because its goals depend on each other."""
-    options = WRONG["one number for both goals"][1]
-    alone = {"strategy": options["strategy"], "extra_goals": {"actor_goal": Future(own=False)}}
-    assert sampled("CRL", SHORT, draws_of("CRL"), **alone).p_value() > LEVEL
+    name, options = WRONG["one number for both goals"]
+    agreement = Agreement(Preset(alone(rule)), SHORT, evenly_on(SHORT))
+    for batch in batches(name, SHORT, draws_of(name), **options):
+        agreement.count(outcomes_of(batch.set("desired_goal", batch[key]), agreement.preset, agreement.width))
+    assert agreement.p_value() > LEVEL
 
 
 # Other buffers
 
-PRESET = presets(3)["a subgoal of the desired goal"]
+PRESET = Preset(
+    ((current, 0.2), (G99, 0.4), (anywhere, 0.2), (past_desired, 0.2)),
+    {"actor_goal": alone(later), "subgoal": Ahead(3, "desired_goal")},
+)
+OPTIONS = {
+    "strategy": Mixture({Current(): 0.2, Geometric(0.99): 0.4, Random(): 0.2, PastDesired(): 0.2}),
+    "extra_goals": {"actor_goal": Future(own=False), "subgoal": Subgoal(3)},
+    "info": True,
+}
 STREAM = Stream(
     lanes=4,
     lengths=((4, "truncated"), (7, "terminated"), (1, "truncated"), (5, "terminated")),
@@ -179,6 +195,7 @@ STREAM = Stream(
 LANES = replace(STREAM, layout="[lanes, time]")
 # Episodes are published as they grow, the last ones run, and their last steps are in the storage alone.
 RUNNING = replace(STREAM, lengths=((100, "truncated"), (3, "truncated")), first_publication=3)
+DESIRED_ROWS = 6  # of the goal table, with one for the desired goal of each episode
 # Two rounds of three episodes fill the table; five rounds are written.
 WRAPPED = replace(STREAM, lanes=1, lengths=((5, "truncated"), (8, "terminated"), (3, "truncated")), chunk=16, writes=5)
 SETTINGS = {
@@ -210,8 +227,8 @@ BATCH = 30_000
 def filled(stream, storage=None, sequence_length=None, shared=False):
     """A buffer that a stream was written into, with the goals of PRESET, and its oracle."""
     spec = Unbounded((2,)) if shared else None
-    options = options_of("a subgoal of the desired goal", 3) | {"info": True, "goal_spec": spec}
-    transform = make_transform(stream, sequence_length=sequence_length, **options)
+    capacity = stream.capacity + DESIRED_ROWS
+    transform = make_transform(stream, capacity=capacity, sequence_length=sequence_length, goal_spec=spec, **OPTIONS)
     of_buffer = {"shared": True} if shared else {}
     if sequence_length:
         of_buffer["sampler"] = SliceSampler(slice_len=sequence_length, truncated_key=None)
@@ -266,3 +283,22 @@ def test_goals_have_the_joint_distribution_of_the_preset_in(setting):
 def test_goals_have_the_joint_distribution_of_the_preset_after(way, tmp_path):
     rb, oracle = filled(STREAM)
     check_agreement(WAYS_TO_COPY[way](rb, filled(replace(STREAM, writes=0))[0], tmp_path), oracle)
+
+
+def test_copies_have_the_joint_distribution_of_the_preset():
+    """Copies that hindsight makes when it writes; all copies of an episode are drawn at once."""
+    preset = Preset(alone(G99), {"actor_goal": alone(later), "subgoal": Ahead(3, "desired_goal")})
+    extra = {"actor_goal": Future(own=False), "subgoal": Subgoal(3)}
+    transform = make_augmentation(strategy=Geometric(0.99), extra_goals=extra, n_sampled_goal=2000)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(50_000), transform=transform)
+    for number, length in SHORT.items():
+        rb.extend(transitions(number, 0, length, length))
+    stored = rb.storage[:]
+    relabelled = stored[RELABELLED][:, 0]
+    assert relabelled.sum() == 2000 * sum(SHORT.values())
+    for key in preset.keys:
+        assert torch.equal(stored[key], stored["next", key])
+        assert (stored[key][~relabelled, 1] == -1).all()
+    agreement = Agreement(preset, SHORT, evenly_on(SHORT), estimated=True)
+    agreement.count(outcomes_of(stored[relabelled], preset, agreement.width))
+    assert agreement.p_value() > LEVEL

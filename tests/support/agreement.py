@@ -48,28 +48,32 @@ def joint(preset: Preset, lengths: Lengths, places: Mapping[Place, float]) -> di
             kept = Outcome(place, -1, ((place[0], DESIRED),) * len(preset.keys))
             found[kept] = of_place * (1 - preset.her_ratio)
         for (member, goals), p in _drawn(preset, place, lengths):
-            outcome = Outcome(place, member, tuple(goals.values()))
+            outcome = Outcome(place, member, goals)
             found[outcome] = found.get(outcome, 0.0) + of_place * preset.her_ratio * p
     return found
 
 
-def _drawn(preset: Preset, place: Place, lengths: Lengths) -> list[tuple[tuple[int, dict[str, Place]], float]]:
+def _drawn(preset: Preset, place: Place, lengths: Lengths) -> list[tuple[tuple[int, tuple[Place, ...]], float]]:
     """The member and the goals with their probabilities."""
-    drawn = [
-        ((member, {"desired_goal": goal}), probability * p)
+    drawn: list[tuple[tuple[int, tuple[Place, ...]], float]] = [
+        ((member, (goal,)), probability * p)
         for member, (rule, probability) in enumerate(preset.desired)
         for goal, p in rule(place, lengths).items()
     ]
-    for number, (key, extra) in enumerate(preset.extra.items()):
+    for number, extra in enumerate(preset.extra.values()):
         if isinstance(extra, Ahead):
-            drawn = [((member, {**goals, key: extra.goal(place, lengths, goals)}), p) for (member, goals), p in drawn]
+            at = None if extra.limit is None else preset.keys.index(extra.limit)
+            drawn = [
+                ((member, (*goals, extra.goal(place, lengths, None if at is None else goals[at]))), p)
+                for (member, goals), p in drawn
+            ]
             continue
         table: Table = {}
         for rule, probability in extra:
             for goal, p in rule(place, lengths).items():
                 table[goal] = table.get(goal, 0.0) + probability * p
         pairs = _of_one_number if preset.shared and number == 0 else _independent
-        drawn = [((member, {**goals, key: goal}), p) for ((member, goals), goal), p in pairs(drawn, [*table.items()])]
+        drawn = [((member, (*goals, goal)), p) for ((member, goals), goal), p in pairs(drawn, [*table.items()])]
     return drawn
 
 
@@ -163,9 +167,9 @@ class Agreement:
     def _distribution(self, preset: Preset) -> tuple[Ints, Floats]:
         """The codes of all outcomes, sorted, and their probabilities."""
         outcomes = joint(preset, self.lengths, self.places)
-        columns = [[number(*place, self.width), member, *(number(*goal, self.width) for goal in goals)]
-                   for place, member, goals in outcomes]  # fmt: skip
-        codes = self._encode(np.array(columns).T)
+        flat = np.array([(*place, *itertools.chain.from_iterable(goals)) for place, _, goals in outcomes])
+        place, *goals = number(flat[:, ::2], flat[:, 1::2], self.width).T
+        codes = self._encode(np.stack([place, [member for _, member, _ in outcomes], *goals]))
         order = np.argsort(codes)
         return codes[order], np.array(list(outcomes.values()))[order]
 

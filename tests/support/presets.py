@@ -90,13 +90,11 @@ class Ahead(NamedTuple):
     limit: str | None = None
     behind: bool = False
 
-    def goal(self, place: Place, lengths: Lengths, drawn: Mapping[str, Place]) -> Place:
+    def goal(self, place: Place, lengths: Lengths, limit: Place | None) -> Place:
         episode, step = place
         goal = episode, min(step + self.steps, lengths[episode] - 1)
-        if self.limit is not None:
-            limit = drawn[self.limit]
-            if limit[0] == episode and (limit[1] >= step or self.behind):
-                goal = min(goal, limit)
+        if limit is not None and limit[0] == episode and (limit[1] >= step or self.behind):
+            return min(goal, limit)
         return goal
 
 
