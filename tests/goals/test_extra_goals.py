@@ -218,7 +218,7 @@ def with_extra(*keys):
 SUM = r"must sum to 1, and Mixture\({Future\(\): 0.5, Random\(\): 0.4}\) has 0.9"
 DISCOUNT = "discount must be at least 0 and less than 1, got "
 STEPS = "steps must be a whole number of at least 1, got "
-USED = "extra_goals has the entry .* which transitions use for something else"
+USED = "extra_goals has the entry .* which transitions or another extra goal use for something else"
 REFUSED = {
     "no members": (lambda: Mixture({}), ValueError, "needs strategies and their probabilities"),
     "a list of members": (lambda: Mixture([Future()]), ValueError, "needs strategies and their probabilities"),
@@ -232,8 +232,11 @@ REFUSED = {
     **{f"{value!r} steps": (lambda value=value: Subgoal(value), ValueError, STEPS + repr(value))
        for value in (0, -3, 2.5, True)},
     **{f"the key {key!r}": (with_extra(key), ValueError, USED)
-       for key in ("achieved_goal", "desired_goal", "reward", "done", "terminated", ("collector", "traj_ids"),
-                   ("next", "goal"), ("hindsight", "goal"))},
+       for key in ("achieved_goal", "desired_goal", "reward", "done", "terminated", "collector",
+                   ("collector", "traj_ids"), ("achieved_goal", "part"), ("next", "goal"), ("hindsight", "goal"))},
+    "the same key twice": (with_extra("goal", ("goal",)), ValueError, USED),
+    "a key under another one": (with_extra("goal", ("goal", "of_the_actor")), ValueError, USED),
+    "a key above another one": (with_extra(("goal", "of_the_actor"), "goal"), ValueError, USED),
     "an unknown extra strategy": (lambda: hindsight(extra_goals={"a": "nearest"}), ValueError, "Unknown strategy"),
     "a list of keys": (lambda: hindsight(extra_goals=["a"]), TypeError, "extra_goals maps entries to strategies"),
     "a limit that is missing": (

@@ -19,7 +19,7 @@ def make_strategies(
         raise TypeError(f"extra_goals maps entries to strategies, {{'actor_goal': Future()}}, and got {extra_goals!r}.")
     strategies: dict[NestedKey, GoalStrategy] = {DESIRED: make_strategy(strategy)}
     for key, extra in (extra_goals or {}).items():
-        name = _check_name(unravel_key(key), keys)
+        name = _check_name(unravel_key(key), keys, strategies)
         strategies[name] = make_strategy(extra)
         unknown = [each for each in strategies[name].refers_to if each not in strategies or each == name]
         if unknown:
@@ -48,14 +48,23 @@ def check_not_stored(tensordict: TensorDictBase, names: Iterable[NestedKey], key
                 )
 
 
-def _check_name(name: NestedKey, keys: HERKeys) -> NestedKey:
-    """Check that an entry is not used for something else, and return it."""
-    first = name if isinstance(name, str) else name[0]
-    used = {keys.achieved, keys.desired, keys.trajectory, keys.mask, DESIRED}
-    used.update(unravel_key(key[1:]) for key in (keys.reward, *keys.flags))
-    if name in used or first == "next" or first.startswith("hindsight"):
+def _check_name(name: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> NestedKey:
+    """Check that neither transitions nor earlier extra goals use an entry, a part of it or its parent; return it."""
+    path = _path(name)
+    used = [keys.achieved, keys.desired, keys.trajectory, keys.mask, *earlier]
+    used += [unravel_key(key[1:]) for key in (keys.reward, *keys.flags)]
+    others = [_path(key) for key in used if key is not None]
+    if path[0] == "next" or path[0].startswith("hindsight") or any(_overlap(path, other) for other in others):
         raise ValueError(
-            f"extra_goals has the entry {name!r}, which transitions use for something else: choose another name, such "
-            "as 'actor_goal'. It is written at the root and under 'next'."
+            f"extra_goals has the entry {name!r}, which transitions or another extra goal use for something else: "
+            "choose another name, such as 'actor_goal'. It is written at the root and under 'next'."
         )
     return name
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    return all(left == right for left, right in zip(one, other, strict=False))
