@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy import stats
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from support.agreement import check_consistent
+from support.agreement import LEVEL, check_consistent
 from support.draws import transitions
 from support.factories import check_refused, filled, make_buffer, make_transform
 from support.goals import reward_of
@@ -127,6 +128,21 @@ def test_past_desired_keeps_the_goal_while_there_is_no_other_episode():
     goals = batch["desired_goal"][batch[RELABELLED][:, 0]]
     assert torch.equal(goals[:, 0], 1 - batch["achieved_goal"][batch[RELABELLED][:, 0]][:, 0])
     assert (goals[:, 1] == -1).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*left the goal table")
+def test_rows_that_an_episode_lost_are_goals_of_other_episodes_to_it():
+    """The last 20 outcomes of 4 episodes of 8 steps are in the table: the second one has lost half of its outcomes."""
+    transform = make_transform(strategy="random", her_ratio=1.0, capacity=20, info=True)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(32), transform=transform, batch_size=20_000)
+    for number in range(4):
+        rb.extend(transitions(number, 0, 8, 8))
+    batch = rb.sample()
+    check_consistent(batch, Preset(alone(anywhere)))
+    episode, step = batch["achieved_goal"].long().T
+    assert torch.equal(batch[RELABELLED][:, 0], 8 * episode + step >= 12)
+    of_episode, state = batch["desired_goal"][batch[RELABELLED][:, 0]].long().T
+    assert stats.chisquare(torch.bincount(8 * of_episode + state - 1)[12:]).pvalue > LEVEL
 
 
 # ReachedReward

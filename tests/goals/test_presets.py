@@ -252,8 +252,8 @@ def lengths_in_table(oracle):
     return lengths
 
 
-def check_agreement(rb, oracle, every=1, count=60_000):
-    """Check the goals of transitions, or of sequences of ``every`` transitions, each drawn for the last of them."""
+def agreement_of(rb, oracle, every=1, count=60_000):
+    """The counted outcomes of transitions, or of sequences of ``every`` transitions, drawn for their last ones."""
     lengths = lengths_in_table(oracle)
     is_known = torch.zeros(len(oracle.transitions), dtype=torch.bool)
     for uid, window in oracle.windows.items():
@@ -270,19 +270,32 @@ def check_agreement(rb, oracle, every=1, count=60_000):
     outcomes = np.concatenate(outcomes, axis=1)
     agreement = Agreement(PRESET, lengths, frequencies(outcomes[0], width_of(lengths)), estimated=True)
     agreement.count(outcomes)
-    assert agreement.p_value() > LEVEL
+    return agreement
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_goals_have_the_joint_distribution_of_the_preset_in(setting):
     stream, options = SETTINGS[setting]
-    check_agreement(*filled(stream, **options), every=options.get("sequence_length", 1))
+    assert agreement_of(*filled(stream, **options), every=options.get("sequence_length", 1)).p_value() > LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_millions_of_goals_have_the_joint_distribution_of_the_preset_in(setting):
+    stream, options = SETTINGS[setting]
+    every = options.get("sequence_length", 1)
+    agreement = agreement_of(*filled(stream, **options), every=every, count=2_000_000 * every)
+    assert agreement.p_value() > LEVEL
+    draws = agreement.counts.sum()
+    powers = {mistake: agreement.power(wrong, draws) for mistake, wrong in variants(PRESET).items()}
+    assert {mistake: power for mistake, power in powers.items() if power < POWER} == {}
 
 
 @pytest.mark.parametrize("way", WAYS_TO_COPY)
 def test_goals_have_the_joint_distribution_of_the_preset_after(way, tmp_path):
     rb, oracle = filled(STREAM)
-    check_agreement(WAYS_TO_COPY[way](rb, filled(replace(STREAM, writes=0))[0], tmp_path), oracle)
+    copied = WAYS_TO_COPY[way](rb, filled(replace(STREAM, writes=0))[0], tmp_path)
+    assert agreement_of(copied, oracle).p_value() > LEVEL
 
 
 def test_copies_have_the_joint_distribution_of_the_preset():
