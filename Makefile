@@ -18,6 +18,7 @@ bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/writing.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/checks.py
+	$(BIN)/python benchmarks/strategies.py
 lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
