@@ -100,6 +100,23 @@ def test_so_many_draws_show_every_mistake(name, lengths):
     assert {mistake: power for mistake, power in powers.items() if power < POWER} == {}
 
 
+@pytest.mark.parametrize(
+    "mistake", ["a discount of 0.985", "a discount of 0.995", "geometric with double weight on the end"]
+)
+def test_the_computed_power_is_the_share_of_rejections(mistake):
+    """At 10,000 draws, where it is neither 0 nor 1."""
+    preset = presets(3)["CRL"]
+    agreement = Agreement(preset, SHORT, evenly_on(SHORT))
+    wrong = variants(preset)[f"desired_goal: {mistake}"]
+    _, probabilities = agreement.distribution(wrong)
+    rejected = 0
+    for counts in np.random.default_rng(0).multinomial(10_000, probabilities / probabilities.sum(), size=500):
+        agreement.counts = counts
+        rejected += agreement.p_value() < LEVEL
+    assert 0.3 < rejected / 500 < 0.8
+    assert agreement.power(wrong, 10_000) == pytest.approx(rejected / 500, abs=0.06)
+
+
 class Chooses(GoalStrategy):
     """Chooses steps with a function."""
 
