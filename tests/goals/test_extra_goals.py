@@ -104,6 +104,15 @@ def test_extra_goals_are_at_both_places_and_the_stored_goal_where_nothing_is_rel
             assert row["actor_goal"] == row["high", "goal"] == row["desired_goal"] == transition.desired
 
 
+def test_a_subgoal_that_is_a_member_of_a_mixture_has_its_limit():
+    low = Mixture({Subgoal(5): 0.7, Current(): 0.3})
+    batch, _ = sample_of(strategy=Future(), extra_goals={"low": low}, her_ratio=1.0)
+    batch = batch[batch[RELABELLED][:, 0]]
+    ahead = (batch["low"] - batch["next", "achieved_goal"])[:, 1]
+    assert (batch["low"] <= batch["desired_goal"]).all()
+    assert set(ahead.tolist()) == {0, 1, 2, 3, 4, 5}
+
+
 @pytest.mark.parametrize("info", [False, True])
 def test_without_info_and_extra_goals_samples_have_no_further_entries(info):
     batch, _ = sample_of(strategy=ANY_STEP, info=info)
