@@ -10,6 +10,8 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl_her.goals.strategies import DESIRED, GoalStrategy, make_strategy
 from torchrl_her.keys import HERKeys
 
+BY_BUFFERS = ("index", "_weight", "priority_weight")  # entries that buffers add to samples
+
 
 def make_strategies(
     strategy: str | GoalStrategy, extra_goals: Mapping[NestedKey, str | GoalStrategy] | None, keys: HERKeys
@@ -51,7 +53,7 @@ def check_not_stored(tensordict: TensorDictBase, names: Iterable[NestedKey], key
 def _check_name(name: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> NestedKey:
     """Check that neither transitions nor earlier extra goals use an entry, a part of it or its parent; return it."""
     path = _path(name)
-    used = [keys.achieved, keys.desired, keys.trajectory, keys.mask, *earlier]
+    used = [keys.achieved, keys.desired, keys.trajectory, keys.mask, *BY_BUFFERS, *earlier]
     used += [unravel_key(key[1:]) for key in (keys.reward, *keys.flags)]
     others = [_path(key) for key in used if key is not None]
     if path[0] == "next" or path[0].startswith("hindsight") or any(_overlap(path, other) for other in others):

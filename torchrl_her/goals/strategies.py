@@ -183,7 +183,7 @@ class PastDesired(GoalStrategy):
     """The desired goal of another episode: that of an episode whose step is drawn uniformly from the table.
 
     So an episode is drawn with a probability proportional to its length. If the desired goal changes within an episode,
-    the first one counts. As long as the table holds no other episode, transitions keep their goals.
+    the first one counts. A transition keeps its goal if 32 draws find no other episode, as with a single one.
     """
 
     same_episode = False
@@ -207,7 +207,8 @@ class Subgoal(GoalStrategy):
 
     Keyword Args:
         limit (NestedKey, optional): the entry of the goal that limits the subgoal: ``"desired_goal"`` (default) for the
-            desired goal, whatever its key is, the key of an extra goal that is listed before, or None for no limit.
+            desired goal, whatever its key is, the key of an extra goal that is listed before, or None for no limit. As
+            the desired goal itself, a subgoal has no limit.
     """
 
     def __init__(self, steps: int, *, limit: NestedKey | None = DESIRED):
