@@ -257,7 +257,7 @@ REFUSED = {
     **{f"{value!r} steps": (lambda value=value: Subgoal(value), ValueError, STEPS + repr(value))
        for value in (0, -3, 2.5, True)},
     **{f"the key {key!r}": (with_extra(key), ValueError, USED)
-       for key in ("achieved_goal", "desired_goal", "reward", "done", "terminated", "collector",
+       for key in ("achieved_goal", "desired_goal", "reward", "done", "terminated", "collector", "index",
                    ("collector", "traj_ids"), ("achieved_goal", "part"), ("next", "goal"), ("hindsight", "goal"))},
     "the same key twice": (with_extra("goal", ("goal",)), ValueError, USED),
     "a key under another one": (with_extra("goal", ("goal", "of_the_actor")), ValueError, USED),
