@@ -64,12 +64,14 @@ class ContinuityCheck:
             return
         goals = self._after_last(written)
         self._counted += min(count, max(0, count - first))
-        self._counted_breaks += int((tracked.breaks >= first).sum()) if len(tracked.breaks) else 0
+        breaks = tracked.breaks[tracked.breaks >= first]
+        self._counted_breaks += len(breaks)
         if self._counted >= ENOUGH:
             share = self._counted_breaks / self._counted
             if share >= SHARE:
                 self._has_warned = True
-                _warn_of_breaks(share, _likely_causes(goals, _are_close(tensordict, keys, written)))
+                such_as = f" (such as {written.name(int(breaks.min()))})" if len(breaks) else ""
+                _warn_of_breaks(share, such_as, _likely_causes(goals, _are_close(tensordict, keys, written)))
             self._counted = self._counted_breaks = 0
         self._last = None
         if len(tracked.breaks) and not self._has_warned:
@@ -101,10 +103,10 @@ class ContinuityCheck:
         return np.concatenate([self._last[0], written.start]), np.concatenate([self._last[1], written.outcome])
 
 
-def _warn_of_breaks(share: float, likely: list[str]) -> None:
+def _warn_of_breaks(share: float, such_as: str, likely: list[str]) -> None:
     causes = "; ".join(dict.fromkeys([*likely, *CAUSES.values()]))
     warn_user(
-        f"{share:.0%} of the transitions do not continue an episode: their goals at the root are not those "
+        f"{share:.0%} of the transitions do not continue an episode{such_as}: their goals at the root are not those "
         "under 'next' of an earlier transition, and no episode had ended. Hindsight then gives them little "
         f"more than their own outcomes as goals. Possible causes, the most likely first: {causes}."
     )

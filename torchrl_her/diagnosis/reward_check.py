@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -73,8 +74,8 @@ class RewardCheck:
         chosen = self._choose(rows, goals)
         rows, goals = rows[chosen], goals[chosen]
         if len(rows) == 1:  # with a single row, a wrong shape can look like the right one
-            rows, goals = rows.expand(2), goals.expand(2, *goals.shape[1:])
-        self._compare(rows, goals)
+            rows, goals, chosen = rows.expand(2), goals.expand(2, *goals.shape[1:]), chosen.expand(2)
+        self._compare(rows, goals, lambda row: written.name(int(chosen[row])))
 
     def _check_values(self, stored: np.ndarray) -> None:
         """Warn if stored rewards are not those of `ReachedReward`."""
@@ -103,7 +104,7 @@ class RewardCheck:
         evenly = torch.linspace(0, count - 1, 32, device=goals.device).long()
         return torch.cat([candidates[nearest], extremes, evenly]).unique()
 
-    def _compare(self, rows: TensorDictBase, goals: Tensor) -> None:
+    def _compare(self, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]) -> None:
         computed, stored = self._evaluate(rows), rows.get(self.keys.reward)
         own = rows.copy()
         for key in (self.keys.desired, self.keys.next_desired):
@@ -114,7 +115,7 @@ class RewardCheck:
         reached = agree(stored, best).all(1)
         self.reached_reward = float(best[0, 0]) if agree(best, best[:1, :1]).all() else None
         if self.compares:
-            self._warn_if_rewards_differ(computed, stored, rows, goals)
+            self._warn_if_rewards_differ(computed, stored, rows, goals, name)
         if self._ends_on_success is None:
             self._warn_if_ends_are_missing(reached, rows.get(self.keys.terminated, None))
         self._reached += int(reached.sum())
@@ -144,7 +145,9 @@ class RewardCheck:
                 )
         return reward
 
-    def _warn_if_rewards_differ(self, computed: Tensor, stored: Tensor, rows: TensorDictBase, goals: Tensor) -> None:
+    def _warn_if_rewards_differ(
+        self, computed: Tensor, stored: Tensor, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]
+    ) -> None:
         differs = ~agree(computed, stored)
         if not bool(differs.any()):
             return
@@ -153,8 +156,8 @@ class RewardCheck:
         distance = float(distances(goals[row : row + 1], rows[row : row + 1].get(self.keys.desired)))
         warn_user(
             f"The reward module gives {computed[row, agent]:.6g} for a transition whose stored reward is "
-            f"{stored[row, agent]:.6g}; its achieved and desired goal are {distance:.4g} apart. Relabelled and "
-            f"original rewards would be inconsistent. {self._advice(rows)}"
+            f"{stored[row, agent]:.6g} ({name(row)}); its achieved and desired goal are {distance:.4g} apart. "
+            f"Relabelled and original rewards would be inconsistent. {self._advice(rows)}"
         )
 
     def _advice(self, rows: TensorDictBase) -> str:

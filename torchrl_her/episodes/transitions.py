@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,24 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from torchrl_her.keys import MASK, HERKeys, get_entry
+
+
+class RowNames(NamedTuple):
+    """What messages call the rows of a write."""
+
+    numbers: Sequence[int] | np.ndarray | None = None  # in the flattened data set that the rows are a part of
+    batch: torch.Size = torch.Size()  # the batch size of the data set
+
+    def name(self, row: int) -> str:
+        """Return the name of a row, given its number among all rows, flattened."""
+        if self.numbers is None:
+            return f"transition {row} of this write"
+        index = np.unravel_index(self.numbers[row], self.batch)
+        place = str(index[0]) if len(index) == 1 else str([int(each) for each in index])
+        return f"row {place} of the data"
+
+
+THIS_WRITE = RowNames()
 
 
 class WrittenTransitions(NamedTuple):
@@ -24,6 +42,11 @@ class WrittenTransitions(NamedTuple):
     row_length: int  # 1 if each transition can be of another environment, 0 if rows are incomplete
     trajectory: np.ndarray | None  # int64 [n], trajectory ids
     mask: np.ndarray | None  # bool [rows of the write], False for padding; None without padding
+    names: RowNames = THIS_WRITE
+
+    def name(self, position: int) -> str:
+        """Return what messages call a transition, given its position among those without padding."""
+        return self.names.name(position if self.mask is None else int(self.mask.nonzero()[0][position]))
 
     @property
     def is_dummy(self) -> bool:
@@ -40,13 +63,17 @@ class WrittenTransitions(NamedTuple):
 
 
 def read_transitions(
-    tensordict: TensorDictBase, keys: HERKeys, goal_fn: Callable[[Tensor], Tensor] | None, earlier_goal: Tensor | None
+    tensordict: TensorDictBase,
+    keys: HERKeys,
+    goal_fn: Callable[[Tensor], Tensor] | None,
+    earlier_goal: Tensor | None,
+    names: RowNames = THIS_WRITE,
 ) -> WrittenTransitions:
     """Check transitions ``[*batch]`` and flatten them to one dimension, in the order of writing.
 
     A write that is refused here has changed nothing. Goals must have the shape and dtype of ``earlier_goal [*goal]``.
     """
-    _check_single_steps(tensordict)
+    check_single_steps(tensordict)
     batch, count = tensordict.batch_size, tensordict.batch_size.numel()
     achieved, next_achieved = _get_goals(tensordict, "achieved", keys.achieved, keys.next_achieved)
     desired, next_desired = _get_goals(tensordict, "desired", keys.desired, keys.next_desired)
@@ -55,23 +82,24 @@ def read_transitions(
     _check_shapes(exact[0], desired.reshape(count, *desired.shape[len(batch) :])[0], earlier_goal)
     goals = exact.to(desired.dtype)
 
-    done = _flatten(tensordict, keys.done, np.bool_, "done_key")
+    done = flatten_entry(tensordict, keys.done, np.bool_, "done_key")
     trajectory = mask = None
     if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
-        trajectory = _flatten(tensordict, keys.trajectory, np.int64, "trajectory_key")
+        trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory_key")
     if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
-        mask = _flatten(tensordict, keys.mask, np.bool_, "mask_key")
+        mask = flatten_entry(tensordict, keys.mask, np.bool_, "mask_key")
     start, outcome = _as_bytes(count, achieved, desired, next_achieved, next_desired)
     begins = np.arange(count) % (batch[-1] if len(batch) > 1 else count) == 0
-    _check_last_steps(tensordict, keys, outcome, done if mask is None else done & mask)
+    _check_last_steps(tensordict, keys, outcome, done if mask is None else done & mask, names)
     if mask is not None:
         on_device = torch.from_numpy(mask).to(goals.device)
         goals, exact = goals[on_device], exact[on_device]
         start, outcome, done, begins = start[mask], outcome[mask], done[mask], begins[mask]
         trajectory = None if trajectory is None else trajectory[mask]
-    _check_values(exact, goals)
     row_length = 0 if mask is not None else batch[-1] if len(batch) > 1 else 1
-    return WrittenTransitions(goals, start, outcome, done, begins, row_length, trajectory, mask)
+    written = WrittenTransitions(goals, start, outcome, done, begins, row_length, trajectory, mask, names)
+    _check_values(exact, written)
+    return written
 
 
 def read_root_goals(
@@ -105,7 +133,7 @@ def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Ten
     return goals
 
 
-def _check_single_steps(tensordict: object) -> None:
+def check_single_steps(tensordict: object) -> None:
     """Check that transitions are a TensorDict, to which entries can be added, of single steps."""
     if not isinstance(tensordict, TensorDictBase):
         raise TypeError(
@@ -136,7 +164,7 @@ def _get_goals(tensordict: TensorDictBase, name: str, key: NestedKey, next_key: 
     return root, under_next
 
 
-def _flatten(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:
+def flatten_entry(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:
     """Return a flag or an id of each transition, ``[n]``."""
     value, count = get_entry(tensordict, key, argument), tensordict.batch_size.numel()
     if value.numel() != count:
@@ -172,22 +200,31 @@ def _check_shapes(achieved: Tensor, desired: Tensor, earlier: Tensor | None) -> 
         raise ValueError(f"Goals are {desired.dtype}, but {earlier.dtype} in goal_spec or an earlier write.")
 
 
-def _check_values(exact: Tensor, goals: Tensor) -> None:
+def _check_values(exact: Tensor, written: WrittenTransitions) -> None:
     """Check that achieved goals keep their values in the dtype of desired goals, and that none is NaN."""
+    goals = written.goals
     if exact.is_floating_point() and not goals.is_floating_point() and not torch.equal(goals.to(exact.dtype), exact):
+        row = _first_row(goals.to(exact.dtype) != exact)
         raise ValueError(
-            f"Achieved goals are {exact.dtype} and desired ones {goals.dtype}: converting the achieved goals of this "
-            "write would change them. Nothing was stored: store both in one dtype, or map them with goal_fn."
+            f"Achieved goals are {exact.dtype} and desired ones {goals.dtype}: converting the achieved goals, such as "
+            f"that of {written.name(row)}, would change them. Nothing was stored: store both in one dtype, or map them "
+            "with goal_fn."
         )
     if goals.is_floating_point() and bool(goals.isnan().any()):  # as a desired goal it would make losses NaN
-        row = int(goals.reshape(len(goals), -1).isnan().any(dim=1).nonzero()[0])
         raise ValueError(
-            f"The achieved goal of transition {row} of this write is NaN. Nothing was stored: look at what the "
-            "environment (or goal_fn) returned."
+            f"The achieved goal of {written.name(_first_row(goals.isnan()))} is NaN. Nothing was stored: look at what "
+            "the environment (or goal_fn) returned."
         )
 
 
-def _check_last_steps(tensordict: TensorDictBase, keys: HERKeys, outcome: np.ndarray, ends: np.ndarray) -> None:
+def _first_row(where: Tensor) -> int:
+    """Return the first row of ``bool [n, ...]`` that has a True."""
+    return int(where.reshape(len(where), -1).any(dim=1).nonzero()[0])
+
+
+def _check_last_steps(
+    tensordict: TensorDictBase, keys: HERKeys, outcome: np.ndarray, ends: np.ndarray, names: RowNames
+) -> None:
     """Check that the last observations of episodes, at steps ``bool [n]``, were not replaced by zeros."""
     index = ends.nonzero()[0]
     index = index[outcome[index] == np.zeros((), outcome.dtype)]  # both goals are zeros: hardly ever the case
@@ -202,6 +239,7 @@ def _check_last_steps(tensordict: TensorDictBase, keys: HERKeys, outcome: np.nda
         lost &= ~value.reshape(len(index), -1).any(1)
     if observed and bool(lost.any()):
         raise ValueError(
-            "The final observation of an episode is all zeros, although its desired goal is not: the environment "
-            "dropped it. GymEnv(..., num_envs=n) does that: use SerialEnv or ParallelEnv. Nothing was stored."
+            "The final observation of an episode is all zeros, although its desired goal is not "
+            f"({names.name(int(index[_first_row(lost)]))}): the environment dropped it. GymEnv(..., num_envs=n) does "
+            "that: use SerialEnv or ParallelEnv. Nothing was stored."
         )
