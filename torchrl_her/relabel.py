@@ -20,7 +20,7 @@ from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._torchrl import without_compiled_call
 from torchrl_her.diagnosis.diagnosis import Diagnosis
-from torchrl_her.episodes.transitions import WrittenTransitions, read_transitions
+from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, read_transitions
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
 from torchrl_her.goals.strategies import DESIRED, GoalStrategy
@@ -41,7 +41,7 @@ class Batch:
     """Transitions that are being relabelled."""
 
     data: TensorDictBase  # [*batch], a shallow copy that the new entries are set in
-    stored: dict[NestedKey, Tensor]  # the entries that relabelling replaces, as stored
+    stored: dict[NestedKey, Any]  # the entries that relabelling replaces, as stored; None for those that it creates
 
 
 @dataclass
@@ -83,20 +83,26 @@ class OneStepReward:
         return True
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
-        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; the others keep theirs."""
+        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; the others keep theirs.
+
+        An entry that is not stored (None) is created for all of them.
+        """
         data, stored = batch.data, batch.stored
         for key in self._read:
-            data.set(key, stored[key])
+            if stored[key] is not None:
+                data.set(key, stored[key])
         computed = self.reward(data.copy() if self._writes_more else data)
         for key in self._recomputed:
             replaced = torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.reward else relabelled
-            data.set(key, where(replaced, computed.get(key).detach(), stored[key]))
+            new = computed.get(key).detach()
+            data.set(key, new if stored[key] is None else where(replaced, new, stored[key]))
         if self.keys.done in stored:
             ended = data.get(self.keys.terminated)
             truncated = data.get(self.keys.truncated, None)
             if truncated is not None:
                 ended = ended | truncated
-            data.set(self.keys.done, where(relabelled, ended, stored[self.keys.done]))
+            done = stored[self.keys.done]
+            data.set(self.keys.done, ended if done is None else where(relabelled, ended, done))
 
 
 class BufferTransform(Transform):
@@ -155,16 +161,21 @@ class RelabelTransform(BufferTransform, ABC):
         return self.strategies[DESIRED]
 
     def _read(
-        self, tensordict: TensorDictBase, earlier_goal: Tensor | None, later: Iterable[Transform] | None
+        self,
+        tensordict: TensorDictBase,
+        earlier_goal: Tensor | None,
+        later: Iterable[Transform] | None,
+        names: RowNames = THIS_WRITE,
     ) -> WrittenTransitions:
         """Check and read transitions ``[*batch]``, given a goal ``[*goal]`` of an earlier write if there was one.
 
         The ``later`` transforms can rewrite copies of the desired goal in samples; None: do not search for copies.
         """
-        written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goal)
+        written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goal, names)
         if (relabelled := tensordict.get(RELABELLED, None)) is not None and bool(relabelled.any()):
+            first = names.name(int(relabelled.reshape(-1).nonzero()[0]))
             raise ValueError(
-                "Some of these transitions are relabelled: they are a sample of a buffer, or were stored by "
+                f"Some of these transitions are relabelled ({first}): they are a sample of a buffer, or were stored by "
                 f"HindsightAugmentation. Their goals are not those of the episode. Write rb.storage[:] in place of "
                 f"rb[:] or rb.sample(), or of HindsightAugmentation's transitions those without {RELABELLED!r}."
             )

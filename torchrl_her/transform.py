@@ -24,18 +24,18 @@ from torchrl_her.goals.table import GoalTable, RowsBefore
 from torchrl_her.keys import MASK, MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.n_step import STEPS, NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
+from torchrl_her.offline.adopting import AdoptingTransform
 from torchrl_her.relabel import (
     RELABELLED,
     GoalMap,
     OneStepReward,
-    RelabelTransform,
     Reward,
     SampledBatch,
     check_at_least,
 )
 
 
-class HERTransform(RelabelTransform):
+class HERTransform(AdoptingTransform):
     """Hindsight Experience Replay (Andrychowicz et al. 2017, arXiv:1707.01495) for any replay buffer.
 
     Writing stamps each transition with its episode and step, and keeps its achieved goal. Sampling replaces the desired
@@ -155,6 +155,7 @@ class HERTransform(RelabelTransform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
+        self._check_no_data_set("a write would overwrite it (its files, if it is memory-mapped)")
         neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
@@ -193,6 +194,7 @@ class HERTransform(RelabelTransform):
     def _check_neighbours(self) -> Neighbours:
         """Check the other transforms of the buffer if they changed, and return them."""
         neighbours = Neighbours.of(self)
+        self._check_around_adopted(neighbours)
         if neighbours != self._neighbours:
             replaced = {*self._goal_keys, *self._one_step.replaced_keys, *self._added_keys}
             neighbours.check_hindsight(replaced, self.keys)
@@ -208,6 +210,7 @@ class HERTransform(RelabelTransform):
 
     def clear(self) -> None:
         """Drop the running episodes and all goals. Call it together with ``rb.empty()``."""
+        self._check_no_data_set("its goals would be lost")
         with self._writing():
             self._end_episodes()
             if self.table is not None:
@@ -242,7 +245,7 @@ class HERTransform(RelabelTransform):
         draw, relabelled = self._draw(batch, rewards.available(batch))
         self._set_goals(batch, draw.goals, relabelled)
         self._set_info(batch, draw, relabelled)
-        rewards.recompute(batch, relabelled)
+        rewards.recompute(batch, torch.ones_like(relabelled) if self._creates_goals else relabelled)
         if self._reads_steps and not self.info:
             batch.data.del_(STEPS_TO_GOAL)
         self._diagnosis.check_sample(
@@ -272,8 +275,9 @@ class HERTransform(RelabelTransform):
         episode, step = read_stamps(tensordict)
         replaced = (*self._goal_keys, *rewards.replaced(tensordict))
         stored = {key: tensordict.get(key, None) for key in replaced}
+        created = () if self.adopted is None else self._create(tensordict, stored, episode, step)
         for key in (*self._goal_keys, self.keys.reward):
-            if stored[key] is None:
+            if stored[key] is None and key not in created:
                 raise KeyError(
                     f"The sample has no entry {key!r}, although it was written: list the transform that drops it after "
                     "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
@@ -302,7 +306,9 @@ class HERTransform(RelabelTransform):
         """Set how far ahead the goals are, and which member of a mixture selected them."""
         if draw.goal_step is not None:
             ahead = (draw.goal_step - batch.step).view_as(relabelled)
-            batch.data.set(STEPS_TO_GOAL, torch.where(relabelled & (ahead >= 0), ahead, -1))
+            ahead = torch.where(relabelled & (ahead >= 0), ahead, -1)
+            # Created goals are the transitions' own outcomes.
+            batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead, 0) if self._creates_goals else ahead)
         if self.info and draw.member is not None:
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
@@ -345,12 +351,14 @@ class HERTransform(RelabelTransform):
                 "table": None if self.table is None else self.table.state_dict(),
                 "lanes": self.tracker.state_dict(),
                 "longest_window": self.longest_window,
+                **self._adopted_state(),
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load the result of `get_extra_state`, of a transform with the same goals and capacity."""
         check_saved_without_compact_goals(state)
         with self._writing():
+            self._load_adopted_state(state)
             saved = state["table"]
             if saved is not None:
                 table = self.table or GoalTable.like(saved["goals"], self.capacity, self._rows_before)

@@ -47,6 +47,7 @@ class Diagnosis:
         self.rewards = RewardCheck(reward, keys, compares=compares_rewards)
         self.continuity = ContinuityCheck()
         self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
+        self._unsearched: TensorDictBase | None = None  # rows of adopted data that wait for the first sample
         self._begin_sampling()
 
     def _begin_sampling(self) -> None:
@@ -55,9 +56,15 @@ class Diagnosis:
         self._has_sampled_returns = False  # n-step returns, which do not show whether a goal is reached
         self._compiled_sample: Sample | None = None  # the last one of a compiled call, which is counted when writing
 
+    def restarted(self, *, compares_rewards: bool) -> Diagnosis:
+        """Return an object with the same settings that has checked nothing."""
+        compares = self.rewards.compares and compares_rewards
+        return Diagnosis(self.rewards.reward, self.keys, compares_rewards=compares, replaced=self._replaced)
+
     def for_copy(self) -> Diagnosis:
         """Return the state of a copied transform, which has sampled nothing."""
         copied = copy.copy(self)
+        copied._unsearched = None  # copies and saved files stay small
         copied._begin_sampling()
         return copied
 
@@ -75,6 +82,17 @@ class Diagnosis:
         if copies is not None and later is not None:
             copies = warn_if_goal_is_copied(tensordict, self.keys, later, copies, self._replaced)
             self._copies = None if self._copies is None else copies
+
+    def search_later(self, rows: TensorDictBase) -> None:
+        """Keep rows ``[n]`` of adopted data until `search`, when the other transforms of the buffer are known."""
+        self._unsearched = rows
+
+    def search(self, later: Iterable[Transform]) -> None:
+        """Search the rows that are kept for copies of the desired goal, and drop them."""
+        rows, self._unsearched = self._unsearched, None
+        if rows is not None:
+            self._copies = None
+            warn_if_goal_is_copied(rows, self.keys, later, GoalCopies(), self._replaced)
 
     def check_tracked(
         self,

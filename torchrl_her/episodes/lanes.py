@@ -54,7 +54,8 @@ class Lane:
         """Hand over all steps so far, if there are new ones."""
         if self.steps == self.published:
             return
-        self.kept = [torch.cat(self.kept)]
+        if len(self.kept) > 1:
+            self.kept = [torch.cat(self.kept)]
         earlier = episodes.pop(self.episode, None)  # of the same write
         before = self.published if earlier is None else earlier.before
         episodes[self.episode] = EpisodeSteps(self.episode, self.kept[0], before)

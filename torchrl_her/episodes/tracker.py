@@ -33,13 +33,15 @@ class EpisodeTracker:
     ``patience`` transitions.
 
     With ``publish_running``, the steps of an episode are handed over also while it runs: when its length has doubled,
-    and when its lane becomes idle. Without, they are handed over once, and only idle lanes are closed.
+    and when its lane becomes idle. Without, they are handed over once, and only idle lanes are closed. With ``copies``,
+    lanes keep copies of what is written, which the caller may overwrite.
     """
 
-    def __init__(self, max_episode_steps: int, patience: int, *, publish_running: bool = True):
+    def __init__(self, max_episode_steps: int, patience: int, *, publish_running: bool = True, copies: bool = True):
         self.max_episode_steps = max_episode_steps
         self.patience = patience
         self.publish_running = publish_running
+        self.copies = copies
         self.written = 0  # transitions so far
         self.longest_wait = 0  # of a lane that was continued, in transitions written to other lanes
         self.lengths = EpisodeLengths()
@@ -110,6 +112,7 @@ class EpisodeTracker:
     def _extend(self, lane: Lane | None, begin: int, end: int, write: OrderedWrite) -> Lane | None:
         """Add a run of transitions to a lane, or to a new one; return the lane that it leaves open, if any."""
         written, stamps = write.transitions, write.stamps
+        rows_of = torch.narrow_copy if self.copies else torch.narrow
         while begin < end:
             if lane is None:
                 lane = Lane(write.next_episode + write.opened)
@@ -119,7 +122,7 @@ class EpisodeTracker:
             cut = min(end, begin + self.max_episode_steps - lane.steps)
             stamps[begin:cut, 0] = lane.episode
             stamps[begin:cut, 1] = np.arange(lane.steps, lane.steps + cut - begin)
-            lane.extend(write.kept.narrow_copy(0, begin, cut - begin))  # the caller may overwrite its tensors
+            lane.extend(rows_of(write.kept, 0, begin, cut - begin))
             begin = cut
             if written.done[cut - 1] or lane.steps == self.max_episode_steps:
                 self._end(lane, write.episodes)
@@ -149,7 +152,8 @@ class EpisodeTracker:
 
     def without_lanes(self) -> EpisodeTracker:
         """Return a tracker with the same settings and no open lanes, for another process."""
-        return EpisodeTracker(self.max_episode_steps, self.patience, publish_running=self.publish_running)
+        options = {"publish_running": self.publish_running, "copies": self.copies}
+        return EpisodeTracker(self.max_episode_steps, self.patience, **options)
 
     def flush(self) -> list[EpisodeSteps]:
         """End the running episodes and hand over their steps."""

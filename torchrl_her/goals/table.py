@@ -65,9 +65,9 @@ class GoalTable:
         self.before = before
         self.has_gaps = before.desired  # whether some of the filled rows can be empty again, or hold desired goals
         self.goals = _zeros((capacity, *goal_shape), dtype, device)
-        self.owners = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.starts = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.owners = _zeros((capacity,), torch.int64, device)
+        self.starts = _zeros((capacity,), torch.int64, device)
+        self.lengths = _zeros((capacity,), torch.int64, device)
         self.size = torch.zeros((), dtype=torch.int64, device=device)  # filled rows, from row 0 on
         # Ids begin at a random number, so that a transition that another table stamped is not mistaken for one of this
         # table, and at a multiple of the capacity, so that they fill the rings from the front.
@@ -131,7 +131,8 @@ class GoalTable:
             return
         ids = np.array([episode for episode, _, _ in publications])
         lengths = np.array([len(goals) for _, goals, _ in publications])
-        goals = torch.cat([goals.to(self.goals.device) for _, goals, _ in publications])
+        parts = [goals.to(self.goals.device) for _, goals, _ in publications]
+        goals = torch.cat(parts) if len(parts) > 1 else parts[0]  # a long episode is not copied twice
         for episode, _, before in publications:
             if before:  # each step of an episode is in the table once
                 self.has_gaps = True

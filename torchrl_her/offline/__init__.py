@@ -1,0 +1,1 @@
+"""Data sets that exist already: they are adopted without a copy, or read from files."""

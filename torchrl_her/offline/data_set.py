@@ -1,0 +1,178 @@
+"""A data set that is adopted: where its episodes end, which entries it lacks, and its pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_her.episodes.stamps import STAMP
+from torchrl_her.episodes.transitions import RowNames, check_single_steps, flatten_entry, map_goals
+from torchrl_her.keys import MASK, HERKeys, get_entry
+from torchrl_her.relabel import GoalMap
+
+Rows = TypeVar("Rows", TensorDictBase, np.ndarray)
+
+PIECE_ROWS = 2**14
+PIECE_BYTES = 2**22  # of what is copied for a piece
+SEARCHED = 64  # rows that are searched for copies of the desired goal
+
+
+class Lacking(NamedTuple):
+    """The entries that a data set lacks, which are created in its samples."""
+
+    goals: bool = False  # desired goals; rewards and ends are then created, too, also if the data set has them
+    rewards: bool = False
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a data set."""
+
+    data: TensorDictBase  # [*piece], with placeholders for entries that are lacking
+    rows: slice | np.ndarray  # their numbers in the flattened data set
+    ends: np.ndarray  # bool [n], whether an episode ends; without padding
+    names: RowNames
+
+
+class DataSet:
+    """Transitions ``[*batch]``, the last dimension of which is time. Nothing is copied or modified.
+
+    An episode ends with a done flag, with the last transition of its trajectory id, and with its row, ``[..., T]``.
+
+    Raises:
+        TypeError, ValueError, KeyError: if the data set is empty, is no TensorDict, or has no done flags.
+    """
+
+    def __init__(self, data: TensorDictBase, keys: HERKeys, goal_fn: GoalMap | None):
+        check_single_steps(data)
+        if not data.batch_dims or not data.batch_size.numel():
+            raise ValueError(
+                f"The data set has the batch size {list(data.batch_size)} and no transitions: pass a TensorDict of the "
+                "batch size [transitions] or [..., time]."
+            )
+        self.data = data
+        self.keys = keys
+        self.lacking = Lacking(
+            goals=all(data.get(key, None) is None for key in (keys.desired, keys.next_desired)),
+            rewards=data.get(keys.reward, None) is None,
+        )
+        self.mask: np.ndarray | None = None  # bool [rows], False for padding
+        if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):
+            self.mask = flatten_entry(data, keys.mask, np.bool_, "mask_key")
+        ids: np.ndarray | None = None  # int64 [rows]
+        if keys.trajectory is not None and data.get(keys.trajectory, None) is not None:
+            ids = flatten_entry(data, keys.trajectory, np.int64, "trajectory_key")
+        self.ends = self._find_ends(ids)
+        self._order = _order_by_id(ids) if data.batch_dims == 1 and ids is not None else None
+        states = get_entry(data, keys.next_achieved, "achieved_goal_key")
+        self._device = states.device
+        state = states[(0,) * data.batch_dims]
+        self._zero_goal: Tensor | None = None  # [*goal], a placeholder
+        if self.lacking.goals:
+            self._zero_goal = torch.zeros_like(map_goals(state.unsqueeze(0), goal_fn).detach()[0])
+        # A piece of rows in another order is a copy, of which two are alive.
+        row_bytes = 4 * state.nbytes if self._order is None else 2 * data[0].bytes()
+        self._piece_rows = min(PIECE_ROWS, max(1, PIECE_BYTES // max(1, row_bytes)))
+
+    @property
+    def count(self) -> int:
+        """The number of transitions, without padding."""
+        return self.data.batch_size.numel() if self.mask is None else int(self.mask.sum())
+
+    def _find_ends(self, ids: np.ndarray | None) -> np.ndarray:
+        """Return which rows are the last of an episode, ``bool [rows]``."""
+        batch = self.data.batch_size
+        ends = flatten_entry(self.data, self.keys.done, np.bool_, "done_key").copy()
+        rows = np.arange(len(ends)) if self.mask is None else self.mask.nonzero()[0]
+        if not len(rows):
+            raise ValueError("All rows of the data set are padding.")
+        ends[_last_of_each(rows // batch[-1], rows) if len(batch) > 1 else rows[-1:]] = True
+        if ids is not None:
+            ends[_last_of_each(ids if self.mask is None else ids[self.mask], rows)] = True
+        return ends
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the data set piece by piece. An episode that fits into a piece is whole."""
+        order, batch = self._order, self.data.batch_size
+        if order is None:
+            for data, first in self._cut(self.data, 0, self.ends):
+                rows = range(first, first + data.batch_size.numel())
+                yield self._piece(data, slice(rows.start, rows.stop), RowNames(rows, batch))
+        else:
+            for part, _ in self._cut(order, 0, self.ends[order]):
+                index = part.astype(np.int64)
+                data = self.data[torch.from_numpy(index).to(self._device)]
+                yield self._piece(data, index, RowNames(index, batch))
+
+    def _piece(self, data: TensorDictBase, rows: slice | np.ndarray, names: RowNames) -> Piece:
+        ends = self.ends[rows] if self.mask is None else self.ends[rows][self.mask[rows]]
+        return Piece(self._fill(data), rows, ends, names)
+
+    def _cut(self, rows: Rows, first: int, ends: np.ndarray) -> Iterator[tuple[Rows, int]]:
+        """Cut rows ``[*batch]`` into pieces, and yield the number of the first row with each.
+
+        ``first`` is the number of the first of these rows, and ``ends``, ``bool [rows]``, says where episodes end.
+        """
+        size, inner = self._piece_rows, math.prod(rows.shape[1:])
+        if len(rows) * inner <= size:
+            yield rows, first
+        elif rows.ndim > 1:
+            several = max(1, size // inner)
+            for begin in range(0, len(rows), several):
+                part = rows[begin] if inner > size else rows[begin : begin + several]
+                yield from self._cut(part, first + begin * inner, ends)
+        else:
+            begin = 0
+            while begin < len(rows):
+                last = ends[first + begin : first + begin + size][: len(rows) - begin].nonzero()[0][-1:]
+                length = min(size, len(rows) - begin) if not len(last) else int(last[0]) + 1
+                yield rows[begin : begin + length], first + begin
+                begin += length
+
+    def _fill(self, data: TensorDictBase) -> TensorDictBase:
+        """Return a piece with placeholders for lacking entries, which take no memory for each row."""
+        if not any(self.lacking):
+            return data
+        data, batch = data.copy(), data.batch_size
+        if self._zero_goal is not None:
+            for key in (self.keys.desired, self.keys.next_desired):
+                data.set(key, self._zero_goal.expand(*batch, *self._zero_goal.shape))
+            if data.get(self.keys.terminated, None) is None:
+                data.set(self.keys.terminated, torch.zeros((), dtype=torch.bool, device=self._device).expand(*batch, 1))
+        # NaN is no reward of a reached goal.
+        return data.set(self.keys.reward, torch.full((), torch.nan, device=self._device).expand(*batch, 1))
+
+    def rows_to_search(self) -> TensorDictBase:
+        """Return a copy of some rows, evenly spaced, ``[n]``."""
+        count = self.data.batch_size.numel()
+        index = np.unravel_index(np.linspace(0, count - 1, min(count, SEARCHED)).astype(int), self.data.batch_size)
+        return self.data[tuple(torch.from_numpy(each).to(self._device) for each in index)]
+
+    def with_stamps(self, stamps: np.ndarray) -> TensorDictBase:
+        """Return a shallow copy of the data set with the stamps of its rows, ``int64 [rows, 2]``."""
+        column = torch.from_numpy(stamps).view(*self.data.batch_size, 2)
+        # Buffers of an ensemble must agree on the device, which most storages set.
+        return self.data.copy().auto_device_().set(STAMP, column.to(self._device))
+
+
+def _last_of_each(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the last row with each of the values, given the values of rows, ``int64 [n]`` each."""
+    run_ends = np.append((values[1:] != values[:-1]).nonzero()[0], len(values) - 1)
+    _, last = np.unique(values[run_ends][::-1], return_index=True)
+    return rows[run_ends[::-1][last]]
+
+
+def _order_by_id(ids: np.ndarray) -> np.ndarray | None:
+    """Return the order of rows by trajectory id, ``[rows]``, or None if it is theirs already.
+
+    If trajectories alternate and were read as they come, all of them would wait for their ends in memory.
+    """
+    of_runs = ids[np.append(True, ids[1:] != ids[:-1])]
+    if len(np.unique(of_runs)) == len(of_runs):
+        return None
+    return np.argsort(ids, kind="stable").astype(np.int32 if len(ids) < 2**31 else np.int64)
