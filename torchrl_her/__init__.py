@@ -18,6 +18,8 @@ from torchrl_her.goals.strategies import (
     Subgoal,
     uniform,
 )
+from torchrl_her.offline.minari import load_minari
+from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
 from torchrl_her.rewards.reached_reward import ReachedReward
@@ -49,5 +51,7 @@ __all__ = [
     "StrategyInput",
     "Subgoal",
     "check_goal_env",
+    "load_minari",
+    "load_ogbench",
     "uniform",
 ]
