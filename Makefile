@@ -16,6 +16,7 @@ test-slow: .venv/.dev
 bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/writing.py
+	$(BIN)/python benchmarks/adopt.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/checks.py
 	$(BIN)/python benchmarks/strategies.py
