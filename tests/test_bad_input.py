@@ -272,7 +272,7 @@ BAD_ARGUMENTS = [  # the argument, its values, the error and its message; {} is 
     ("her_ratio", [-0.1, 1.0001, 4, math.nan, math.inf, -math.inf, "0.8", None], ValueError,
         r"her_ratio .*in \[0, 1\], got {}\..*k / \(k \+ 1\)"),
     ("strategy", ["futur", "", "Futures", "future "], ValueError,
-        "Unknown strategy {}: use one of 'future', 'final', 'episode', 'random', or a GoalStrategy"),
+        "Unknown strategy {}: use one of 'current', 'future', .*, or a GoalStrategy"),
     ("strategy", [Future, None, 3], TypeError, r"a GoalStrategy, got {}.*strategy=Future\(\)"),
     *[(name, values, ValueError, name + " must be a whole number of at least 1, got {}")
         for name, values in (("capacity", [*NO_WHOLE_NUMBER, None]), ("max_episode_steps", NO_WHOLE_NUMBER),

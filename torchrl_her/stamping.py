@@ -1,0 +1,191 @@
+"""What HERTransform does when transitions are written: it stamps them, and keeps their goals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data import TensorSpec
+
+from torchrl_her._torchrl import count_around
+from torchrl_her.compact import check_saved_without_compact_goals
+from torchrl_her.episodes.lanes import EpisodeSteps
+from torchrl_her.episodes.stamps import STAMP, add_padding
+from torchrl_her.episodes.tracker import EpisodeTracker
+from torchrl_her.episodes.transitions import WrittenTransitions, read_root_goals
+from torchrl_her.goals.table import GoalTable, RowsBefore
+from torchrl_her.n_step import NStepReward, check_n_step_keys
+from torchrl_her.neighbours import Neighbours
+from torchrl_her.offline.adopting import AdoptingTransform
+
+
+class StampingTransform(AdoptingTransform):
+    """The part of `HERTransform` that writes: its episodes, its goal table, and what is saved of them."""
+
+    requires_shared_write_state = True  # TorchRL then calls share_memory_ for buffers that processes share
+
+    _added_keys: list[NestedKey]  # entries that samples get besides the goals and rewards
+
+    def _make_table(self, capacity: int, goal_spec: TensorSpec | None, max_episode_steps: int | None) -> None:
+        """Make the tracker of episodes, and the goal table if the spec of a goal is known."""
+        self.capacity = capacity
+        strategies = self.strategies.values()
+        self._rows_before = RowsBefore(
+            desired=any(each.uses_desired_goals for each in strategies),
+            initial=any(each.uses_initial_goal for each in strategies),
+        )
+        longest = max(1, capacity - self._rows_before.rows)
+        self.tracker = EpisodeTracker(min(longest, max_episode_steps or longest), patience=capacity - 1)
+        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._rows_before)
+        self.longest_window = 1  # the most steps that a stored transition spans
+        self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
+        self._count_around = 0  # the number of transforms at the last check
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Stamp transitions with their episode and step, and keep their achieved goals."""
+        self._check_no_data_set("a write would overwrite it (its files, if it is memory-mapped)")
+        neighbours = self._check_neighbours()
+        if isinstance(tensordict, list):
+            tensordict = torch.stack(tensordict)
+        batch, written = tensordict.batch_size, None
+        if batch.numel():
+            earlier_goal = None if self.table is None else self.table.goals[0]
+            written = self._read(tensordict, earlier_goal, neighbours.after if self.her_ratio else None)
+            if (compact := neighbours.compact_goals) is not None:
+                compact.check_write(tensordict)
+        n_step = None if neighbours.multi_step is None else self._n_step
+        if n_step is not None:
+            n_step.keep_flags(tensordict)
+        if written is None:
+            return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
+        stamps = torch.from_numpy(self._track(tensordict, written, n_step)).to(written.goals.device)
+        return tensordict.set(STAMP, stamps.view(*batch, 2))
+
+    def _track(self, tensordict: TensorDictBase, written: WrittenTransitions, n_step: NStepReward | None) -> np.ndarray:
+        """Assign transitions ``[*batch]`` to episodes and publish goals; return their stamps, ``int64 [n, 2]``."""
+        with self._writing():
+            if n_step is not None:
+                n_step.check_write(written, tensordict.batch_size)
+                self.longest_window = max(self.longest_window, n_step.multi_step.n_steps)
+            goals, table = written.goals, self.table
+            if table is None:
+                table = self.table = GoalTable.like(goals, self.capacity, self._rows_before)
+            before = None
+            if self._rows_before.rows:
+                before = read_root_goals(tensordict, written, self.keys, self.goal_fn, **self._rows_before._asdict())
+            tracked = self.tracker.track(written, goals, table.next_episode, before)
+            table.open_episodes(tracked.opened)
+            table.publish(tracked.episodes)
+            self._diagnosis.check_tracked(tensordict, written, tracked, table)
+        return add_padding(tracked.stamps, written.mask, step=self.capacity)
+
+    def _check_neighbours(self) -> Neighbours:
+        """Check the other transforms of the buffer if they changed, and return them."""
+        neighbours = Neighbours.of(self)
+        self._check_around_adopted(neighbours)
+        if neighbours != self._neighbours:
+            replaced = {*self._goal_keys, *self._one_step.replaced_keys, *self._added_keys}
+            neighbours.check_hindsight(replaced, self.keys)
+            multi_step = neighbours.multi_step
+            if multi_step is not None:
+                check_n_step_keys(multi_step, self.keys)
+                if self._n_step is None:
+                    self._n_step = NStepReward(self._one_step, self.goal_fn is not None, multi_step)
+                self._n_step.multi_step = multi_step  # a copied buffer has a copy of it
+            self._neighbours = neighbours
+        self._count_around = count_around(self)
+        return neighbours
+
+    def clear(self) -> None:
+        """Drop the running episodes and all goals. Call it together with ``rb.empty()``."""
+        self._check_no_data_set("its goals would be lost")
+        with self._writing():
+            self._end_episodes()
+            if self.table is not None:
+                self.table.clear()
+
+    def flush(self) -> None:
+        """End the running episodes: their goals are published, and the next write begins new episodes.
+
+        The last steps that a ``MultiStepTransform`` holds, whose windows are not complete, are dropped.
+        """
+        with self._writing():
+            ended = self._end_episodes()
+            if self.table is not None:
+                self.table.publish(ended)
+
+    def _end_episodes(self) -> list[EpisodeSteps]:
+        """End the running episodes, and return their steps."""
+        self._diagnosis.continuity.loaded_lanes = 0
+        if self._n_step is not None:
+            self._n_step.flush()
+        return self.tracker.flush()
+
+    # Processes, saving
+
+    def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
+        """Return the table, moved to the device of the sampled goals, which can differ from that of written data."""
+        table = self.table
+        if table is None or table.goals.device != desired.device:
+            with self._lock:
+                if self.table is None:  # the storage was loaded without the state of this transform
+                    goals = desired.flatten(0, dimensions - 1) if dimensions else desired[None]
+                    self.table = GoalTable.like(goals, self.capacity, self._rows_before)
+                table = self.table
+                table.to(desired.device)
+        return table
+
+    def share_memory_(self) -> StampingTransform:
+        """Move the goal table into shared memory. TorchRL calls it for buffers that processes share."""
+        if self.table is None:
+            raise RuntimeError(
+                "A buffer that processes share needs the goal table before the first write: pass "
+                'goal_spec=env.observation_spec["achieved_goal"] (of one environment) to HERTransform.'
+            )
+        if not self.table.is_shared:
+            self.table.share_memory_()
+            self._lock.share_memory_()
+        return self
+
+    def _reset_after_fork(self) -> None:
+        if self._lock.is_shared:
+            self.tracker = self.tracker.without_lanes()
+            if self._n_step is not None:
+                self._n_step.forget_rows()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the goal table and the running episodes, for ``state_dict``."""
+        with self._writing():
+            return {
+                "table": None if self.table is None else self.table.state_dict(),
+                "lanes": self.tracker.state_dict(),
+                "longest_window": self.longest_window,
+                **self._adopted_state(),
+            }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `get_extra_state`, of a transform with the same goals and capacity."""
+        check_saved_without_compact_goals(state)
+        with self._writing():
+            self._load_adopted_state(state)
+            saved = state["table"]
+            if saved is not None:
+                table = self.table or GoalTable.like(saved["goals"], self.capacity, self._rows_before)
+                table.load_state_dict(saved)
+                self.table = table
+            elif self.table is not None:
+                self.table.clear()
+            self.tracker.load_state_dict(state["lanes"])
+            self._diagnosis.continuity.loaded_lanes = len(state["lanes"]["lanes"])
+            self.longest_window = state["longest_window"]
+            if self._n_step is not None:
+                self._n_step.may_restart = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._state_of_copy()
+        if self._lock.is_shared:  # lanes belong to the process that writes them
+            state |= {"tracker": self.tracker.without_lanes(), "_n_step": None}
+        return state
