@@ -170,7 +170,7 @@ class StampingTransform(AdoptingTransform):
         """Load the result of `get_extra_state`, of a transform with the same goals and capacity."""
         check_saved_without_compact_goals(state)
         with self._writing():
-            self._load_adopted_state(state)
+            adopted = self._check_adopted_state(state)
             saved = state["table"]
             if saved is not None:
                 table = self.table or GoalTable.like(saved["goals"], self.capacity, self._rows_before)
@@ -179,6 +179,7 @@ class StampingTransform(AdoptingTransform):
             elif self.table is not None:
                 self.table.clear()
             self.tracker.load_state_dict(state["lanes"])
+            self.adopted, self._has_checked_stamps = adopted, False
             self._diagnosis.continuity.loaded_lanes = len(state["lanes"]["lanes"])
             self.longest_window = state["longest_window"]
             if self._n_step is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -48,9 +49,9 @@ class HERTransform(StampingTransform):
             are not relabelled get their stored desired goal.
         info (bool): whether samples have an entry ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``: 0 if the
             goal is the transition's own outcome (of an n-step window, its first), the number of further steps if it
-            lies ahead in the transition's episode, and otherwise -1. With a `Mixture` as strategy there is also
-            ``("hindsight", "member")``, ``int64 [*batch, 1]``: the member that selected the goal, or -1. Default:
-            False.
+            lies ahead in the transition's episode, and -1 for other goals and transitions that are not relabelled.
+            With a `Mixture` as strategy there is also ``("hindsight", "member")``, ``int64 [*batch, 1]``: the member
+            that selected the goal, or -1. Default: False.
         her_ratio (float): the probability that a transition is relabelled; k / (k + 1) for the paper's k. Default: 0.8.
         achieved_goal_key (NestedKey): read at the root and under ``"next"``. Default: ``"achieved_goal"``.
         desired_goal_key (NestedKey): written at the root and under ``"next"``. Default: ``"desired_goal"``.
@@ -148,6 +149,11 @@ class HERTransform(StampingTransform):
             batch.data, relabelled, batch.draw if self.her_ratio else None, batch.table, rewards is self._one_step
         )
         return batch.data.set(RELABELLED, relabelled)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile sampling with ``torch.compile``, after a check of the other transforms of the buffer."""
+        self._check_neighbours()
+        super().compile(*args, **kwargs)
 
     def report(self) -> Report:
         """Return what hindsight did so far, counted in this process. ``print`` it."""

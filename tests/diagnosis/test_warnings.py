@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 from torchrl.envs import RewardScaling
 
 from support.walks import THRESHOLD, walks
@@ -345,6 +345,17 @@ def test_a_goal_table_that_is_too_small_warns_within_the_first_thousand_draws(wr
     in_writes(rb, walks(), 500 // writes)
     with one_warning("capacity=100"):
         for _ in range(-(-1250 // batch_size) + 1):
+            rb.sample()
+
+
+@pytest.mark.parametrize(("sampler", "warns"), [(RandomSampler(), True), (SliceSampler(slice_len=8), False)])
+def test_sequences_of_several_episodes_warn(sampler, warns):
+    transform = HERTransform(SparseReward(THRESHOLD), sequence_length=8, capacity=5000)
+    storage = LazyTensorStorage(5000)
+    rb = ReplayBuffer(storage=storage, transform=transform, sampler=sampler, batch_size=256)
+    in_writes(rb, walks(), 500)
+    with one_warning("sequence_length", "SliceSampler") if warns else no_warning():
+        for _ in range(10):
             rb.sample()
 
 

@@ -22,6 +22,7 @@ from torchrl_her import (
     Final,
     Future,
     Geometric,
+    GoalReward,
     HERTransform,
     HindsightAugmentation,
     Mixture,
@@ -124,6 +125,35 @@ def test_a_member_without_probability_is_never_chosen():
     members = {Final(): 0.0, Current(): 0.4, Random(): 0.0, Episode(): 0.6, PastDesired(): 0.0}
     batch, _ = sample_of(strategy=Mixture(members), info=True, count=20_000)
     assert set(batch[MEMBER].flatten().tolist()) == {-1, 1, 3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"info": True}, {"extra_goals": {"subgoal": Subgoal(5)}}, {"reward": ReachedReward()}],
+    ids=["alone", "with info", "with a subgoal", "with ReachedReward"],
+)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_past_desired_draws_desired_goals_though_the_table_has_wrapped(options, mixed):
+    """An outcome of the transition's own episode can be where the desired goal of another one was."""
+    torch.manual_seed(0)
+    strategy = Mixture({Final(): 0.5, PastDesired(): 0.5}) if mixed else PastDesired()
+    options = {"reward": GoalReward(reward_of)} | options
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(300),
+        transform=HERTransform(options.pop("reward"), strategy=strategy, her_ratio=1.0, capacity=300, **options),
+        batch_size=1000,
+    )
+    desired = 0
+    for number, length in enumerate([50, 7, 120, 31] * 25):
+        rb.extend(transitions(number, 0, length, length))
+        batch = rb.sample()
+        batch = batch[batch[RELABELLED][:, 0]]
+        (of_goal, state), own = batch["desired_goal"].T, batch["achieved_goal"][:, 0]
+        is_desired = state == -1
+        assert (of_goal != own)[is_desired].all()
+        assert is_desired.all() if not mixed else (of_goal == own)[~is_desired].all()
+        desired += int(is_desired.sum())
+    assert desired > 10_000
 
 
 def test_past_desired_keeps_the_goal_while_there_is_no_other_episode():

@@ -93,7 +93,14 @@ BAD = {
     "no batch": (lambda td: td[0], ValueError, r"batch size \[\]"),
     "all padding": (
         lambda td: td.set(("collector", "mask"), torch.zeros(len(td), dtype=torch.bool)), ValueError, "padding"),
-    "never loaded": (lambda td: td.zero_(), ValueError, "zeros, as if it was not loaded.*load_minari"),
+    "never loaded": (lambda td: td.zero_(), ValueError, "are zeros, .*load_minari"),
+    "time first": (lambda td: td.reshape(4, 25).transpose(0, 1).contiguous(), ValueError, "time must be the last one"),
+    "a last dimension of one": (lambda td: td.unsqueeze(-1), ValueError, "time must be the last one"),
+    "another desired goal key": (
+        lambda td: td.rename_key_("desired_goal", "goal").rename_key_(NEXT_DESIRED, ("next", "nested", "desired_goal")),
+        KeyError, "no entry 'desired_goal'.*desired_goal_key"),
+    "another reward key": (
+        lambda td: td.rename_key_(REWARD, ("next", "agent", "reward")), KeyError, "reward_key"),
     "a dict": (lambda td: td.to_dict(), TypeError, "takes none"),
     "wide flags": (changed(lambda flag: flag.expand(-1, 3), ("next", "done")), ValueError, "one value each"),
 }  # fmt: skip
@@ -280,7 +287,7 @@ def test_a_state_without_a_data_set_is_not_loaded_over_one():
 
 @pytest.mark.parametrize("dropped", [("desired_goal", NEXT_DESIRED, REWARD), ("desired_goal", NEXT_DESIRED)])
 def test_data_without_goals_needs_a_her_ratio_of_one(dropped):
-    with pytest.raises(ValueError, match=r"no desired goals, and with her_ratio=0\.8.*pass her_ratio=1"):
+    with pytest.raises(ValueError, match=r"no desired goals under .*, and with her_ratio=0\.8.*pass her_ratio=1"):
         make(her_ratio=0.8).adopt(data().exclude(*dropped))
     transform = make(her_ratio=1.0)
     rb = adopting_buffer(data().exclude(*dropped), transform)
@@ -331,3 +338,37 @@ def test_a_reward_of_another_kind_than_the_data_set_is_found_without_goals():
 
     with pytest.raises(ValueError, match="reward module wrote"):
         HERTransform(Broken(0.1), her_ratio=1.0, capacity=COUNT).adopt(without_goals(data()))
+
+
+def test_a_refused_state_leaves_the_transform_as_it_was():
+    source = make()
+    source.adopt(data())
+    target = make_hindsight(capacity=COUNT + 1)
+    target.adopt(data()[:50])
+    adopted = target.adopted
+    with pytest.raises(ValueError, match="saved goal table holds"):
+        target.load_state_dict(source.state_dict())
+    assert target.adopted is adopted
+    writer = make_hindsight(capacity=COUNT + 1)
+    writer_rb = TensorDictReplayBuffer(storage=LazyTensorStorage(COUNT), transform=writer)
+    writer_rb.extend(data()[:50])
+    with pytest.raises(ValueError, match="saved goal table holds"):
+        writer.load_state_dict(source.state_dict())
+    writer_rb.extend(data()[50:])
+    assert writer.adopted is None
+
+
+def test_compiling_checks_the_other_transforms_of_adopted_data_first():
+    transform = make()
+    storage = TensorStorage(transform.adopt(data()))
+    rb = TensorDictReplayBuffer(storage=storage, transform=Compose(MultiStepTransform(2, 0.9), transform))
+    with pytest.raises(ValueError, match="MultiStepTransform"):
+        rb.transform[1].compile(backend="eager")
+
+
+def test_a_later_sample_of_other_data_without_goals_is_refused_too():
+    transform, other = (make_hindsight(her_ratio=1.0, capacity=COUNT) for _ in range(2))
+    adopted = transform.adopt(without_goals(data()))
+    transform(adopted[:10])
+    with pytest.raises(ValueError, match="has not adopted"):
+        transform(other.adopt(without_goals(data()))[:10])

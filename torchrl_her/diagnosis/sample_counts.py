@@ -20,6 +20,7 @@ SHARE_EVICTED = 0.2
 SAMPLES_WITHOUT_WRITE = 50  # after which the end of the running episodes is overdue
 LOOKS = 10  # one in so many samples looks whether something was written
 SHARE_WAITING = 0.5
+SHARE_MIXED = 0.5
 
 
 class Sample(NamedTuple):
@@ -43,6 +44,7 @@ class Counts(NamedTuple):
     relabelled: float = 0.0
     relabelled_reward: float = 0.0
     relabelled_reached: float = 0.0
+    in_sequences: float = 0.0  # transitions of sequences that were relabelled at their end
 
 
 class SampleCounts:
@@ -56,7 +58,7 @@ class SampleCounts:
         self._totals: Tensor | None = None  # float64 [counts]
         self._copy: AsyncCopy | None = None  # of the totals
         self._judged = Counts()  # the totals when evicted goals were judged last
-        self._has_warned_of_evicted = self._has_warned_of_waiting = False
+        self._has_warned_of_evicted = self._has_warned_of_waiting = self._has_warned_of_sequences = False
         self._writes = self._since_write = 0  # the number of writes, and of samples since the last one
         self._waiting: AsyncCopy | None = None  # the share of transitions whose episodes are running
 
@@ -77,6 +79,7 @@ class SampleCounts:
         if (values := copy.read()) is not None:
             self._copy = None
             self._warn_if_evicted(Counts(*values), table.capacity)
+            self._warn_if_sequences_are_mixed(Counts(*values))
 
     def totals(self) -> Counts:
         """Return the counts so far."""
@@ -98,6 +101,18 @@ class SampleCounts:
             f"goal table: HERTransform(capacity={capacity}) is too small for what the storage holds. Pass the max_size "
             f"of the storage, three times that if episodes have 64 steps or more, and at least {least}."
         )
+
+    def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:
+        if self._has_warned_of_sequences or counts.in_sequences < ENOUGH:
+            return
+        share = 1 - counts.relabelled / counts.in_sequences
+        if share >= SHARE_MIXED:
+            self._has_warned_of_sequences = True
+            warn_user(
+                f"{share:.0%} of the transitions of sequences (sequence_length) belong to another episode than the "
+                "last one of their sequence, so they are not relabelled: sample sequences of one episode, with a "
+                "SliceSampler whose slice_len is sequence_length."
+            )
 
     def check_waiting(self, draw: Draw, table: GoalTable) -> None:
         """Warn if half of a sample waits for the end of episodes, long after the last write."""
@@ -137,11 +152,13 @@ def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None)
     of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 3]
     draw = sample.draw
     if draw is None or table is None:
-        return torch.cat([of_groups.new_zeros(4), of_groups.flatten()])
+        return torch.cat([of_groups.new_zeros(4), of_groups.flatten(), of_groups.new_zeros(1)])
     first, last = table.episode_ids
     missing = draw.to_relabel & ~draw.relabelled
     elsewhere = missing & ((draw.episode < first) | (draw.episode > last))
     running = missing & _is_waiting(draw, table)
     evicted = missing & ~elsewhere & ~running & table.has_wrapped
     of_draw = torch.stack([draw.to_relabel, running, evicted, elsewhere]).sum(1)
-    return torch.cat([of_draw, of_groups.flatten()])
+    length = len(relabelled) // max(1, len(draw.step))  # of sequences
+    in_sequences = draw.relabelled.sum() * (length if length > 1 else 0)
+    return torch.cat([of_draw, of_groups.flatten(), in_sequences.reshape(1)])

@@ -29,7 +29,7 @@ def read_stamps(tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         raise KeyError(
             f"The sampled transitions carry no stamp under {STAMP!r}: they were written before HERTransform was part "
             "of the buffer, or a transform listed before it takes the stamp away. Make the buffer with "
-            "transform=HERTransform(...), then extend it."
+            "transform=HERTransform(...), then extend it, or make its storage of what adopt() returned."
         )
     episode, step = (stamp if stamp.ndim == 2 else stamp.reshape(-1, 2)).unbind(1)
     return episode, step

@@ -115,7 +115,7 @@ def _select(
             step = step_of(selection, choice)
             goal_steps = goal_steps | {name: step}
             choice = choice._replace(goal_steps=goal_steps)
-            if selection.is_own is not True:  # a goal that is taken for an outcome of the own episode must be one
+            if selection.is_own is not True:  # a row that counts as an own outcome must still be one when it is read
                 selection = selection._replace(is_own=(step >= 0) | selection.is_own)
         selections.append(selection)
     return selections, goal_steps
@@ -128,6 +128,11 @@ def _step_in_table(selection: Selection, choice: StrategyInput) -> Tensor:
     inside = step < choice.length
     if selection.is_own is not True:
         inside &= choice.owners.take(rows % count) == choice.episode
+    # The row of a desired goal that has left the table can hold an outcome of this episode.
+    if isinstance(selection.is_desired, Tensor):
+        inside &= ~selection.is_desired
+    elif selection.is_desired:
+        inside = torch.zeros_like(inside)
     return torch.where(inside, step, -1)
 
 

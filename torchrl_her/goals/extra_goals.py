@@ -27,7 +27,8 @@ def make_strategies(
         if unknown:
             raise ValueError(
                 f"{strategies[name]!r} of the extra goal {name!r} refers to {unknown[0]!r}, for which no goal was "
-                f"drawn before: use one of {[*strategies][:-1]}, and list that extra goal first."
+                f"drawn before: use one of {[*strategies][:-1]}, and list that extra goal first. "
+                f"{DESIRED!r} is the desired goal, whatever its key is."
             )
     others = [each for each in strategies[DESIRED].refers_to if each != DESIRED]
     if others:
@@ -58,8 +59,9 @@ def _check_name(name: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) ->
     others = [_path(key) for key in used if key is not None]
     if path[0] == "next" or path[0].startswith("hindsight") or any(_overlap(path, other) for other in others):
         raise ValueError(
-            f"extra_goals has the entry {name!r}, which transitions or another extra goal use for something else: "
-            "choose another name, such as 'actor_goal'. It is written at the root and under 'next'."
+            f"extra_goals has the entry {name!r}, which transitions or another extra goal use for something else, or "
+            "which begins with 'next' or 'hindsight': choose another name, such as 'actor_goal'. It is written at the "
+            "root and under 'next'."
         )
     return name
 

@@ -114,12 +114,12 @@ class Current(GoalStrategy):
 class Future(GoalStrategy):
     """A step from the transition's own on: j uniform on {t, ..., T-1}.
 
-    Args:
+    Keyword Args:
         own (bool): whether the transition's own outcome can be drawn. If False, j is uniform on {t+1, ..., T-1}, and
             the last transition of an episode keeps its own outcome. Default: True.
     """
 
-    def __init__(self, own: bool = True):
+    def __init__(self, *, own: bool = True):
         self.own = own
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
@@ -176,7 +176,7 @@ class Random(GoalStrategy):
         if not choice.has_gaps:
             return uniform(torch.zeros_like(choice.step), choice.size)
         rows = _random_rows(choice)
-        return _first(choice.owners.take(rows) > 0, rows)
+        return _first_that_meets(choice.owners.take(rows) > 0, rows)
 
 
 class PastDesired(GoalStrategy):
@@ -192,7 +192,7 @@ class PastDesired(GoalStrategy):
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         rows = _random_rows(choice)
         owners = choice.owners.take(rows)  # [32, batch]
-        episode = _first((owners > 0) & (owners != choice.episode), owners)
+        episode = _first_that_meets((owners > 0) & (owners != choice.episode), owners)
         return choice.starts.take(episode.abs() % len(choice.starts)) - choice.desired_before
 
 
@@ -245,7 +245,10 @@ def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
         raise TypeError(f"strategy must be a name or a GoalStrategy, got {strategy!r}. Pass, say, strategy=Future().")
     if strategy.lower() not in STRATEGIES:
         known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(f"Unknown strategy {strategy!r}: use one of {known}, or a GoalStrategy.")
+        raise ValueError(
+            f"Unknown strategy {strategy!r}: use one of {known}, or a GoalStrategy. Those with arguments are objects: "
+            "Geometric(0.99), Subgoal(25), Mixture({...})."
+        )
     return STRATEGIES[strategy.lower()]()
 
 
@@ -276,6 +279,6 @@ def _random_rows(choice: StrategyInput) -> Tensor:
     return uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)
 
 
-def _first(condition: Tensor, values: Tensor) -> Tensor:
+def _first_that_meets(condition: Tensor, values: Tensor) -> Tensor:
     """Return the first of the values ``[32, batch]`` that meets a condition, or the first of all: ``[batch]``."""
     return values.gather(0, condition.to(torch.uint8).argmax(dim=0, keepdim=True)).squeeze(0)

@@ -33,8 +33,9 @@ class AdoptingTransform(RelabelTransform):
     tracker: EpisodeTracker
     table: GoalTable | None
     _rows_before: RowsBefore
+    _count_around: int
     adopted: Lacking | None = None
-    _knows_stamps = False  # whether a sample of data without desired goals was of the adopted data set
+    _has_checked_stamps = False  # whether a sample of data without desired goals was of the adopted data set
 
     @abstractmethod
     def _track(self, tensordict: TensorDictBase, written: WrittenTransitions, n_step: NStepReward | None) -> np.ndarray:
@@ -47,9 +48,9 @@ class AdoptingTransform(RelabelTransform):
         done flag, with the last transition of its trajectory id, with its row ``[..., T]``, or with the data. Episodes
         of several ids may alternate. The checks are those of a write.
 
-        Samples of data without desired goals have goals, rewards and, if the reward module writes it, ``terminated``
-        all the same: with ``her_ratio=1`` they are created. A transition that cannot be relabelled, such as padding,
-        gets its own outcome as its goal. Samples of data that lack only rewards have the rewards of the reward module.
+        If the data have no desired goals, ``her_ratio=1`` is needed: goals, rewards and, if the reward module writes
+        it, ``terminated`` are created when sampling. A transition that cannot be relabelled, such as padding, gets its
+        own outcome as its goal. If only rewards are missing, all samples get those of the reward module.
 
         Writing to the transform is an error from then on. New transitions belong into a second buffer: combine both
         with ``ReplayBufferEnsemble``.
@@ -65,7 +66,7 @@ class AdoptingTransform(RelabelTransform):
 
         Raises:
             ValueError: if ``capacity`` is smaller than the data, if something was adopted, written, loaded or shared
-                before, if data without desired goals are to keep some (``her_ratio < 1``), or if `HERTransform` would
+                before, if the data have no desired goals and ``her_ratio < 1``, or if `HERTransform` would
                 refuse to write the transitions. The transform is then as it was.
             KeyError, TypeError: if an entry is missing, or is no tensor.
 
@@ -94,6 +95,7 @@ class AdoptingTransform(RelabelTransform):
         if self.her_ratio and not data_set.lacking.goals:
             self._diagnosis.search_later(data_set.rows_to_search())
         self.adopted = data_set.lacking
+        self._neighbours, self._count_around = None, -1  # the next sample checks the other transforms
         return adopted
 
     @property
@@ -119,8 +121,8 @@ class AdoptingTransform(RelabelTransform):
             stamps[piece.rows] = self._track(piece.data, written._replace(done=piece.ends), None)
         if is_empty:
             raise ValueError(
-                "All achieved goals of the data set are zeros, as if it was not loaded. MinariExperienceReplay of "
-                "TorchRL 0.14.1 returns zeros: read the data set with load_minari(minari.load_dataset(...))."
+                "All achieved goals of the data set are zeros, so there is nothing to relabel with: look at the data. "
+                "MinariExperienceReplay of TorchRL 0.14.1 returns zeros: use load_minari(minari.load_dataset(...))."
             )
         assert self.table is not None
         ended = self.tracker.flush()
@@ -152,8 +154,8 @@ class AdoptingTransform(RelabelTransform):
         """Check that the entries that a data set lacks can be created."""
         if lacking.goals and self.her_ratio < 1:
             raise ValueError(
-                f"The data set has no desired goals, and with her_ratio={self.her_ratio} a share of the samples would "
-                "keep theirs: pass her_ratio=1, or name the desired goals with desired_goal_key=..."
+                f"The data set has no desired goals under {self.keys.desired!r}, and with her_ratio={self.her_ratio} a "
+                "share of the samples would keep theirs: name them with desired_goal_key=..., or pass her_ratio=1."
             )
         if lacking.goals and self._rows_before.desired:
             raise ValueError(
@@ -197,7 +199,8 @@ class AdoptingTransform(RelabelTransform):
         if not self._creates_goals:
             return (keys.reward,) if self.adopted.rewards else ()
         self._check_lacking(self.adopted)  # her_ratio may have changed
-        if not self._knows_stamps and not torch.compiler.is_compiling():
+        is_cheap = episode.device.type == "cpu" or not self._has_checked_stamps
+        if is_cheap and not torch.compiler.is_compiling():
             self._check_stamps(episode, step)
         batch = sample.batch_size
         states = get_entry(sample, keys.next_achieved, "achieved_goal_key")
@@ -215,13 +218,13 @@ class AdoptingTransform(RelabelTransform):
                 "The sample has transitions that this HERTransform has not adopted, and no desired goals: make the "
                 "storage of what adopt() returned, and save and load both together."
             )
-        self._knows_stamps = True
+        self._has_checked_stamps = True
 
     def _adopted_state(self) -> dict[str, Any]:
         return {"adopted": None if self.adopted is None else self.adopted._asdict()}
 
-    def _load_adopted_state(self, state: dict[str, Any]) -> None:
-        """Check and load the result of `_adopted_state`."""
+    def _check_adopted_state(self, state: dict[str, Any]) -> Lacking | None:
+        """Check the result of `_adopted_state`, and return what the saved data set lacked."""
         saved = state.get("adopted")
         lacking = None if saved is None else Lacking(**saved)
         if lacking is None and self.adopted is not None:
@@ -230,4 +233,4 @@ class AdoptingTransform(RelabelTransform):
             )
         if lacking is not None:
             self._check_lacking(lacking)
-        self.adopted, self._knows_stamps = lacking, False
+        return lacking

@@ -26,7 +26,7 @@ SEARCHED = 64  # rows that are searched for copies of the desired goal
 class Lacking(NamedTuple):
     """The entries that a data set lacks, which are created in its samples."""
 
-    goals: bool = False  # desired goals; rewards and ends are then created, too, also if the data set has them
+    goals: bool = False  # desired goals; rewards and ends are then recomputed, even if they are stored
     rewards: bool = False
 
 
@@ -61,6 +61,8 @@ class DataSet:
             goals=all(data.get(key, None) is None for key in (keys.desired, keys.next_desired)),
             rewards=data.get(keys.reward, None) is None,
         )
+        _check_names(data, keys, self.lacking)
+        _check_time_is_last(data, keys)
         self.mask: np.ndarray | None = None  # bool [rows], False for padding
         if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):
             self.mask = flatten_entry(data, keys.mask, np.bool_, "mask_key")
@@ -111,7 +113,7 @@ class DataSet:
 
     def _piece(self, data: TensorDictBase, rows: slice | np.ndarray, names: RowNames) -> Piece:
         ends = self.ends[rows] if self.mask is None else self.ends[rows][self.mask[rows]]
-        return Piece(self._fill(data), rows, ends, names)
+        return Piece(self._with_placeholders(data), rows, ends, names)
 
     def _cut(self, rows: Rows, first: int, ends: np.ndarray) -> Iterator[tuple[Rows, int]]:
         """Cut rows ``[*batch]`` into pieces, and yield the number of the first row with each.
@@ -134,7 +136,7 @@ class DataSet:
                 yield rows[begin : begin + length], first + begin
                 begin += length
 
-    def _fill(self, data: TensorDictBase) -> TensorDictBase:
+    def _with_placeholders(self, data: TensorDictBase) -> TensorDictBase:
         """Return a piece with placeholders for lacking entries, which take no memory for each row."""
         if not any(self.lacking):
             return data
@@ -158,6 +160,46 @@ class DataSet:
         column = torch.from_numpy(stamps).view(*self.data.batch_size, 2)
         # Buffers of an ensemble must agree on the device, which most storages set.
         return self.data.copy().auto_device_().set(STAMP, column.to(self._device))
+
+
+def _check_names(data: TensorDictBase, keys: HERKeys, lacking: Lacking) -> None:
+    """Check that an entry that seems to be lacking does not have another key."""
+    for is_lacking, key, name, argument in (
+        (lacking.goals, keys.desired, "desired_goal", "desired_goal_key"),
+        (lacking.rewards, keys.reward, "reward", "reward_key"),
+    ):
+        leaves = data.keys(include_nested=True, leaves_only=True)
+        found = [leaf for leaf in leaves if leaf == name or (isinstance(leaf, tuple) and leaf[-1] == name)]
+        if is_lacking and found:
+            raise KeyError(
+                f"There is no entry {key!r} in the data set, but there is {found[0]!r}: name it with {argument}=... "
+                "(without 'next'), or exclude it if it is something else."
+            )
+
+
+def _check_time_is_last(data: TensorDictBase, keys: HERKeys) -> None:
+    """Check that transitions ``[*batch]`` continue along the last dimension, and not along another one."""
+    if data.batch_dims < 2:
+        return
+    first = data[tuple(slice(64) for _ in data.batch_size)]
+    states, outcomes = (get_entry(first, key, "achieved_goal_key") for key in (keys.achieved, keys.next_achieved))
+
+    def share(dim: int) -> float:
+        length = states.shape[dim]
+        if length < 2:
+            return 0.0
+        same = states.narrow(dim, 1, length - 1) == outcomes.narrow(dim, 0, length - 1)
+        return float(
+            same.flatten(data.batch_dims).all(-1).float().mean() if same.ndim > data.batch_dims else same.float().mean()
+        )
+
+    shares = [share(dim) for dim in range(data.batch_dims)]
+    if max(shares) > shares[-1]:
+        dim = shares.index(max(shares))
+        raise ValueError(
+            f"The data set has the batch size {list(data.batch_size)}, and its transitions continue along dimension "
+            f"{dim}: time must be the last one. Pass data.transpose({dim}, {data.batch_dims - 1})."
+        )
 
 
 def _last_of_each(values: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -29,8 +29,11 @@ def load_minari(dataset: MinariDataset) -> TensorDict:
         "truncated")``, ``bool [N, 1]``.
 
     Raises:
+        TypeError: if it is given something else, such as a name.
         ValueError: if the data set has no transitions.
     """
+    if not hasattr(dataset, "iterate_episodes"):
+        raise TypeError(f"load_minari takes a data set, minari.load_dataset(name), and got {dataset!r}.")
     episodes = [_transitions_of(episode) for episode in dataset.iterate_episodes() if len(episode)]
     if not episodes:
         raise ValueError("The Minari data set has no transitions.")

@@ -30,8 +30,11 @@ def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
 
     Raises:
         KeyError: if an array is missing.
-        ValueError: if arrays differ in length, the last state is not terminal, or there is no transition.
+        ValueError: if the file is no ``.npz`` file, arrays differ in length, the last state is not terminal, or there
+            is no transition.
     """
+    if not str(path).endswith(".npz"):
+        raise ValueError(f"OGBench's files are .npz files, got {str(path)!r}.")
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     if missing := [name for name in REQUIRED if name not in arrays]:
@@ -45,7 +48,6 @@ def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
     entries = {
         "observation": torch.from_numpy(observations[begins]),
         "action": torch.from_numpy(actions[begins]),
-        **{name: torch.from_numpy(each[begins]) for name, each in arrays.items() if each.shape[:1] == terminal.shape},
         "next": {
             "observation": torch.from_numpy(observations[1:][begins[:-1]]),
             "done": last,
@@ -53,6 +55,8 @@ def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
             "truncated": last.clone(),
         },
     }
+    others = {name: each for name, each in arrays.items() if each.shape[:1] == terminal.shape and name not in entries}
+    entries |= {name: torch.from_numpy(each[begins]) for name, each in others.items()}
     return TensorDict(entries, batch_size=len(last))
 
 
