@@ -92,7 +92,8 @@ def record(env: gymnasium.Env, steps: int, rng: np.random.Generator, bar: tqdm) 
     before, after = np.empty((steps, 4), np.float32), np.empty((steps, 4), np.float32)
     actions = np.empty((steps, 2), np.float32)
     truncated, random_play = np.zeros((steps, 1), bool), np.zeros((steps, 1), bool)
-    maze = env.unwrapped.maze  # type: ignore[attr-defined]
+    unwrapped: Any = env.unwrapped
+    maze = unwrapped.maze
     for start in range(0, steps, EPISODE_STEPS):
         rows = slice(start, min(start + EPISODE_STEPS, steps))
         random_play[rows] = rng.random() < RANDOM_PLAY

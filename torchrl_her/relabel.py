@@ -24,7 +24,8 @@ from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransi
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
 from torchrl_her.goals.strategies import DESIRED, GoalStrategy
-from torchrl_her.goals.table import GoalTable, WriteLock
+from torchrl_her.goals.table import GoalTable
+from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward

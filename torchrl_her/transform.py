@@ -194,12 +194,15 @@ class HERTransform(StampingTransform):
         Only transitions whose rewards are available get one, and of a sequence all that were drawn, or none.
         """
         with_steps, length = self.info or self._reads_steps, self.sequence_length
-        arguments = self.strategies, batch.table, self.her_ratio, batch.episode, batch.step, with_steps
+
+        def draw_goals(episode: Tensor, step: Tensor) -> Draw:
+            return draw_from_table(self.strategies, batch.table, self.her_ratio, episode, step, with_steps)
+
         if length is None:
-            draw = batch.draw = draw_from_table(*arguments)
+            draw = batch.draw = draw_goals(batch.episode, batch.step)
             relabelled = draw.relabelled & available
         else:
-            batch.draw, draw = draw_for_sequences(length, *arguments)
+            batch.draw, draw = draw_for_sequences(draw_goals, length, batch.episode, batch.step)
             whole = (~draw.relabelled | available).view(-1, length).all(1).repeat_interleave(length)
             relabelled = draw.relabelled & whole
         return draw, relabelled.view(*batch.data.batch_size, 1)

@@ -377,7 +377,7 @@ def shared_rb():
 
 
 def test_a_process_killed_while_it_writes_to_the_table_is_an_error_for_the_next_writer(shared_rb, monkeypatch):
-    monkeypatch.setattr("torchrl_her.goals.table.LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr("torchrl_her.goals.write_lock.LOCK_TIMEOUT", 0.1)
     shared_rb.extend(episode(3))
     kill_while_holding(shared_rb.transform[0]._lock._lock)
     write_again = in_thread(shared_rb.extend, episode(3))

@@ -372,3 +372,16 @@ def test_a_later_sample_of_other_data_without_goals_is_refused_too():
     transform(adopted[:10])
     with pytest.raises(ValueError, match="has not adopted"):
         transform(other.adopt(without_goals(data()))[:10])
+
+
+@pytest.mark.parametrize("still", [True, False], ids=["goals that stand still", "equal goals at each time"])
+def test_time_in_the_last_dimension_is_not_refused_though_goals_repeat(still):
+    """Episodes of one step, [4, 25]: they end everywhere, and continue along no dimension or along both."""
+    td = data()
+    td["next", "truncated"].fill_(True)
+    td["next", "done"].fill_(True)
+    for key in ("achieved_goal", NEXT_ACHIEVED):
+        td[key] = (
+            torch.ones_like(td[key]) if still else (torch.arange(COUNT) % 25 % 2 + 1).float()[:, None].expand(-1, 2)
+        )
+    make().adopt(td.reshape(4, 25))

@@ -6,6 +6,7 @@ It keeps every episode in a list and looks at nothing that the package stamps: e
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -87,7 +88,7 @@ def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[Row]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-class RunningEpisodes:
+class RunningEpisodes(ABC):
     """Follows the episodes that run, and notices those that nothing continues any more.
 
     An episode is idle when it has waited twice as long as any that went on ever did, and longer than ``patience``.
@@ -117,13 +118,13 @@ class RunningEpisodes:
             if self.count - since > max(2 * self.longest_wait, self.patience):
                 self._is_idle(episode)
 
+    @abstractmethod
     def _ends_with(self, row: Transition) -> bool:
         """Add a transition to its episode, and return whether the episode ends with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_idle(self, episode: int) -> None:
         """Nothing continued an episode for too long."""
-        raise NotImplementedError
 
 
 class Oracle(RunningEpisodes):

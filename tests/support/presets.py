@@ -11,7 +11,7 @@ half the weight of each state between them. Here all have the same weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Place = tuple[int, int]
 Lengths = Mapping[int, int]
@@ -174,9 +174,10 @@ def variants(preset: Preset) -> dict[str, Preset]:
     changed: dict[str, Preset] = {}
     for key, drawn in {"desired_goal": preset.desired, **preset.extra}.items():
         for name, wrong in _mistakes_in(drawn):
-            extra = {**preset.extra, key: wrong}
-            one = preset._replace(desired=wrong) if key == "desired_goal" else preset._replace(extra=extra)  # type: ignore[arg-type]
-            changed[f"{key}: {name}"] = one
+            change: dict[str, Any] = (
+                {"desired": wrong} if key == "desired_goal" else {"extra": {**preset.extra, key: wrong}}
+            )
+            changed[f"{key}: {name}"] = preset._replace(**change)
     if preset.extra:
         changed["one draw for the desired goal and the first extra goal"] = preset._replace(shared=True)
     return changed

@@ -28,10 +28,10 @@ class Draw(NamedTuple):
     to_relabel: Tensor  # bool [n], chosen with the probability her_ratio
     relabelled: Tensor  # bool [n], of these, transitions whose goals are in the table
     goals: Tensor  # [strategies, n, *goal]
-    # The step of the transition's own episode that achieved the goal, int64 [n], -1 if it is another goal; None if it
-    # was not asked for
+    # Both are None if they were not asked for: the step of the transition's own episode that achieved the goal, or -1,
+    # and the member of a mixture that selected the goal, int64 [n] each.
     goal_step: Tensor | None
-    member: Tensor | None  # int64 [n], which member of a mixture selected the goal
+    member: Tensor | None
 
 
 def draw_from_table(
@@ -44,7 +44,7 @@ def draw_from_table(
 ) -> Draw:
     """Draw goals for steps of episodes, ``int64 [n]`` each, and the transitions that get them.
 
-    ``with_steps`` asks for `Draw.goal_step`. Other threads and processes may be writing to the table.
+    ``with_steps`` asks for `Draw.goal_step` and `Draw.member`. Other threads and processes may be writing to the table.
     """
     start, length = table.find(episode)
     desired_before = table.before.rows if table.before.desired else 0
@@ -57,28 +57,24 @@ def draw_from_table(
     goals, owners = table.read(_joined([selection.rows for selection in selections]))
 
     relabelled = to_relabel & (step < length)
-    is_same_start = table.start_at(episode, start)
+    is_any_own = any(selection.is_own is not False for selection in selections)
+    is_same_start = table.start_at(episode, start) if is_any_own else True
     for selection, owner in zip(selections, owners.view(len(selections), -1).unbind(0), strict=True):
         relabelled &= _is_met(selection, owner, episode, is_same_start)
     if any(selection.is_own is not True for selection in selections):
         relabelled &= table.owners.take((start + step) % table.capacity) == episode
     goals = goals.view(len(selections), len(step), *goals.shape[1:])
-    return Draw(episode, step, length, to_relabel, relabelled, goals, goal_steps.get(first), selections[0].member)
+    member = selections[0].member() if with_steps else None
+    return Draw(episode, step, length, to_relabel, relabelled, goals, goal_steps.get(first), member)
 
 
 def draw_for_sequences(
-    length: int,
-    strategies: Strategies,
-    table: GoalTable,
-    her_ratio: float,
-    episode: Tensor,
-    step: Tensor,
-    with_steps: bool = False,
+    draw: Callable[[Tensor, Tensor], Draw], length: int, episode: Tensor, step: Tensor
 ) -> tuple[Draw, Draw]:
     """Draw goals for sequences of this length, each for its last transition: ``int64 [sequences * length]`` each.
 
-    Return the draw of the sequences, and that of all their transitions. Of these, only those of the last one's episode
-    get the goal.
+    ``draw`` draws goals for episodes and steps, ``int64 [n]`` each. Return the draw of the sequences, and that of all
+    their transitions. Of these, only those of the last one's episode get the goal.
     """
     if len(step) % length:
         raise ValueError(
@@ -86,7 +82,7 @@ def draw_for_sequences(
             "Set it to the slice length of the sampler."
         )
     last = slice(length - 1, None, length)
-    drawn = draw_from_table(strategies, table, her_ratio, episode[last], step[last], with_steps)
+    drawn = draw(episode[last], step[last])
 
     def repeated(column: Any, dim: int = 0) -> Any:
         return None if column is None else column.repeat_interleave(length, dim=dim)
@@ -141,14 +137,15 @@ def _is_met(selection: Selection, owner: Tensor, episode: Tensor, is_same_start:
 
     ``is_same_start`` is whether the rows of the own episode are still where they were, ``bool [n]``.
     """
-    is_own = (owner == episode) & is_same_start
     if selection.is_own is True:
-        return is_own
+        return (owner == episode) & is_same_start
     met = owner > 0
     if selection.is_desired is not False:
         of_another = (owner < 0) & (owner != -episode)
         met = of_another if selection.is_desired is True else torch.where(selection.is_desired, of_another, met)
-    return met if selection.is_own is False else torch.where(selection.is_own, is_own, met)
+    if selection.is_own is False:
+        return met
+    return torch.where(selection.is_own, (owner == episode) & is_same_start, met)
 
 
 class DrawnGoals(NamedTuple):

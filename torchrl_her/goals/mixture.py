@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,27 +53,23 @@ class Mixture(GoalStrategy):
         share = torch.rand(choice.step.shape, device=choice.step.device)
         below = [share < bound for bound in self._bounds]  # bool [batch] each
         selections = [member.draw(choice) for member in self.members]
-        rows = selections[-1].rows
-        member = torch.full_like(choice.step, len(self.members) - 1)
-        for index in reversed(range(len(below))):
-            rows = torch.where(below[index], selections[index].rows, rows)
-            member = torch.where(below[index], index, member)
-        return Selection(
-            rows,
-            is_own=_merge([selection.is_own for selection in selections], below),
-            is_desired=_merge([selection.is_desired for selection in selections], below),
-            member=member,
-        )
+        rows, is_own, is_desired, _ = zip(*selections, strict=True)
+        return Selection(_merge(rows, below), _merge_bools(is_own, below), _merge_bools(is_desired, below), below)
 
     def __repr__(self) -> str:
         pairs = zip(self.members, self.probabilities, strict=True)
         return f"Mixture({{{', '.join(f'{member!r}: {probability:g}' for member, probability in pairs)}}})"
 
 
-def _merge(values: Sequence[Tensor | bool], below: Sequence[Tensor]) -> Tensor | bool:
-    """Return the value of the selected member for each transition: ``bool [batch]``, or a bool if all are equal."""
+def _merge_bools(values: Sequence[Tensor | bool], below: Sequence[Tensor]) -> Tensor | bool:
+    """Return what `_merge` returns, or a bool if all values are equal."""
     if all(value is True for value in values) or all(value is False for value in values):
         return values[0]
+    return _merge(values, below)
+
+
+def _merge(values: Sequence[Any], below: Sequence[Tensor]) -> Any:
+    """Return the value of the selected member for each transition, ``[batch]``."""
     merged = values[-1]
     for value, condition in zip(reversed(values[:-1]), reversed(below), strict=True):
         merged = torch.where(condition, value, merged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -49,7 +49,14 @@ class Selection(NamedTuple):
     rows: Tensor  # int64 [batch], taken modulo the capacity of the table
     is_own: Tensor | bool  # bool [batch], the row must belong to the transition's own episode
     is_desired: Tensor | bool = False  # bool [batch], the row must hold the desired goal of another episode
-    member: Tensor | None = None  # int64 [batch], which strategy of a mixture selected the row
+    # Of a mixture: for each member but the last, whether it or one before it selected the row, bool [batch] each.
+    below: Sequence[Tensor] | None = None
+
+    def member(self) -> Tensor | None:
+        """Return which member of a mixture selected each row, ``int64 [batch]``."""
+        if self.below is None:
+            return None
+        return torch.zeros_like(self.rows) + sum((~each).long() for each in self.below)
 
 
 class GoalStrategy(ABC):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch import multiprocessing as mp
 from torchrl.data import Composite, TensorSpec
 
 from torchrl_her._torchrl import warn_user
@@ -301,38 +299,3 @@ def _check_room(size: int, free: int, shape: Sequence[int], dtype: torch.dtype, 
         raise RuntimeError(message)
     if size > free // 4:
         warn_user(message)
-
-
-LOCK_TIMEOUT = 60.0  # seconds; a write takes milliseconds
-
-
-class WriteLock:
-    """Excludes writers in other threads and, once shared, in other processes.
-
-    A process that is killed while it holds a shared lock never releases it, so acquiring the lock times out.
-    """
-
-    def __init__(self, shared_lock: Any = None):
-        self._lock = shared_lock or threading.Lock()
-        self.is_shared = shared_lock is not None
-
-    def share_memory_(self) -> None:
-        """Exclude the writers of other processes, too."""
-        self._lock = mp.Lock()
-        self.is_shared = True
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=LOCK_TIMEOUT):
-            raise RuntimeError(
-                f"The goal table was locked for {LOCK_TIMEOUT:.0f} s: a process was killed or stopped while it wrote. "
-                "Restart from the last checkpoint."
-            )
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WriteLock, (self._lock if self.is_shared else None,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WriteLock:
-        return WriteLock()

@@ -178,20 +178,22 @@ def _check_names(data: TensorDictBase, keys: HERKeys, lacking: Lacking) -> None:
 
 
 def _check_time_is_last(data: TensorDictBase, keys: HERKeys) -> None:
-    """Check that transitions ``[*batch]`` continue along the last dimension, and not along another one."""
+    """Check that transitions ``[*batch]`` continue or end along the last dimension, more than along another one."""
     if data.batch_dims < 2:
         return
     first = data[tuple(slice(64) for _ in data.batch_size)]
-    states, outcomes = (get_entry(first, key, "achieved_goal_key") for key in (keys.achieved, keys.next_achieved))
+    states, outcomes = (
+        get_entry(first, key, "achieved_goal_key").reshape(*first.batch_size, -1)
+        for key in (keys.achieved, keys.next_achieved)
+    )
+    done = get_entry(first, keys.done, "done_key").reshape(first.batch_size)
 
     def share(dim: int) -> float:
-        length = states.shape[dim]
-        if length < 2:
+        later = first.batch_size[dim] - 1
+        if not later:
             return 0.0
-        same = states.narrow(dim, 1, length - 1) == outcomes.narrow(dim, 0, length - 1)
-        return float(
-            same.flatten(data.batch_dims).all(-1).float().mean() if same.ndim > data.batch_dims else same.float().mean()
-        )
+        continues = (states.narrow(dim, 1, later) == outcomes.narrow(dim, 0, later)).all(-1)
+        return float((continues | done.narrow(dim, 0, later)).float().mean())
 
     shares = [share(dim) for dim in range(data.batch_dims)]
     if max(shares) > shares[-1]:
