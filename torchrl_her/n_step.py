@@ -130,14 +130,16 @@ class NStepReward:
         The last outcome of a window that is shorter than the longest one is repeated.
         """
         table, steps = batch.table, batch.stored[STEPS].reshape(-1)
+        version = table.version
         start, length = table.find(batch.episode)
         longest = max(batch.longest_window, self.multi_step.n_steps)  # which can change during training
         ahead = torch.arange(longest, device=steps.device).expand(len(steps), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
         rows = (start + batch.step).unsqueeze(1) + ahead
-        goals, owners = table.read(rows.flatten())
+        goals, owners = table.read(rows.flatten(), version)
         batch.outcomes = goals.view(*rows.shape, *goals.shape[1:])
-        whole = (owners.view_as(rows) == batch.episode.unsqueeze(1)).all(1) & table.start_at(batch.episode, start)
+        whole = (owners.view_as(rows) == batch.episode.unsqueeze(1)).all(1)
+        whole &= table.start_at(batch.episode, start, version)
         # In an episode that fills the table, the row after the last step is the first step.
         batch.available = whole & (batch.step + steps <= length)
         return batch.available

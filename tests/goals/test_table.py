@@ -27,8 +27,8 @@ def test_while_it_moves_it_is_where_the_goals_are_not_yet():
     table = Recording(10, (2,), torch.float32, CPU)
     moved.clear()
     table.to(torch.device("meta"))
-    assert sorted(moved) == ["goals", "lengths", "owners", "size", "starts"]
-    assert moved[-1] == "goals"
+    assert sorted(moved) == ["_rows", "lengths", "size", "starts"]
+    assert moved[-1] == "_rows"
 
 
 class Model:

@@ -12,7 +12,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_her.goals.reservoir import GoalReservoir
-from torchrl_her.goals.strategies import GoalStrategy, Selection, StrategyInput
+from torchrl_her.goals.strategies import GoalStrategy, Selection, StrategyInput, values_at
 from torchrl_her.goals.table import GoalTable
 
 # The strategy of each entry that gets a goal; the first is the desired goal. Entries are drawn in this order.
@@ -46,6 +46,7 @@ def draw_from_table(
 
     ``with_steps`` asks for `Draw.goal_step` and `Draw.member`. Other threads and processes may be writing to the table.
     """
+    version = table.version
     start, length = table.find(episode)
     desired_before = table.before.rows if table.before.desired else 0
     places = episode, step, start, length
@@ -54,15 +55,15 @@ def draw_from_table(
     first = next(iter(strategies))
     selections, goal_steps = _select(strategies, choice, {first} if with_steps else (), _step_in_table)
     to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
-    goals, owners = table.read(_joined([selection.rows for selection in selections]))
+    goals, owners = table.read(_joined([selection.rows for selection in selections]), version)
 
     relabelled = to_relabel & (step < length)
     is_any_own = any(selection.is_own is not False for selection in selections)
-    is_same_start = table.start_at(episode, start) if is_any_own else True
+    is_same_start = table.start_at(episode, start, version) if is_any_own else True
     for selection, owner in zip(selections, owners.view(len(selections), -1).unbind(0), strict=True):
         relabelled &= _is_met(selection, owner, episode, is_same_start)
     if any(selection.is_own is not True for selection in selections):
-        relabelled &= table.owners.take((start + step) % table.capacity) == episode
+        relabelled &= values_at(table.owners, (start + step) % table.capacity) == episode
     goals = goals.view(len(selections), len(step), *goals.shape[1:])
     member = selections[0].member() if with_steps else None
     return Draw(episode, step, length, to_relabel, relabelled, goals, goal_steps.get(first), member)
@@ -123,7 +124,7 @@ def _step_in_table(selection: Selection, choice: StrategyInput) -> Tensor:
     step = (rows - choice.start) % count
     inside = step < choice.length
     if selection.is_own is not True:
-        inside &= choice.owners.take(rows % count) == choice.episode
+        inside &= values_at(choice.owners, rows % count) == choice.episode
     # The row of a desired goal that has left the table can hold an outcome of this episode.
     if isinstance(selection.is_desired, Tensor):
         inside &= ~selection.is_desired
@@ -138,7 +139,8 @@ def _is_met(selection: Selection, owner: Tensor, episode: Tensor, is_same_start:
     ``is_same_start`` is whether the rows of the own episode are still where they were, ``bool [n]``.
     """
     if selection.is_own is True:
-        return (owner == episode) & is_same_start
+        met = owner == episode
+        return met if is_same_start is True else met & is_same_start
     met = owner > 0
     if selection.is_desired is not False:
         of_another = (owner < 0) & (owner != -episode)

@@ -27,8 +27,8 @@ class StrategyInput(NamedTuple):
     step: Tensor  # [batch], the transition's step t in its episode
     start: Tensor  # [batch], the row of the table at which the episode starts; step j is at start + j
     length: Tensor  # [batch], how many steps of the episode are in the table
-    # [rows], the episode in which the goal of each row was achieved; 0 for an empty row, and minus the episode for a
-    # row that holds the desired goal of an episode
+    # [rows], not contiguous, the episode in which the goal of each row was achieved; 0 for an empty row, and minus the
+    # episode for a row that holds the desired goal of an episode
     owners: Tensor
     size: Tensor  # [], how many rows of the table are filled, from row 0 on
     starts: Tensor  # [rows], the row at which the episode with id e starts is at index e modulo the number of rows
@@ -183,7 +183,7 @@ class Random(GoalStrategy):
         if not choice.has_gaps:
             return uniform(torch.zeros_like(choice.step), choice.size)
         rows = _random_rows(choice)
-        return _first_that_meets(choice.owners.take(rows) > 0, rows)
+        return _first_that_meets(values_at(choice.owners, rows) > 0, rows)
 
 
 class PastDesired(GoalStrategy):
@@ -198,7 +198,7 @@ class PastDesired(GoalStrategy):
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         rows = _random_rows(choice)
-        owners = choice.owners.take(rows)  # [32, batch]
+        owners = values_at(choice.owners, rows)  # [32, batch]
         episode = _first_that_meets((owners > 0) & (owners != choice.episode), owners)
         return choice.starts.take(episode.abs() % len(choice.starts)) - choice.desired_before
 
@@ -263,6 +263,14 @@ def uniform(low: Tensor, high: Tensor) -> Tensor:
     """Draw integers uniformly from ``{low, ..., high - 1}``, elementwise, with the shape of ``low``."""
     share = torch.rand(low.shape, dtype=torch.float64, device=low.device)  # in float32, long spans would be biased
     return low + share.mul_(high - low).to(torch.int64)
+
+
+def values_at(column: Tensor, rows: Tensor) -> Tensor:
+    """Return the values of a column ``[rows]`` of the table at rows of any shape, from 0 to its size - 1.
+
+    ``column.take(rows)`` would copy a column that is not contiguous, and ``column[rows]`` takes several times as long.
+    """
+    return column.index_select(0, rows.reshape(-1)).view_as(rows)
 
 
 def _check_discount(discount: Any) -> float:

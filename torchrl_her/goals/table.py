@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +12,7 @@ import torch
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
 
-from torchrl_her._torchrl import warn_user
-
-SHARED_MEMORY = Path("/dev/shm")  # of Linux
+from torchrl_her.goals.goal_rows import GoalRows
 
 
 class RowsBefore(NamedTuple):
@@ -39,15 +35,17 @@ class GoalTable:
 
     - ``goals[row]`` and ``owners[row]``: a goal, and the episode in which it was achieved (0: none);
     - ``starts[episode]`` and ``lengths[episode]``: the row at which an episode starts, and how many steps it has here.
+      There are few of them in use, which stay in the processor's cache.
 
     The outcome of step j is ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity. Before
     the first step, an episode can have rows for its desired goal, whose owner is minus the episode, and for the
     achieved goal of its first state, in this order.
 
-    Readers take no lock. A writer sets the owner of a row to 0 before it overwrites the goal, and to the new episode
-    afterwards. So a goal is whole and of episode e if its owner is e before and after the goal is read, even if the
-    episode's record is replaced meanwhile. It is the goal of step j if the episode still starts j rows before it: an
-    episode that is published again, longer, gets its new start before its rows. Writers exclude each other with a
+    Readers take no lock. What was read is of one state of the table if its `version` is the same before and after.
+    Otherwise a writer was at work, which sets the owner of a row to 0 before it overwrites the goal, and to the new
+    episode afterwards. So a goal is whole and of episode e if its owner is e before and after the goal is read, even if
+    the episode's record is replaced meanwhile. It is the goal of step j if the episode still starts j rows before it:
+    an episode that is published again, longer, gets its new start before its rows. Writers exclude each other with a
     `WriteLock`, which the caller holds.
     """
 
@@ -62,16 +60,15 @@ class GoalTable:
         self.capacity = capacity
         self.before = before
         self.has_gaps = before.desired  # whether some of the filled rows can be empty again, or hold desired goals
-        self.goals = _zeros((capacity, *goal_shape), dtype, device)
-        self.owners = _zeros((capacity,), torch.int64, device)
-        self.starts = _zeros((capacity,), torch.int64, device)
-        self.lengths = _zeros((capacity,), torch.int64, device)
+        self._rows = GoalRows.make(capacity, goal_shape, dtype, device)
+        self.starts, self.lengths = (_zeros(capacity, device) for _ in range(2))
         self.size = torch.zeros((), dtype=torch.int64, device=device)  # filled rows, from row 0 on
         # Ids begin at a random number, so that a transition that another table stamped is not mistaken for one of this
         # table, and at a multiple of the capacity, so that they fill the rings from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
-        # The numbers of rows and of episode ids used so far, the id before the first one, and the number of writes.
-        self.counters = torch.tensor([0, 0, before_first, 0], device="cpu")
+        # The numbers of rows and of episode ids used so far, the id before the first one, the number of writes, and the
+        # version, which is odd while the table is changed.
+        self.counters = torch.tensor([0, 0, before_first, 0, 0], device="cpu")
 
     @classmethod
     def of_spec(cls, capacity: int, spec: TensorSpec, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
@@ -88,12 +85,22 @@ class GoalTable:
         """Make a table for goals like ``[n, *goal]``."""
         return cls(capacity, goals.shape[1:], goals.dtype, goals.device, before)
 
+    @property
+    def goals(self) -> Tensor:
+        """The goals, ``[capacity, *goal]``."""
+        return self._rows.goals
+
+    @property
+    def owners(self) -> Tensor:
+        """The owners of the goals, ``int64 [capacity]``, which are not contiguous in memory."""
+        return self._rows.owners
+
     # Writing
 
     @property
     def episode_ids(self) -> tuple[int, int]:
         """The first and the last episode id used so far. No id is 0."""
-        _, count, before_first, _ = self.counters.numpy().tolist()
+        _, count, before_first, *_ = self.counters.numpy().tolist()
         return before_first + 1, before_first + count
 
     @property
@@ -105,6 +112,27 @@ class GoalTable:
     def writes(self) -> int:
         """The number of writes so far, of all processes."""
         return int(self.counters.numpy()[3])
+
+    @property
+    def version(self) -> int | None:
+        """A number that changes whenever goals are written, None if readers cannot tell by it whether they were.
+
+        That is the case while a writer is at work, in compiled graphs, and on a GPU, whose streams it does not count.
+        """
+        if torch.compiler.is_compiling() or not self.goals.is_cpu:
+            return None
+        version = int(self.counters.numpy()[4])
+        return None if version % 2 else version
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Make the version odd, and then another one. A process that is killed meanwhile leaves it odd."""
+        counters = self.counters.numpy()
+        counters[4] |= 1
+        try:
+            yield
+        finally:
+            counters[4] += 1
 
     @property
     def has_wrapped(self) -> bool:
@@ -127,6 +155,10 @@ class GoalTable:
         """
         if not publications:
             return
+        with self._changing():
+            self._publish(publications)
+
+    def _publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
         ids = np.array([episode for episode, _, _ in publications])
         lengths = np.array([len(goals) for _, goals, _ in publications])
         parts = [goals.to(self.goals.device) for _, goals, _ in publications]
@@ -170,55 +202,54 @@ class GoalTable:
         lengths = self.lengths.index_select(0, index)
         return self.starts.index_select(0, index), lengths
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, 0 where a writer changed them."""
+    def read(self, rows: Tensor, since: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, 0 where a writer changed them.
+
+        ``since`` is the version at which the rows were found.
+        """
         index = rows % self.capacity
+        if since is not None:
+            found = self._rows.read(index)
+            if self.version == since:
+                return found
         before = self.owners.index_select(0, index)
         goals = self.goals.index_select(0, index)
         after = self.owners.index_select(0, index)
         return goals, after.masked_fill_(before != after, 0)
 
-    def start_at(self, episodes: Tensor, starts: Tensor) -> Tensor:
-        """Return whether episodes still start at the rows that `find` returned: ``bool [batch]``."""
+    def start_at(self, episodes: Tensor, starts: Tensor, since: int | None = None) -> Tensor | bool:
+        """Return whether episodes still start at the rows that `find` returned, ``bool [batch]``, or True for all."""
+        if since is not None and self.version == since:
+            return True
         return self.starts.index_select(0, episodes % self.capacity) == starts
 
     # Moving, saving
 
-    _rings = ("goals", "owners", "starts", "lengths")
-    _tensors = (*_rings, "size")
-
     def to(self, device: torch.device) -> None:
-        """Move the table. The goals move last: their device is that of the table for readers, which take no lock."""
+        """Move the table. The rows move last: their device is that of the table for readers, which take no lock."""
         if self.is_shared and self.goals.device != device:
             raise RuntimeError(
                 f"The sampled transitions are on {device}, and the goal table, which processes share, on "
                 f"{self.goals.device}: give HERTransform the goal_spec on the device of the storage."
             )
-        if device.type == "cuda" and self.goals.device != device:
-            free, shape = torch.cuda.mem_get_info(device)[0], self.goals.shape
-            _check_room(self.goals.nbytes, free, shape, self.goals.dtype, f"on {device}")
-        for name in reversed(self._tensors):
+        rows = self._rows.to(device)
+        for name in ("starts", "lengths", "size"):
             setattr(self, name, getattr(self, name).to(device))
+        self._rows = rows
 
     def clear(self) -> None:
         """Remove all goals. Ids are not reused."""
-        for tensor in (self.owners, self.lengths, self.size, self.counters[:1]):
-            tensor.zero_()
+        with self._changing():
+            for tensor in (self.owners, self.lengths, self.size, self.counters[:1]):
+                tensor.zero_()
         self.has_gaps = self.before.desired or self.is_shared
 
     def share_memory_(self) -> None:
         """Move the table into shared memory, which takes memory for all rows."""
-        if SHARED_MEMORY.exists() and self.goals.device.type == "cpu":
-            _check_room(
-                self.goals.nbytes,
-                shutil.disk_usage(SHARED_MEMORY).free,
-                self.goals.shape,
-                self.goals.dtype,
-                "in shared memory",
-            )
         self.has_gaps = True  # other processes can make them
-        for name in (*self._tensors, "counters"):
-            getattr(self, name).share_memory_()
+        self._rows.share_memory_()
+        for tensor in (self.starts, self.lengths, self.size, self.counters):
+            tensor.share_memory_()
 
     @property
     def is_shared(self) -> bool:
@@ -235,7 +266,7 @@ class GoalTable:
             "before": tuple(self.before),
             "has_gaps": self.has_gaps,
             "size": self.size.clone(),
-            "counters": self.counters.clone(),
+            "counters": self.counters[:4].clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -258,11 +289,12 @@ class GoalTable:
                 "transform for the same goals."
             )
         self.has_gaps = state["has_gaps"] or self.is_shared
-        self.owners.zero_()
-        for name in self._rings:
-            getattr(self, name)[: len(state[name])] = state[name]
-        self.size.copy_(state["size"])
-        self.counters.copy_(state["counters"])
+        with self._changing():
+            self.owners.zero_()
+            for name in ("goals", "owners", "starts", "lengths"):
+                getattr(self, name)[: len(state[name])] = state[name]
+            self.size.copy_(state["size"])
+            self.counters[:4] = state["counters"]
 
 
 def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
@@ -278,24 +310,8 @@ def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         begin += length
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a tensor of zeros; on the CPU, it takes memory only as it is written."""
-    size = math.prod(shape) * dtype.itemsize
+def _zeros(size: int, device: torch.device) -> Tensor:
+    """Make a tensor of zeros, ``int64 [size]``; on the CPU, it takes memory only as it is written."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
-    if device.type == "cuda":
-        _check_room(size, torch.cuda.mem_get_info(device)[0], shape, dtype, f"on {device}")
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _check_room(size: int, free: int, shape: Sequence[int], dtype: torch.dtype, place: str) -> None:
-    """Raise an error if goals of ``size`` bytes do not fit into the free memory, and warn if they take a large part."""
-    message = (
-        f"The goal table for capacity={shape[0]:,} goals, {dtype} {list(shape[1:])}, takes {size / 2**30:.2f} GiB "
-        f"{place}, where {free / 2**30:.2f} GiB are free. Pass a smaller capacity, that of the storage, or map goals "
-        "to smaller ones with goal_fn."
-    )
-    if size > free:
-        raise RuntimeError(message)
-    if size > free // 4:
-        warn_user(message)
+        return torch.from_numpy(np.zeros(size, np.int64))
+    return torch.zeros(size, dtype=torch.int64, device=device)

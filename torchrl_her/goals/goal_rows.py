@@ -1,0 +1,86 @@
+"""The memory of a goal table: goals and their owners, side by side."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_her._torchrl import warn_user
+
+SHARED_MEMORY = Path("/dev/shm")  # of Linux
+WORD = torch.int64
+
+
+class GoalRows:
+    """Goals and their owners as rows of one matrix of words, so that both are read from one place in memory.
+
+    ``goals [capacity, *goal]`` and ``owners int64 [capacity]`` are views of ``matrix int64 [capacity, words]``.
+    """
+
+    def __init__(self, matrix: Tensor, goal_shape: Sequence[int], dtype: torch.dtype):
+        self.matrix = matrix
+        self.goal_shape = tuple(goal_shape)
+        self.dtype = dtype
+        self.goals, self.owners = self._split(matrix)
+
+    @classmethod
+    def make(cls, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> GoalRows:
+        """Make rows of zeros; on the CPU, they take memory only as they are written."""
+        word = max(WORD.itemsize, dtype.itemsize)
+        size = WORD.itemsize + math.prod(goal_shape) * dtype.itemsize
+        shape = capacity, -(-size // word) * word // WORD.itemsize
+        if device.type == "cpu":
+            return cls(torch.from_numpy(np.zeros(shape, np.int64)), goal_shape, dtype)
+        if device.type == "cuda":
+            _check_cuda_memory(math.prod(shape) * WORD.itemsize, device, (capacity, *goal_shape), dtype)
+        return cls(torch.zeros(shape, dtype=WORD, device=device), goal_shape, dtype)
+
+    def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the goals ``[n, *goal]`` and the owners ``[n]`` of rows ``int64 [n]``, with a single gather."""
+        return self._split(self.matrix.index_select(0, index))
+
+    def _split(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        items = matrix.view(self.dtype)
+        first = -(-WORD.itemsize // self.dtype.itemsize)  # after the owner
+        goals = items[:, first : first + math.prod(self.goal_shape)]
+        return goals.view(len(matrix), *self.goal_shape), matrix[:, 0]
+
+    def to(self, device: torch.device) -> GoalRows:
+        """Return rows on another device."""
+        if device.type == "cuda" and self.matrix.device != device:
+            _check_cuda_memory(self.matrix.nbytes, device, self.goals.shape, self.dtype)
+        return GoalRows(self.matrix.to(device), self.goal_shape, self.dtype)
+
+    def __reduce__(self) -> tuple[type[GoalRows], tuple[Any, ...]]:
+        return GoalRows, (self.matrix, self.goal_shape, self.dtype)  # copies of the views would be memory of their own
+
+    def share_memory_(self) -> None:
+        """Move the rows into shared memory, which takes memory for all of them."""
+        if SHARED_MEMORY.exists() and self.matrix.is_cpu:
+            free = shutil.disk_usage(SHARED_MEMORY).free
+            _check_room(self.matrix.nbytes, free, self.goals.shape, self.dtype, "in shared memory")
+        self.matrix.share_memory_()
+
+
+def _check_cuda_memory(size: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> None:
+    _check_room(size, torch.cuda.mem_get_info(device)[0], shape, dtype, f"on {device}")
+
+
+def _check_room(size: int, free: int, shape: Sequence[int], dtype: torch.dtype, place: str) -> None:
+    """Raise an error if goals of ``size`` bytes do not fit into the free memory, and warn if they take a large part."""
+    message = (
+        f"The goal table for capacity={shape[0]:,} goals, {dtype} {list(shape[1:])}, takes {size / 2**30:.2f} GiB "
+        f"{place}, where {free / 2**30:.2f} GiB are free. Pass a smaller capacity, that of the storage, or map goals "
+        "to smaller ones with goal_fn."
+    )
+    if size > free:
+        raise RuntimeError(message)
+    if size > free // 4:
+        warn_user(message)
