@@ -23,6 +23,7 @@ from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
 from torchrl_her.rewards.reached_reward import ReachedReward
+from torchrl_her.storage.ownership import mark_as_owned
 from torchrl_her.storage.packed_storage import PackedStorage
 from torchrl_her.transform import HERTransform
 
@@ -53,5 +54,6 @@ __all__ = [
     "check_goal_env",
     "load_minari",
     "load_ogbench",
+    "mark_as_owned",
     "uniform",
 ]

@@ -198,8 +198,9 @@ class HindsightAugmentation(RelabelTransform):
         relabelled = goal_step >= 0
 
         rows = self._held.unpack(packed.index_select(0, chosen))
-        batch = Batch(rows, {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)})
-        self._set_goals(batch, goals, relabelled)
+        stored = {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)}
+        batch = Batch(rows, stored, in_place=True)
+        self._set_goals(batch, goals.unbind(0), relabelled)
         if self._reads_steps:
             rows.set(STEPS_TO_GOAL, ahead[chosen, copy].unsqueeze(-1))
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -41,8 +41,22 @@ GoalMap: TypeAlias = Callable[[Tensor], Tensor]
 class Batch:
     """Transitions that are being relabelled."""
 
-    data: TensorDictBase  # [*batch], a shallow copy that the new entries are set in
+    data: TensorDictBase  # [*batch], in which the new entries are set
     stored: dict[NestedKey, Any]  # the entries that relabelling replaces, as stored; None for those that it creates
+    in_place: bool  # whether the stored entries are those of `data`, and are overwritten
+
+    def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
+        """Give relabelled transitions, ``bool [*batch, 1]``, new values of an entry; the others keep the stored ones.
+
+        An entry that is not stored is created for all of them.
+        """
+        stored = self.stored[key]
+        if stored is None:
+            self.data.set(key, new)
+        elif self.in_place:
+            where(relabelled, new, stored, out=stored)
+        else:
+            self.data.set(key, where(relabelled, new, stored))
 
 
 @dataclass
@@ -73,7 +87,6 @@ class OneStepReward:
         if keys.terminated in self._recomputed:
             self.replaced_keys.append(keys.done)
         self._read = [key for key in self.replaced_keys if key in reward.in_keys]
-        self._writes_more = len(reward.out_keys) > len(self._recomputed)
 
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries that `recompute` replaces."""
@@ -84,26 +97,29 @@ class OneStepReward:
         return True
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
-        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; the others keep theirs.
-
-        An entry that is not stored (None) is created for all of them.
-        """
-        data, stored = batch.data, batch.stored
-        for key in self._read:
-            if stored[key] is not None:
-                data.set(key, stored[key])
-        computed = self.reward(data.copy() if self._writes_more else data)
-        for key in self._recomputed:
+        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; the others keep theirs."""
+        for key, new in zip(self._recomputed, self._compute(batch), strict=True):
             replaced = torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.reward else relabelled
-            new = computed.get(key).detach()
-            data.set(key, new if stored[key] is None else where(replaced, new, stored[key]))
-        if self.keys.done in stored:
-            ended = data.get(self.keys.terminated)
-            truncated = data.get(self.keys.truncated, None)
+            batch.replace(key, replaced, new.detach())
+        if self.keys.done in batch.stored:
+            ended = batch.data.get(self.keys.terminated)
+            truncated = batch.data.get(self.keys.truncated, None)
             if truncated is not None:
                 ended = ended | truncated
-            done = stored[self.keys.done]
-            data.set(self.keys.done, ended if done is None else where(relabelled, ended, done))
+            batch.replace(self.keys.done, relabelled, ended)
+
+    def _compute(self, batch: Batch) -> list[Tensor]:
+        """Return what the reward module writes for transitions with their new goals: ``[*batch, ...]`` each."""
+        if isinstance(self.reward, GoalReward):
+            return self.reward.compute(batch.data)
+        # A copy, since a module can write other entries, too. Without the stored entries, one that is not written is
+        # missed.
+        data = batch.data.exclude(*self.replaced_keys)
+        for key in self._read:
+            if batch.stored[key] is not None:
+                data.set(key, batch.stored[key])
+        computed = self.reward(data)
+        return [computed.get(key) for key in self._recomputed]
 
 
 class BufferTransform(Transform):
@@ -201,14 +217,14 @@ class RelabelTransform(BufferTransform, ABC):
     def _reset_after_fork(self) -> None:
         """Give up the lanes of the parent process."""
 
-    def _set_goals(self, batch: Batch, goals: Tensor, relabelled: Tensor) -> None:
-        """Give goals ``[strategies, n, *goal]`` to the relabelled transitions, ``bool [*batch, 1]``."""
-        desired, *extra = goals.unbind(0)
-        for key in self._goal_keys:
-            batch.data.set(key, where(relabelled, desired, batch.stored[key]))
+    def _set_goals(self, batch: Batch, goals: Sequence[Tensor], relabelled: Tensor) -> None:
+        """Give goals, ``[n, *goal]`` for each strategy, to the relabelled transitions, ``bool [*batch, 1]``."""
+        desired, *extra = goals
         for pair, values in zip(self._extra_keys, extra, strict=True):
             for key in pair:
                 batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired]))
+        for key in self._goal_keys:
+            batch.replace(key, relabelled, desired)
 
     def clone(self: Self) -> Self:
         """Return a deep copy."""
@@ -252,8 +268,10 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     return reward
 
 
-def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
+def where(relabelled: Tensor, new: Tensor, stored: Tensor, out: Tensor | None = None) -> Tensor:
     """Return new entries for relabelled transitions, ``bool [*batch, 1]``, and stored ones for the others.
+
+    They are written to ``out``, which can be ``stored``, by default to a new tensor.
 
     ``new`` has the shape of ``stored``, ``[*batch, ...]``, or with flattened batch dimensions, ``[n, ...]``.
     """
@@ -262,7 +280,8 @@ def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
         relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
     if new.shape != stored.shape:
         new = new.reshape(stored.shape)
-    return torch.where(relabelled, new.to(stored.dtype), stored)  # an earlier transform may have cast the stored entry
+    # An earlier transform may have cast the stored entry.
+    return torch.where(relabelled, new.to(stored.dtype), stored, out=out)
 
 
 def check_at_least(least: int, name: str, value: int) -> int:

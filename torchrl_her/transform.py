@@ -26,6 +26,7 @@ from torchrl_her.relabel import (
     check_at_least,
 )
 from torchrl_her.stamping import StampingTransform
+from torchrl_her.storage.ownership import owns_memory
 
 
 class HERTransform(StampingTransform):
@@ -133,7 +134,7 @@ class HERTransform(StampingTransform):
     # Sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Relabel sampled transitions ``[*batch]``; the input is not modified."""
+        """Relabel sampled transitions ``[*batch]``. The input is modified only if it is marked as owning its memory."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
         if not torch.compiler.is_compiling() and count_around(self) != self._count_around:
@@ -162,7 +163,8 @@ class HERTransform(StampingTransform):
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
         """Return sampled transitions without the entries to replace, and what recomputes their rewards.
 
-        The transitions are a shallow copy: a storage can return its own tensordict, which must not be written into.
+        The transitions are a shallow copy, unless they own their memory: a storage can return its own tensordict, which
+        must not be written into.
         """
         rewards: OneStepReward | NStepReward = self._one_step
         if tensordict.get(STEPS, None) is not None:
@@ -185,8 +187,15 @@ class HERTransform(StampingTransform):
                     "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
                 )
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
-        data = tensordict.exclude(*replaced, *self._added_keys)
-        return SampledBatch(data, stored, table, episode, step, self.longest_window), rewards
+        in_place = self._is_owned(tensordict) and rewards is self._one_step and not created
+        data = tensordict if in_place else tensordict.exclude(*replaced, *self._added_keys)
+        return SampledBatch(data, stored, in_place, table, episode, step, self.longest_window), rewards
+
+    def _is_owned(self, tensordict: TensorDictBase) -> bool:
+        """Return whether a sample owns its memory. An earlier transform may have set entries that it does not own."""
+        if not owns_memory(tensordict) or torch.compiler.is_compiling():
+            return False
+        return self._neighbours is not None and not self._neighbours.before
 
     def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
         """Draw goals for the transitions, and which of them get these, ``bool [*batch, 1]``.
@@ -200,7 +209,7 @@ class HERTransform(StampingTransform):
 
         if length is None:
             draw = batch.draw = draw_goals(batch.episode, batch.step)
-            relabelled = draw.relabelled & available
+            relabelled = draw.relabelled if available is True else draw.relabelled & available
         else:
             batch.draw, draw = draw_for_sequences(draw_goals, length, batch.episode, batch.step)
             whole = (~draw.relabelled | available).view(-1, length).all(1).repeat_interleave(length)

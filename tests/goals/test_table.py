@@ -2,7 +2,9 @@
 
 import copy
 import io
+import random
 import threading
+import time
 
 import pytest
 import torch
@@ -172,27 +174,30 @@ def test_publishing_nothing_changes_nothing():
     assert same(model.table.state_dict(), before)
 
 
-def test_a_goal_of_the_same_owner_before_and_after_it_was_read_is_whole_though_a_writer_works():
+@pytest.mark.parametrize("with_version", [False, True])
+def test_a_goal_that_is_read_while_a_writer_works_is_whole_or_has_no_owner(with_version):
     table = GoalTable(8, (50_000,), torch.float32, CPU)
     rows, stop = torch.arange(8), threading.Event()
 
     def write():
         while not stop.is_set():
             episode = table.open_episodes(1)
-            table.publish([(episode, torch.full((4, 50_000), float(episode)), 0)])
+            table.publish([(episode, torch.full((4, 50_000), float(episode % 2**20)), 0)])
+            time.sleep(random.random() / 1000)
 
     writer = threading.Thread(target=write)
     writer.start()
-    read = overtaken = 0
+    read = overtaken = unchanged = 0
     try:
-        while read < 1000 or overtaken < 100:
-            before = table.owners[rows]
-            goals, after = table.read(rows)
-            same_owner = (before == after) & (after > 0)
+        while read < 1000 or overtaken < 100 or unchanged < 100 * with_version:
+            version = table.version if with_version else None
+            goals, owners = table.read(rows, version)
+            whole = owners > 0
             lowest, highest = goals.aminmax(dim=1)
-            assert torch.equal(lowest[same_owner], after[same_owner].float())
-            assert torch.equal(highest[same_owner], after[same_owner].float())
-            read, overtaken = read + int(same_owner.sum()), overtaken + int((~same_owner).sum())
+            assert torch.equal(lowest[whole], (owners[whole] % 2**20).float())
+            assert torch.equal(highest[whole], (owners[whole] % 2**20).float())
+            unchanged += with_version and version is not None and table.version == version
+            read, overtaken = read + int(whole.sum()), overtaken + int((~whole).sum())
     finally:
         stop.set()
         writer.join()

@@ -27,7 +27,7 @@ class Draw(NamedTuple):
     length: Tensor  # int64 [n], the steps of the episode that were in the table; arbitrary for evicted episodes
     to_relabel: Tensor  # bool [n], chosen with the probability her_ratio
     relabelled: Tensor  # bool [n], of these, transitions whose goals are in the table
-    goals: Tensor  # [strategies, n, *goal]
+    goals: list[Tensor]  # [n, *goal] for each strategy
     # Both are None if they were not asked for: the step of the transition's own episode that achieved the goal, or -1,
     # and the member of a mixture that selected the goal, int64 [n] each.
     goal_step: Tensor | None
@@ -60,13 +60,13 @@ def draw_from_table(
     relabelled = to_relabel & (step < length)
     is_any_own = any(selection.is_own is not False for selection in selections)
     is_same_start = table.start_at(episode, start, version) if is_any_own else True
-    for selection, owner in zip(selections, owners.view(len(selections), -1).unbind(0), strict=True):
+    for selection, owner in zip(selections, owners.split(len(step)), strict=True):
         relabelled &= _is_met(selection, owner, episode, is_same_start)
     if any(selection.is_own is not True for selection in selections):
         relabelled &= values_at(table.owners, (start + step) % table.capacity) == episode
-    goals = goals.view(len(selections), len(step), *goals.shape[1:])
     member = selections[0].member() if with_steps else None
-    return Draw(episode, step, length, to_relabel, relabelled, goals, goal_steps.get(first), member)
+    of_strategies = list(goals.split(len(step)))
+    return Draw(episode, step, length, to_relabel, relabelled, of_strategies, goal_steps.get(first), member)
 
 
 def draw_for_sequences(
@@ -85,12 +85,12 @@ def draw_for_sequences(
     last = slice(length - 1, None, length)
     drawn = draw(episode[last], step[last])
 
-    def repeated(column: Any, dim: int = 0) -> Any:
-        return None if column is None else column.repeat_interleave(length, dim=dim)
+    def repeated(column: Any) -> Any:
+        return None if column is None else column.repeat_interleave(length, dim=0)
 
     columns = {name: repeated(column) for name, column in drawn._asdict().items() if name != "goals"}
     columns["relabelled"] &= columns["episode"] == episode
-    return drawn, Draw(goals=repeated(drawn.goals, dim=1), **columns)
+    return drawn, Draw(goals=[repeated(goals) for goals in drawn.goals], **columns)
 
 
 def _select(

@@ -84,6 +84,12 @@ class GoalReward(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the reward (and ``terminated``) of transitions ``[*batch]`` into ``tensordict`` and return it."""
+        for key, values in zip(self.out_keys, self.compute(tensordict), strict=True):
+            tensordict.set(key, values)
+        return tensordict
+
+    def compute(self, tensordict: TensorDictBase) -> list[Tensor]:
+        """Return the reward (and ``terminated``) of transitions ``[*batch]``: ``[*batch, 1]`` each."""
         batch = tensordict.batch_size
         achieved, desired = tensordict.get(self.in_keys[0]), tensordict.get(self.in_keys[1])
         if len(batch) != 1:
@@ -91,7 +97,7 @@ class GoalReward(TensorDictModuleBase):
             desired = desired.reshape(-1, *desired.shape[len(batch) :])  # [batch, *goal]
         if self.goal_fn is not None:
             achieved = self.goal_fn(achieved)  # [batch, *goal]
-        count = desired.shape[0]
+        count, computed = desired.shape[0], []
         for key, values in zip(self.out_keys, self.evaluate(achieved, desired, tensordict), strict=True):
             if values is None:
                 raise TypeError(f"The function for {key!r} returned None: it must return one value per row.")
@@ -102,8 +108,8 @@ class GoalReward(TensorDictModuleBase):
                     f"{tuple(desired.shape)}: it must return one value per row, {(count,)} or {(count, 1)}. "
                     "A norm, for example, needs dim=-1."
                 )
-            tensordict.set(key, values.reshape(*batch, 1))
-        return tensordict
+            computed.append(values.reshape(*batch, 1))
+        return computed
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Any]:
         """Return the rewards, and with ``terminated_fn`` the flags, of goals ``[batch, *goal]``."""

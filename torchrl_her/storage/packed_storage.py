@@ -29,6 +29,7 @@ from torch import multiprocessing as mp
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
 from torchrl_her._torchrl import CustomTensorStorage, hooks_of
+from torchrl_her.storage.ownership import mark_as_owned
 from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
 
 BY_WRITERS = {"index"}  # what the writers of TensorDict buffers add, after `check_write`
@@ -242,7 +243,8 @@ class PackedStorage(CustomTensorStorage):
         indices = index if isinstance(index, tuple) else (index,)
         are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in indices)
         if self.initialized and are_rows and len(indices) == self.ndim:  # as samplers draw them
-            return self._layout.unpack(self._gather(indices))
+            found = self._layout.unpack(self._gather(indices))
+            return found if is_tensorclass(found) else mark_as_owned(found)
         if self.initialized and all(isinstance(each, slice) and each == slice(None) for each in indices):
             return self._layout.view(self._written_rows()).lock_()
         found = super().get(index)
