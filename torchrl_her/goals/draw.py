@@ -60,13 +60,13 @@ def draw_from_table(
     relabelled = to_relabel & (step < length)
     is_any_own = any(selection.is_own is not False for selection in selections)
     is_same_start = table.start_at(episode, start, version) if is_any_own else True
-    for selection, owner in zip(selections, owners.split(len(step)), strict=True):
+    for selection, owner in zip(selections, _of_strategies(owners, selections), strict=True):
         relabelled &= _is_met(selection, owner, episode, is_same_start)
     if any(selection.is_own is not True for selection in selections):
         relabelled &= values_at(table.owners, (start + step) % table.capacity) == episode
     member = selections[0].member() if with_steps else None
-    of_strategies = list(goals.split(len(step)))
-    return Draw(episode, step, length, to_relabel, relabelled, of_strategies, goal_steps.get(first), member)
+    goals_of = _of_strategies(goals, selections)
+    return Draw(episode, step, length, to_relabel, relabelled, goals_of, goal_steps.get(first), member)
 
 
 def draw_for_sequences(
@@ -204,6 +204,11 @@ def draw_from_episodes(
 
 def _joined(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _of_strategies(values: Tensor, selections: list[Selection]) -> list[Tensor]:
+    """Cut values of the joined rows into those of each selection."""
+    return [values] if len(selections) == 1 else list(values.chunk(len(selections)))
 
 
 def _columns_of(episodes: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -28,6 +28,8 @@ class GoalRows:
         self.matrix = matrix
         self.goal_shape = tuple(goal_shape)
         self.dtype = dtype
+        self._goal_strides = torch.empty(self.goal_shape, device="meta").stride()
+        self._first = -(-WORD.itemsize // dtype.itemsize)  # item of a row, after the owner
         self.goals, self.owners = self._split(matrix)
 
     @classmethod
@@ -48,9 +50,8 @@ class GoalRows:
 
     def _split(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         items = matrix.view(self.dtype)
-        first = -(-WORD.itemsize // self.dtype.itemsize)  # after the owner
-        goals = items[:, first : first + math.prod(self.goal_shape)]
-        return goals.view(len(matrix), *self.goal_shape), matrix[:, 0]
+        strides = items.stride(0), *self._goal_strides
+        return items.as_strided((len(matrix), *self.goal_shape), strides, self._first), matrix.select(1, 0)
 
     def to(self, device: torch.device) -> GoalRows:
         """Return rows on another device."""

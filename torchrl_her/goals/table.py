@@ -69,6 +69,7 @@ class GoalTable:
         # The numbers of rows and of episode ids used so far, the id before the first one, the number of writes, and the
         # version, which is odd while the table is changed.
         self.counters = torch.tensor([0, 0, before_first, 0, 0], device="cpu")
+        self._counts = self.counters.numpy()  # the same memory, which NumPy reads in a tenth of the time
 
     @classmethod
     def of_spec(cls, capacity: int, spec: TensorSpec, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
@@ -100,7 +101,7 @@ class GoalTable:
     @property
     def episode_ids(self) -> tuple[int, int]:
         """The first and the last episode id used so far. No id is 0."""
-        _, count, before_first, *_ = self.counters.numpy().tolist()
+        _, count, before_first, *_ = self._counts.tolist()
         return before_first + 1, before_first + count
 
     @property
@@ -111,7 +112,7 @@ class GoalTable:
     @property
     def writes(self) -> int:
         """The number of writes so far, of all processes."""
-        return int(self.counters.numpy()[3])
+        return int(self._counts[3])
 
     @property
     def version(self) -> int | None:
@@ -121,13 +122,13 @@ class GoalTable:
         """
         if torch.compiler.is_compiling() or not self.goals.is_cpu:
             return None
-        version = int(self.counters.numpy()[4])
+        version = int(self._counts[4])
         return None if version % 2 else version
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Make the version odd, and then another one. A process that is killed meanwhile leaves it odd."""
-        counters = self.counters.numpy()
+        counters = self._counts
         counters[4] |= 1
         try:
             yield
@@ -137,12 +138,12 @@ class GoalTable:
     @property
     def has_wrapped(self) -> bool:
         """Whether goals were overwritten."""
-        return int(self.counters.numpy()[0]) > self.capacity
+        return int(self._counts[0]) > self.capacity
 
     def open_episodes(self, count: int) -> int:
         """Begin a write with ``count`` new episodes, whose ids are consecutive, and return the first id."""
         first = self.next_episode
-        self.counters.numpy()[[1, 3]] += count, 1
+        self._counts[[1, 3]] += count, 1
         for ring, _ in _slices(self.capacity, first, count):
             self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
         return first
@@ -171,7 +172,7 @@ class GoalTable:
                 owners = self.owners[rows]
                 self.owners[rows] = torch.where(owners.abs() == episode, 0, owners)
 
-        counters = self.counters.numpy()
+        counters = self._counts
         first = int(counters[0])
         counters[0] += len(goals)
         index = self._tensor(ids % self.capacity)
@@ -250,11 +251,16 @@ class GoalTable:
         self._rows.share_memory_()
         for tensor in (self.starts, self.lengths, self.size, self.counters):
             tensor.share_memory_()
+        self._counts = self.counters.numpy()
 
     @property
     def is_shared(self) -> bool:
         """Whether processes share the table."""
         return self.counters.is_shared()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._counts = self.counters.numpy()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the filled part of the table."""

@@ -148,11 +148,12 @@ def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Te
     elif not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
         achieved, desired = achieved.long(), desired.long()
     difference = achieved - desired
-    difference = difference.reshape(len(difference), difference.shape[1:].numel())
+    if difference.ndim != 2:
+        difference = difference.reshape(len(difference), difference.shape[1:].numel())
     if not difference.is_floating_point():
         difference = difference.double()
     distance = torch.linalg.vector_norm(difference, dim=-1)  # [batch]
-    return (distance <= threshold).float().sub_(1.0)
+    return distance.le_(threshold).float().sub_(1.0)
 
 
 def _with_two_arguments(function: GoalFunction, name: str) -> GoalFunction:
