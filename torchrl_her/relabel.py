@@ -180,15 +180,15 @@ class RelabelTransform(BufferTransform, ABC):
     def _read(
         self,
         tensordict: TensorDictBase,
-        earlier_goal: Tensor | None,
+        earlier_goals: Tensor | None,
         later: Iterable[Transform] | None,
         names: RowNames = THIS_WRITE,
     ) -> WrittenTransitions:
-        """Check and read transitions ``[*batch]``, given a goal ``[*goal]`` of an earlier write if there was one.
+        """Check and read transitions ``[*batch]``, given goals ``[n, *goal]`` of earlier writes if there were any.
 
         The ``later`` transforms can rewrite copies of the desired goal in samples; None: do not search for copies.
         """
-        written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goal, names)
+        written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goals, names)
         if (relabelled := tensordict.get(RELABELLED, None)) is not None and bool(relabelled.any()):
             first = names.name(int(relabelled.reshape(-1).nonzero()[0]))
             raise ValueError(
@@ -212,6 +212,11 @@ class RelabelTransform(BufferTransform, ABC):
                 self._process = os.getpid()
                 self._reset_after_fork()
             yield
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. The next write checks the other transforms in it."""
+        super().set_container(container)
+        self._neighbours = None
 
     @abstractmethod
     def _reset_after_fork(self) -> None:

@@ -47,13 +47,15 @@ class StampingTransform(AdoptingTransform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
         self._check_no_data_set("a write would overwrite it (its files, if it is memory-mapped)")
-        neighbours = self._check_neighbours()
+        neighbours = self._neighbours
+        if neighbours is None or count_around(self) != self._count_around:
+            neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
         batch, written = tensordict.batch_size, None
         if batch.numel():
-            earlier_goal = None if self.table is None else self.table.goals[0]
-            written = self._read(tensordict, earlier_goal, neighbours.after if self.her_ratio else None)
+            earlier_goals = None if self.table is None else self.table.goals
+            written = self._read(tensordict, earlier_goals, neighbours.after if self.her_ratio else None)
             if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
         n_step = None if neighbours.multi_step is None else self._n_step

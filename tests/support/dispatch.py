@@ -34,7 +34,7 @@ class NoWaits(TorchDispatchMode):
 
 
 class Operations(TorchDispatchMode):
-    """Records in ``seen`` the operators that run, with the size of the largest tensor that each of them makes."""
+    """Records in ``seen`` the operators that run, with the size of the largest tensor that each of them computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         outs = out if isinstance(out, (tuple, list)) else [out]
-        in_place = func._schema.is_mutable
-        made = [x.numel() for x in outs if isinstance(x, torch.Tensor) and not in_place]
+        makes_none = func._schema.is_mutable or func.is_view
+        made = [x.numel() for x in outs if isinstance(x, torch.Tensor) and not makes_none]
         self.seen.append((str(func), max(made, default=0)))
         return out

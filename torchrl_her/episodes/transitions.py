@@ -66,12 +66,13 @@ def read_transitions(
     tensordict: TensorDictBase,
     keys: HERKeys,
     goal_fn: Callable[[Tensor], Tensor] | None,
-    earlier_goal: Tensor | None,
+    earlier_goals: Tensor | None,
     names: RowNames = THIS_WRITE,
 ) -> WrittenTransitions:
     """Check transitions ``[*batch]`` and flatten them to one dimension, in the order of writing.
 
-    A write that is refused here has changed nothing. Goals must have the shape and dtype of ``earlier_goal [*goal]``.
+    A write that is refused here has changed nothing. Goals must have the shape and dtype of
+    ``earlier_goals [n, *goal]``.
     """
     check_single_steps(tensordict)
     batch, count = tensordict.batch_size, tensordict.batch_size.numel()
@@ -79,7 +80,7 @@ def read_transitions(
     desired, next_desired = _get_goals(tensordict, "desired", keys.desired, keys.next_desired)
     states = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
     exact = map_goals(states, goal_fn).detach()  # [n, *goal]
-    _check_shapes(exact[0], desired.reshape(count, *desired.shape[len(batch) :])[0], earlier_goal)
+    _check_shapes(exact.shape[1:], desired.shape[len(batch) :], desired.dtype, earlier_goals)
     goals = exact.to(desired.dtype)
 
     done = flatten_entry(tensordict, keys.done, np.bool_, "done_key")
@@ -184,20 +185,25 @@ def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return halves[:, 0], halves[:, 1]
 
 
-def _check_shapes(achieved: Tensor, desired: Tensor, earlier: Tensor | None) -> None:
-    """Check that achieved goals can replace desired ones, and that goals have the shape and dtype of earlier writes."""
-    if achieved.shape != desired.shape:
+def _check_shapes(achieved: torch.Size, desired: torch.Size, dtype: torch.dtype, earlier: Tensor | None) -> None:
+    """Check that achieved goals can replace desired ones of this dtype, and that goals are like earlier ones.
+
+    The shapes are those of one goal; the earlier goals are ``[n, *goal]``.
+    """
+    if achieved != desired:
         raise ValueError(
-            f"One achieved goal has the shape {tuple(achieved.shape)} and one desired goal {tuple(desired.shape)}: an "
-            "achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
+            f"One achieved goal has the shape {tuple(achieved)} and one desired goal {tuple(desired)}: an achieved "
+            "goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
-    if earlier is not None and desired.shape != earlier.shape:
+    if earlier is None:
+        return
+    if desired != earlier.shape[1:]:
         raise ValueError(
-            f"Goals have the shape {tuple(desired.shape)}, but goal_spec or an earlier write has "
-            f"{tuple(earlier.shape)}. goal_spec is the spec of one goal, without the batch of environments."
+            f"Goals have the shape {tuple(desired)}, but goal_spec or an earlier write has "
+            f"{tuple(earlier.shape[1:])}. goal_spec is the spec of one goal, without the batch of environments."
         )
-    if earlier is not None and desired.dtype != earlier.dtype:
-        raise ValueError(f"Goals are {desired.dtype}, but {earlier.dtype} in goal_spec or an earlier write.")
+    if dtype != earlier.dtype:
+        raise ValueError(f"Goals are {dtype}, but {earlier.dtype} in goal_spec or an earlier write.")
 
 
 def _check_values(exact: Tensor, written: WrittenTransitions) -> None:
@@ -210,11 +216,18 @@ def _check_values(exact: Tensor, written: WrittenTransitions) -> None:
             f"that of {written.name(row)}, would change them. Nothing was stored: store both in one dtype, or map them "
             "with goal_fn."
         )
-    if goals.is_floating_point() and bool(goals.isnan().any()):  # as a desired goal it would make losses NaN
+    if goals.is_floating_point() and _has_nan(goals):  # as a desired goal it would make losses NaN
         raise ValueError(
             f"The achieved goal of {written.name(_first_row(goals.isnan()))} is NaN. Nothing was stored: look at what "
             "the environment (or goal_fn) returned."
         )
+
+
+def _has_nan(goals: Tensor) -> bool:
+    """Return whether a goal is NaN. NumPy finds out faster, and does not know every dtype."""
+    if goals.is_cpu and goals.dtype in (torch.float32, torch.float64):
+        return bool(np.isnan(goals.numpy()).any())
+    return bool(goals.isnan().any())
 
 
 def _first_row(where: Tensor) -> int:

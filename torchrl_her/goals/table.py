@@ -143,9 +143,11 @@ class GoalTable:
     def open_episodes(self, count: int) -> int:
         """Begin a write with ``count`` new episodes, whose ids are consecutive, and return the first id."""
         first = self.next_episode
-        self._counts[[1, 3]] += count, 1
-        for ring, _ in _slices(self.capacity, first, count):
-            self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
+        self._counts[1] += count
+        self._counts[3] += 1
+        if self._counts[1] > self.capacity:
+            for ring, _ in _slices(self.capacity, first, count):
+                self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
         return first
 
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
@@ -175,9 +177,8 @@ class GoalTable:
         counters = self._counts
         first = int(counters[0])
         counters[0] += len(goals)
-        index = self._tensor(ids % self.capacity)
         begins = np.cumsum(lengths) - lengths
-        self.starts.index_copy_(0, index, self._tensor(first + begins + self.before.rows))
+        self._set(self.starts, ids, first + begins + self.before.rows)
         of_rows = np.repeat(ids, lengths)
         if self.before.desired:
             of_rows[begins] *= -1
@@ -189,7 +190,14 @@ class GoalTable:
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 
-        self.lengths.index_copy_(0, index, self._tensor(lengths - self.before.rows))
+        self._set(self.lengths, ids, lengths - self.before.rows)
+
+    def _set(self, column: Tensor, episodes: np.ndarray, values: np.ndarray) -> None:
+        """Set the start or the length of episodes; NumPy is faster for the few that a write publishes."""
+        if column.is_cpu:
+            column.numpy()[episodes % self.capacity] = values
+        else:
+            column.index_copy_(0, self._tensor(episodes % self.capacity), self._tensor(values))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.goals.device)
@@ -297,6 +305,7 @@ class GoalTable:
         self.has_gaps = state["has_gaps"] or self.is_shared
         with self._changing():
             self.owners.zero_()
+            self.lengths.zero_()
             for name in ("goals", "owners", "starts", "lengths"):
                 getattr(self, name)[: len(state[name])] = state[name]
             self.size.copy_(state["size"])

@@ -115,8 +115,8 @@ class AdoptingTransform(RelabelTransform):
         self._is_checked = False
         stamps, is_empty = np.empty((len(data_set.ends), 2), np.int64), count > 1
         for piece in data_set.pieces():
-            earlier_goal = None if self.table is None else self.table.goals[0]
-            written = self._read(piece.data, earlier_goal, None, piece.names)
+            earlier_goals = None if self.table is None else self.table.goals
+            written = self._read(piece.data, earlier_goals, None, piece.names)
             is_empty = is_empty and not bool(written.goals.any())
             stamps[piece.rows] = self._track(piece.data, written._replace(done=piece.ends), None)
         if is_empty:

@@ -1,0 +1,129 @@
+"""Samples that own their memory are relabelled in place, and become what unmarked samples become."""
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import Compose, MultiStepTransform, Transform
+
+from support.factories import make_transform, reward_of
+from support.tape import make_serial, make_tape
+from torchrl_her import CompactGoals, Future, GoalReward, HERTransform, PackedStorage, mark_as_owned
+from torchrl_her.storage.ownership import owns_memory
+
+
+class OwningStorage(LazyTensorStorage):
+    """TorchRL's storage, whose samples are copies and are marked."""
+
+    def get(self, index):
+        found = super().get(index)
+        return mark_as_owned(found) if isinstance(index, torch.Tensor) and index.ndim else found
+
+
+def module_that_reads_what_it_replaces():
+    """A reward of the stored reward and flag, which writes a further entry."""
+
+    def function(achieved, desired, reward, terminated):
+        hit = (achieved == desired).all(-1, keepdim=True)
+        return torch.where(hit, reward + 1, reward - 1), hit | terminated, hit.clone()
+
+    keys = [("next", "achieved_goal"), "desired_goal", ("next", "reward"), ("next", "terminated")]
+    return TensorDictModule(function, keys, [*keys[2:], "hit"])
+
+
+MAKERS = {
+    "goals": lambda: make_transform(reward=GoalReward(reward_of)),
+    "goals, with terminations": make_transform,
+    "a module": lambda: make_transform(reward=module_that_reads_what_it_replaces()),
+    "all rewards": lambda: make_transform(recompute_all_rewards=True),
+    "extra goals and info": lambda: make_transform(extra_goals={"actor_goal": Future(own=False)}, info=True),
+    "sequences": lambda: make_transform(sequence_length=4),
+}
+
+
+def filled(make, storage):
+    rb = TensorDictReplayBuffer(storage=storage, transform=make(), batch_size=64)
+    rb.extend(make_tape().rollout(150, break_when_any_done=False))
+    return rb
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("kind", [PackedStorage, OwningStorage])
+def test_a_marked_sample_becomes_what_an_unmarked_one_becomes_and_the_storage_stays_as_it_is(make, kind):
+    rb = filled(make, kind(200))
+    her, before = rb.transform[0], rb.storage[:].clone()
+    for seed in range(20):
+        marked = rb.storage.get(torch.randint(150, (64,)))
+        unmarked = marked.clone()
+        assert owns_memory(marked)
+        assert not owns_memory(unmarked)
+        original, goals = unmarked.clone(), marked["desired_goal"]
+        torch.manual_seed(seed)
+        in_place = her(marked)
+        torch.manual_seed(seed)
+        expected = her(unmarked)
+        assert in_place is marked
+        assert in_place["desired_goal"] is goals
+        assert set(in_place.keys(True, True)) == set(expected.keys(True, True))
+        assert (in_place == expected).all()
+        assert (unmarked == original).all()
+    assert expected["hindsight", "relabelled"].any()
+    assert (rb.storage[:] == before).all()
+
+
+def test_samples_of_packed_storage_are_marked_and_views_of_it_are_not():
+    storage = PackedStorage(20)
+    storage.set(range(10), TensorDict({"a": torch.arange(10)}, [10]))
+    assert owns_memory(storage.get(torch.tensor([3, 4])))
+    for index in (slice(None), slice(2, 5), 3):
+        assert not owns_memory(storage.get(index))
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [TensorDict.copy, TensorDict.clone, copy.deepcopy, lambda sample: sample[:2], lambda sample: sample.exclude("a")],
+)
+def test_what_is_made_of_a_marked_sample_is_not_marked(derive):
+    sample = mark_as_owned(TensorDict({"a": torch.arange(4), "b": torch.arange(4)}, [4]))
+    assert not owns_memory(derive(sample))
+
+
+class SetsAConstant(Transform):
+    """Replaces goals by a tensor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.goal = torch.full((64, 3), 7.0)
+
+    def forward(self, sample):
+        """Set the goals."""
+        return sample.set("desired_goal", self.goal).set(("next", "desired_goal"), self.goal)
+
+
+def test_an_entry_that_an_earlier_transform_has_set_is_not_written_into():
+    earlier = SetsAConstant()
+    rb = filled(lambda: Compose(earlier, make_transform()), PackedStorage(200))
+    batch = rb.sample()
+    assert batch["hindsight", "relabelled"].any()
+    assert (earlier.goal == 7.0).all()
+
+
+@pytest.mark.parametrize("before", [CompactGoals, lambda: MultiStepTransform(3, 0.9)])
+def test_behind_another_transform_samples_are_copied(before):
+    rb = ReplayBuffer(storage=PackedStorage(200, ndim=2), transform=Compose(before(), make_transform()), batch_size=64)
+    rb.extend(make_serial(0, 1).rollout(60, break_when_any_done=False))
+    stored = rb.storage[:].clone()
+    assert rb.sample()["hindsight", "relabelled"].any()
+    assert (rb.storage[:] == stored).all()
+
+
+def test_a_transform_that_is_inserted_after_the_last_write_is_seen():
+    rb = filled(make_transform, PackedStorage(200))
+    earlier = SetsAConstant()
+    rb.insert_transform(0, earlier)
+    rb.sample()
+    assert (earlier.goal == 7.0).all()
+    assert isinstance(rb.transform[1], HERTransform)
