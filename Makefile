@@ -15,6 +15,7 @@ test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow --durations=10
 bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/sampling.py
+	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/writing.py
 	$(BIN)/python benchmarks/adopt.py
 	$(BIN)/python benchmarks/memory.py

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from contenders import THRESHOLD, TorchRL, make_transitions
+from contenders import TorchRL
+from contenders.transitions import THRESHOLD, make_transitions
 from tensordict import TensorDict
 from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer

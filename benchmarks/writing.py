@@ -1,9 +1,13 @@
 """What a transition costs to write with four relabelled copies, in chunks of several sizes.
 
 `HindsightAugmentation` and cpprb's `HindsightReplayBuffer` are written the same transitions in turn, in shuffled
-order and on one thread. Every chunk is whole episodes of 50 steps (see `contenders.py`). cpprb is written in two
+order and on one thread. Every chunk is whole episodes of 50 steps (see `contenders/transitions.py`). cpprb is written in two
 ways: an episode at a time, and a step at a time, as in its examples. Next to them, what TorchRL's buffer costs
 without hindsight.
+
+Then what `add` of a single transition costs with `HERTransform` and without: episodes are written one transition after
+the other, with the trajectory ids of a collector, into each buffer in turn. As in a training loop, a `sample(256)`
+follows each `add`, outside the clock, so that caches are as cold as they are there.
 """
 
 import argparse
@@ -12,7 +16,9 @@ import time
 
 import numpy as np
 import torch
-from contenders import AUGMENTATION, CONTENDERS, CPPRB, EPISODE_STEPS, OURS, PLAIN, Cpprb, make_episodes
+from contenders import AUGMENTATION, CONTENDERS, CPPRB, OURS, PACKED, PACKED_OURS, PLAIN, Cpprb
+from contenders.transitions import EPISODE_STEPS, make_episodes
+from report import LABELS, Target, print_table, print_targets
 from torchrl import torchrl_logger
 from tqdm import tqdm
 
@@ -32,6 +38,13 @@ class CpprbByStep(Cpprb):
 
 
 BY_STEP = f"{CPPRB}, step by step"
+LABELS_OF_COPIES = {
+    PLAIN: "no hindsight, no copies",
+    OURS: "`HERTransform`, no copies",
+    AUGMENTATION: "`HindsightAugmentation`",
+    CPPRB: "cpprb, an episode at a time",
+    BY_STEP: "cpprb, a step at a time, as in its examples",
+}
 KINDS = {name: CONTENDERS[name] for name in (PLAIN, OURS, AUGMENTATION, CPPRB)} | {BY_STEP: CpprbByStep}
 
 
@@ -53,9 +66,42 @@ def measure(rounds: int) -> dict[tuple[str, int], list[float]]:
     return times
 
 
+def measure_add(episodes: int) -> dict[str, np.ndarray]:
+    """Return the times of `add` by contender in µs, ``[episodes, EPISODE_STEPS]``."""
+    contenders = {name: CONTENDERS[name](ROWS) for name in (PLAIN, OURS, PACKED, PACKED_OURS)}
+    for each in tqdm(contenders.values(), desc="filling", unit="buffer"):
+        each.fill()
+    rng = np.random.default_rng(2)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in tqdm(range(episodes), desc="measuring add", unit="episode"):
+        transitions = make_episodes(1, rng)
+        data = {name: contender.prepare(transitions) for name, contender in contenders.items()}
+        for step in range(EPISODE_STEPS):
+            for name in random.sample(list(contenders), len(contenders)):
+                transition = data[name][step].clone()
+                start = time.perf_counter_ns()
+                contenders[name].buffer.add(transition)
+                times[name].append((time.perf_counter_ns() - start) / 1e3)
+                contenders[name].sample()
+    return {name: np.reshape(values, (episodes, EPISODE_STEPS)) for name, values in times.items()}
+
+
+def print_add(times: dict[str, np.ndarray]) -> None:
+    """Print what `add` takes: the median of all, and the median over episodes of their mean, which has their ends."""
+    rows = []
+    for name in times:
+        cells = []
+        for reduce in (np.asarray, lambda values: values.mean(axis=1)):
+            values = reduce(times[name])
+            cells.append(f"{np.median(values):.0f} ({np.median(values / reduce(times[PLAIN])):.2f})")
+        rows.append((LABELS[name], cells))
+    print_table("`add` of one transition, µs", ("median", "mean over an episode"), rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--episodes", type=int, default=30, help="that are added one transition after the other")
     arguments = parser.parse_args()
     random.seed(0)
     torch.manual_seed(0)
@@ -63,14 +109,22 @@ def main() -> None:
     torchrl_logger.setLevel("WARNING")
     times = measure(arguments.rounds)
     print("Median time to write a transition in µs, and the median of the ratios to cpprb in the same round")
-    print(f"{'transitions in a write':<24}" + "".join(f"{episodes * EPISODE_STEPS:>18,}" for episodes in CHUNKS))
+    rows = []
     for name in KINDS:
-        cells = (
-            f"{np.median(times[name, episodes]):.2f} "
+        cells = [
+            f"{np.median(times[name, episodes]):.1f} "
             f"({np.median(np.divide(times[name, episodes], times[CPPRB, episodes])):.2f})"
             for episodes in CHUNKS
-        )
-        print(f"{name:<24}" + "".join(f"{cell:>18}" for cell in cells))
+        ]
+        rows.append((LABELS_OF_COPIES[name], cells))
+    print_table("transitions in a write", (f"{episodes * EPISODE_STEPS:,}" for episodes in CHUNKS), rows)
+
+    times_of_add = measure_add(arguments.episodes)
+    print_add(times_of_add)
+    print_targets(
+        Target(f"{name}: add, ratio to {PLAIN}", float(np.median(times_of_add[name] / times_of_add[PLAIN])), 1.5)
+        for name in (OURS, PACKED_OURS)
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Whether hindsight costs more per sample with ten million stored transitions than with ten thousand.
+
+A buffer with `HERTransform` and one without take turns at both sizes, with each storage: `extend(50)`, `sample(256)`
+and another `sample(256)`, on one thread (see `sampling.py`). Before each turn the processor's caches are emptied. The
+growth is that of the median of the differences within a round. Batches are checked as in `sampling.py`.
+
+Ten million transitions take 3.3 GB, and at most two buffers of that size are in memory at once: 7 GB in all. `--file`
+also measures `PackedStorage` in a memory-mapped file, with one million and ten million transitions (3.3 GB of disk).
+
+Writes `growth.csv`. Fails where a check fails, and not where a target is missed.
+"""
+
+import argparse
+import gc
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from contenders import FILE, OURS, PACKED, PACKED_OURS, PLAIN
+from contenders.transitions import BATCH_SIZE, EPISODE_STEPS
+from measuring import SAMPLE, Results, added, measure, times
+from report import LABELS, Target, print_checks, print_table, print_targets, short, summarize, write_csv
+from torchrl import torchrl_logger
+
+PAIRS = {"LazyTensorStorage": (PLAIN, OURS), "PackedStorage": (PACKED, PACKED_OURS)}
+
+
+def print_samples(results: Results, names: tuple[str, ...], sizes: list[int]) -> None:
+    """Print the medians of a sample, and what hindsight adds to it."""
+    rows = [
+        (LABELS[name], [f"{np.median(times(results, SAMPLE, size, name)):.0f}" for size in sizes]) for name in names
+    ]
+    if len(names) == 2:
+        plain, ours = names
+        rows.append(("hindsight adds", [f"{added(results, size, ours, plain):.0f}" for size in sizes]))
+    print_table(f"`sample({BATCH_SIZE})`, µs", map(short, sizes), rows)
+
+
+def ratio_of_sizes(results: Results, name: str, size: int, other: int) -> float:
+    """The time of a sample at a size to that at another: the median of the ratios within a round."""
+    return float(np.median(times(results, SAMPLE, size, name) / times(results, SAMPLE, other, name)))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--sizes", type=int, nargs=2, default=[10_000, 10_000_000], help="transitions stored")
+    parser.add_argument("--rounds", type=int, default=400, help="turns of each buffer at each size")
+    parser.add_argument("--storages", nargs="*", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--file", action="store_true", help="also measure PackedStorage in a file")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    arguments = parser.parse_args()
+    if any(size < EPISODE_STEPS or size % EPISODE_STEPS for size in arguments.sizes):
+        parser.error(f"sizes are multiples of {EPISODE_STEPS}, the steps of an episode")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torchrl_logger.setLevel("WARNING")
+
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    targets = []
+
+    def run(names: tuple[str, ...], sizes: list[int]) -> Results:
+        results = measure(list(names), sizes, arguments.rounds, evict=True)
+        print_samples(results, names, sizes)
+        print_checks(results)
+        rows.extend(summarize(results))
+        failures.extend(failure for each in results.values() for failure in each.failures())
+        return results
+
+    small, large = arguments.sizes
+    for storage in arguments.storages:
+        plain, ours = PAIRS[storage]
+        results = run((plain, ours), [small, large])
+        growth = added(results, large, ours, plain) / added(results, small, ours, plain)
+        text = f"{storage}: what hindsight adds to a sample at {large:,}, ratio to {small:,}"
+        targets.append(Target(text, growth, 1.3))
+        del results  # before the next buffers are filled
+        gc.collect()
+    if arguments.file:
+        middle = large // 10
+        results = run((FILE,), [middle, large])
+        value = ratio_of_sizes(results, FILE, large, middle)
+        targets.append(Target(f"{FILE}: sample at {large:,}, ratio to {middle:,}", value, 1.5))
+    write_csv(rows, arguments.output / "growth.csv")
+    print_targets(targets)
+    if failures:
+        sys.exit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()
