@@ -29,13 +29,10 @@ PAIRS = {"LazyTensorStorage": (PLAIN, OURS), "PackedStorage": (PACKED, PACKED_OU
 
 
 def print_samples(results: Results, names: tuple[str, ...], sizes: list[int]) -> None:
-    """Print the medians of a sample, and what hindsight adds to it."""
+    """Print the medians of a sample."""
     rows = [
         (LABELS[name], [f"{np.median(times(results, SAMPLE, size, name)):.0f}" for size in sizes]) for name in names
     ]
-    if len(names) == 2:
-        plain, ours = names
-        rows.append(("hindsight adds", [f"{added(results, size, ours, plain):.0f}" for size in sizes]))
     print_table(f"`sample({BATCH_SIZE})`, µs", map(short, sizes), rows)
 
 
@@ -66,7 +63,7 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
-    targets = []
+    targets, growths = [], []
 
     def run(names: tuple[str, ...], sizes: list[int]) -> Results:
         results = measure(list(names), sizes, arguments.rounds, evict=True)
@@ -83,6 +80,8 @@ def main() -> None:
         growth = added(results, large, ours, plain) / added(results, small, ours, plain)
         text = f"{storage}: what hindsight adds to a sample at {large:,}, ratio to {small:,}"
         targets.append(Target(text, growth, 1.3))
+        values = [f"{added(results, size, ours, plain):.0f}" for size in arguments.sizes]
+        growths.append((f"`{storage}`", [*values, f"{growth:.2f}"]))
         del results  # before the next buffers are filled
         gc.collect()
     if arguments.file:
@@ -90,6 +89,7 @@ def main() -> None:
         results = run((FILE,), [middle, large])
         value = ratio_of_sizes(results, FILE, large, middle)
         targets.append(Target(f"{FILE}: sample at {large:,}, ratio to {middle:,}", value, 1.5))
+    print_table("hindsight adds to a sample, µs", [*map(short, arguments.sizes), "growth"], growths)
     write_csv(rows, arguments.output / "growth.csv")
     print_targets(targets)
     if failures:

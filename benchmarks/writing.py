@@ -1,8 +1,8 @@
 """What a transition costs to write with four relabelled copies, in chunks of several sizes.
 
 `HindsightAugmentation` and cpprb's `HindsightReplayBuffer` are written the same transitions in turn, in shuffled
-order and on one thread. Every chunk is whole episodes of 50 steps (see `contenders/transitions.py`). cpprb is written in two
-ways: an episode at a time, and a step at a time, as in its examples. Next to them, what TorchRL's buffer costs
+order and on one thread. Every chunk is whole episodes of 50 steps (see `contenders/transitions.py`). cpprb is written
+in two ways: an episode at a time, and a step at a time, as in its examples. Next to them, what TorchRL's buffer costs
 without hindsight.
 
 Then what `add` of a single transition costs with `HERTransform` and without: episodes are written one transition after

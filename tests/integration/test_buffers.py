@@ -340,6 +340,19 @@ def row(name):
     return lambda test: test
 
 
+@row("rb.sample(16 * 256).split(256)")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_batches_of_one_call_have_the_entries_goals_and_rewards_of_separate_calls(storage):
+    rb, oracle = filled(storage=STORAGES[storage], stream=SOME, batch_size=None)
+    one = rb.sample(64)
+    batches = rb.sample(16 * 64).split(64)
+    assert len(batches) == 16
+    for batch in batches:
+        assert batch.batch_size == one.batch_size
+        assert set(batch.keys(True)) == set(one.keys(True))
+        assert oracle.check(batch) > 32
+
+
 def extend_time_first(rb, lanes):
     rb.extend(make_tensordict(rows_of(lanes)).reshape(len(lanes), -1).transpose(0, 1))
 

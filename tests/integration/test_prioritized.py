@@ -169,6 +169,33 @@ def test_errors_that_are_written_with_the_data_are_its_priorities():
     priorities.check(batch["priority_weight"], batch["uid"].tolist(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("storage", ["LazyTensorStorage", "PackedStorage"])
+def test_batches_of_one_call_have_the_priorities_of_the_moment_of_the_call(storage):
+    rb, priorities = make(whole, STORAGES[storage], batch_size=None), Priorities()
+    for lanes in STREAM:
+        extend(rb, lanes)
+        priorities.write([row.uid for row in rows_of(lanes)])
+
+    def update(batch, error):
+        batch["td_error"] = error
+        rb.update_tensordict_priority(batch)
+        priorities.update(batch["uid"].tolist(), error.tolist())
+
+    update(rb.sample(200), torch.linspace(0.1, 2.0, 200))
+    batches = rb.sample(16 * 32).split(32)
+    for batch in batches:  # weights do not depend on what else the call has drawn
+        priorities.check(batch["priority_weight"], batch["uid"].tolist())
+    assert any(set(batches[0]["uid"].tolist()) & set(batch["uid"].tolist()) for batch in batches[1:])
+    update(batches[0], torch.linspace(3.0, 9.0, 32))
+    stale = torch.cat(batches[1:])
+    with pytest.raises(AssertionError):
+        priorities.check(stale["priority_weight"], stale["uid"].tolist())
+    for number, batch in enumerate(batches[1:]):  # a transition that comes again gets the priority of the last batch
+        update(batch, torch.linspace(0.2, 1.0, 32) * (number + 1))
+    batch = rb.sample(100)
+    priorities.check(batch["priority_weight"], batch["uid"].tolist())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_by_hindsight_augmentation_have_priorities_of_their_own(kind):
     stream = Stream(1, ((5, "terminated"), (8, "truncated")), chunk=7, writes=8, layout="flat with ids", rows=1000)

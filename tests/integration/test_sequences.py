@@ -118,6 +118,22 @@ def test_a_sequence_gets_one_goal_that_its_last_transition_could_have(strategy, 
     check_as_it_grows(make(stream, **SAMPLED[name]()), Oracle(stream))
 
 
+@pytest.mark.parametrize("sampler", [{"slice_len": LENGTH}, {"num_slices": 8 * 16}])
+def test_several_batches_of_one_call_hold_whole_sequences(sampler):
+    rb, oracle = filled(sampler=SliceSampler(**sampler, truncated_key=None))
+    batches = rb.sample(8 * 16 * LENGTH).split(16 * LENGTH)
+    assert len(batches) == 8
+    for batch in batches:
+        assert check_sequences(batch, oracle) > 0.7
+
+
+def test_num_slices_is_of_the_whole_call():
+    rb, _ = filled(sampler=SliceSampler(num_slices=16, truncated_key=None))
+    rb.sample(16 * LENGTH)  # 16 sequences of LENGTH steps
+    with pytest.raises(RuntimeError, match=f"required={8 * LENGTH}"):
+        rb.sample(8 * 16 * LENGTH)
+
+
 def test_the_goal_of_a_sequence_has_the_distribution_of_its_last_transition():
     steps, count = 9, 6000
     stream = Stream(1, ((steps, "truncated"),), steps, 1, "flat with ids", rows=steps, her_ratio=0.8)

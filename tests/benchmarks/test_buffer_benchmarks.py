@@ -1,0 +1,89 @@
+"""The benchmarks of sampling and writing run in small sizes, and print the tables of the docs."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("stable_baselines3", reason="the benchmarks need the extra 'benchmarks'")
+pytest.importorskip("cpprb", reason="the benchmarks need the extra 'benchmarks'")
+
+import growth
+import measuring
+import sampling
+import writing
+from contenders import CONTENDERS, FILE, SB3
+from contenders.transitions import BATCHES
+
+DOCS = Path(__file__).parents[2] / "docs"
+SIZE = 1000
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the main function of a benchmark and return what it prints."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def tables(text):
+    """The first cells of each table: the title, and below it those of the rows."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        title, _, *names = (line.split("|")[1].strip() for line in table.splitlines())
+        found.append((title, *names))
+    return found
+
+
+def check_printed(printed, *documented):
+    """Check that tables of the docs, by their title and number of rows, are printed."""
+    shown = tables(printed)
+    for page, title, rows in documented:
+        (table,) = (each for each in tables((DOCS / page).read_text()) if (each[0], len(each)) == (title, rows + 1))
+        assert table in shown
+
+
+def test_sampling_measures_every_operation_of_every_buffer(run, tmp_path):
+    printed = run(sampling, "--sizes", SIZE, "--rounds", 5, "--output", tmp_path)
+    titles = "`sample(256)`", "16 batches of 256 per call, per batch", "`extend(50)` + `sample(256)`", "`extend(50)`"
+    check_printed(printed, *(("cost.md", title, 9) for title in titles), ("cost.md", "`sample(256)`", 3))
+    check_printed(printed, ("several-batches-per-call.md", "a batch of 16 per call, ratio to one per call", 9))
+    with (tmp_path / "sampling.csv").open() as file:
+        measured = {(row["operation"], row["contender"]) for row in csv.DictReader(file)}
+    names = set(CONTENDERS) - {FILE}
+    assert measured == {(operation, name) for operation in measuring.OPERATIONS for name in names}
+    assert (tmp_path / "sampling.png").stat().st_size < 200_000
+
+
+def test_growth_is_measured_with_both_storages_and_a_file(run, tmp_path):
+    printed = run(growth, "--sizes", SIZE, 10 * SIZE, "--rounds", 5, "--file", "--output", tmp_path)
+    check_printed(printed, ("cost.md", "hindsight adds to a sample, µs", 2))
+    assert len((tmp_path / "growth.csv").read_text().splitlines()) == 1 + 4 * (4 + 4 + 2)
+
+
+def test_writing_and_add_are_measured(run, monkeypatch):
+    monkeypatch.setattr(writing, "ROWS", SIZE * 10)
+    printed = run(writing, "--rounds", 1, "--episodes", 1)
+    check_printed(printed, ("cost.md", "`add` of one transition, µs", 4), ("cost.md", "transitions in a write", 5))
+
+
+def test_batches_that_are_not_relabelled_alike_are_a_failure():
+    """Stable-Baselines3 returns relabelled transitions first."""
+    measured = measuring.Measured(SB3, SIZE, CONTENDERS[SB3](SIZE))
+    measured.fill()
+    assert not measured.failures()
+    contender = measured.contender
+    in_order = contender.read(contender.buffer.sample(BATCHES * 256))
+    contender.read = lambda rows: type(in_order)(*(value[rows] for value in vars(in_order).values()))
+    for start in range(0, BATCHES * 256, 256):
+        measured.check(slice(start, start + 256))
+    assert measured.failures() == [f"{SB3}, 1,000 stored: 15 batches have a share that differs much from the others"]
