@@ -68,7 +68,7 @@ class Measured:
             self.check(batch)
 
     def check(self, batch: Any) -> None:
-        """Count the relabelled transitions and the wrong rewards, from nothing but the batch."""
+        """Count the relabelled transitions and the wrong rewards, reading only the batch."""
         data = self.contender.read(batch)
         relabelled = data.desired_goal[:, 0] < UNREACHABLE
         difference = data.next_achieved_goal.astype(np.float64) - data.desired_goal
