@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import torch
 from contenders import (
     AUGMENTATION,
@@ -142,13 +141,10 @@ def table_bytes() -> float:
     transform = HERTransform(SparseReward(THRESHOLD), capacity=size)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform)
     buffer.extend(TorchRL(size).prepare(next(make_transitions(size))))
-    arrays: dict[int, int] = {}  # bytes by address, so that views of the same memory count once
-    for value in vars(transform.table).values():
-        if isinstance(value, torch.Tensor):
-            arrays[value.data_ptr()] = max(value.nbytes, arrays.get(value.data_ptr(), 0))
-        elif isinstance(value, np.ndarray):
-            arrays[value.ctypes.data] = max(value.nbytes, arrays.get(value.ctypes.data, 0))
-    return sum(arrays.values()) / size - 4 * GOAL
+    table = transform.table
+    columns = (table.goals, table.owners, table.starts, table.lengths)
+    stores = {store.data_ptr(): store.nbytes() for store in (column.untyped_storage() for column in columns)}
+    return sum(stores.values()) / size - 4 * GOAL
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -187,12 +187,15 @@ class HERTransform(StampingTransform):
                     "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
                 )
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
-        in_place = self._is_owned(tensordict) and rewards is self._one_step and not created
+        in_place = self._is_owned(tensordict) and not created
         data = tensordict if in_place else tensordict.exclude(*replaced, *self._added_keys)
         return SampledBatch(data, stored, in_place, table, episode, step, self.longest_window), rewards
 
     def _is_owned(self, tensordict: TensorDictBase) -> bool:
-        """Return whether a sample owns its memory. An earlier transform may have set entries that it does not own."""
+        """Return whether a sample owns its memory.
+
+        An earlier transform may have set entries that it does not own, or, for n-step returns, that are read again.
+        """
         if not owns_memory(tensordict) or torch.compiler.is_compiling():
             return False
         return self._neighbours is not None and not self._neighbours.before

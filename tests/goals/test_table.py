@@ -167,6 +167,13 @@ def test_no_episode_id_is_given_away_twice_and_0_is_none(counts):
     assert table.next_episode == max(given_away) + 1
 
 
+def test_an_episode_that_begins_has_no_steps_though_an_earlier_one_had_its_place():
+    model = Model(4, calls=[[(None, 1)]] * 6)
+    for _ in range(8):
+        episode = model.table.open_episodes(1)
+        assert model.table.find(torch.tensor([episode]))[1] == 0
+
+
 def test_publishing_nothing_changes_nothing():
     model = Model(10, calls=[[(None, 4)]])
     before = copy.deepcopy(model.table.state_dict())
@@ -177,7 +184,7 @@ def test_publishing_nothing_changes_nothing():
 @pytest.mark.parametrize("with_version", [False, True])
 def test_a_goal_that_is_read_while_a_writer_works_is_whole_or_has_no_owner(with_version):
     table = GoalTable(8, (50_000,), torch.float32, CPU)
-    rows, stop = torch.arange(8), threading.Event()
+    stop = threading.Event()
 
     def write():
         while not stop.is_set():
@@ -191,7 +198,7 @@ def test_a_goal_that_is_read_while_a_writer_works_is_whole_or_has_no_owner(with_
     try:
         while read < 1000 or overtaken < 100 or unchanged < 100 * with_version:
             version = table.version if with_version else None
-            goals, owners = table.read(rows, version)
+            goals, owners = table.read(torch.randint(8, (1,)), version)  # takes less time than a write
             whole = owners > 0
             lowest, highest = goals.aminmax(dim=1)
             assert torch.equal(lowest[whole], (owners[whole] % 2**20).float())

@@ -11,7 +11,7 @@ from torchrl.envs import Compose, MultiStepTransform, Transform
 
 from support.factories import make_transform, reward_of
 from support.tape import make_serial, make_tape
-from torchrl_her import CompactGoals, Future, GoalReward, HERTransform, PackedStorage, mark_as_owned
+from torchrl_her import CompactGoals, Future, GoalReward, HERTransform, PackedStorage, ReachedReward, mark_as_owned
 from torchrl_her.storage.ownership import owns_memory
 
 
@@ -89,6 +89,22 @@ def test_samples_of_packed_storage_are_marked_and_views_of_it_are_not():
 def test_what_is_made_of_a_marked_sample_is_not_marked(derive):
     sample = mark_as_owned(TensorDict({"a": torch.arange(4), "b": torch.arange(4)}, [4]))
     assert not owns_memory(derive(sample))
+
+
+def test_goals_that_adopted_data_lack_are_created_in_marked_samples_too():
+    arrays = {
+        "observation": torch.arange(10.0).view(10, 1),
+        "next": {"observation": torch.arange(1.0, 11.0).view(10, 1)},
+    }
+    arrays["next"] |= {"done": torch.arange(10).view(10, 1) == 9, "terminated": torch.zeros(10, 1, dtype=torch.bool)}
+    her = HERTransform(ReachedReward(), her_ratio=1.0, achieved_goal_key="observation", capacity=10)
+    data = her.adopt(TensorDict(arrays, [10]))
+    marked = mark_as_owned(data[torch.arange(10)])
+    torch.manual_seed(0)
+    expected = her(marked.clone())
+    torch.manual_seed(0)
+    assert (her(marked) == expected).all()
+    assert set(data["next"].keys()) == {"observation", "done", "terminated"}
 
 
 class SetsAConstant(Transform):
