@@ -1,11 +1,18 @@
-"""State that moves between a CUDA device and the host. Sampling on a device is tested in `test_compile.py`."""
+"""State that moves between a CUDA device and the host, and CUDA graphs of samples.
+
+Sampling on a device is tested in `test_compile.py`.
+"""
+
+import itertools
+import warnings
 
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, make_transform
-from support.tape import make_tape
+from support.tape import check, collected, make_tape
+from torchrl_her import PackedStorage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,3 +50,52 @@ def test_a_state_of_the_device_loads_into_a_transform_on_the_host():
     batch = on_host(rb.storage[:64].cpu())
     assert batch["hindsight", "relabelled"].any()
     assert on_host.table.goals.device.type == "cpu"
+
+
+STORAGES = {"LazyTensorStorage": LazyTensorStorage, "PackedStorage": PackedStorage}
+
+
+def capture(call):
+    """Capture a call in a CUDA graph; return the graph, and the result, which each replay overwrites."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_a_captured_sample_draws_afresh_at_each_replay_and_sees_what_was_written_since(storage, strategy):
+    her = make_transform(strategy=strategy, her_ratio=0.8, capacity=200)
+    rb = TensorDictReplayBuffer(storage=STORAGES[storage](200, device="cuda"), transform=her)
+    data = collected(600).to("cuda")
+    rb.extend(data[:200])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph, batch = capture(lambda: rb.sample(256))
+        drawn = []
+        for written in (None, data[200:400], data[400:]):  # the buffer is full, and its rows are overwritten
+            if written is not None:
+                rb.extend(written)
+            for _ in range(2):
+                graph.replay()
+                drawn.append(batch.clone())
+                check(drawn[-1].cpu(), strategy)
+    assert all((one["index"] != other["index"]).any() for one, other in itertools.pairwise(drawn))
+    assert 0.3 < torch.stack([each["hindsight", "relabelled"].float().mean() for each in drawn]).mean() < 0.85
+
+
+def test_replays_of_a_captured_sample_are_counted_when_something_is_written():
+    her = make_transform(her_ratio=0.8, capacity=1000)
+    rb = buffer(her)
+    rb.extend(collected(400).to("cuda"))
+    graph, _ = capture(lambda: rb.sample(256))  # one sample that is not captured
+    assert her.report().sampled == 256  # nothing ran while capturing
+    for _ in range(3):
+        graph.replay()
+    assert her.report().sampled == her.report().sampled == 512  # the last replay, once

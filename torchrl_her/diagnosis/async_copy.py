@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def is_capturing(values: Tensor) -> bool:
+    """Return whether operations on a tensor are being captured in a CUDA graph, and do not run now."""
+    return values.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class AsyncCopy:
     """A copy of a tensor on the host, which a GPU makes while the program goes on."""
 
