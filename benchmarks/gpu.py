@@ -1,0 +1,225 @@
+"""Everything that is known about this package on a GPU, measured by one command in less than 8 minutes.
+
+It needs a CUDA device and PyTorch 2.11 or newer::
+
+    python benchmarks/gpu.py --out outputs/gpu
+    python benchmarks/gpu.py --out outputs/gpu --device cpu    # a small version of the same, in less than a minute
+
+1. ``synchronization``: sampling with hindsight never waits for the device.
+2. ``tests``: the tests marked ``gpu``.
+3. ``sampling``: samples per second, for storages of 1 and 10 million transitions and batches of 256 to 65,536, with and
+   without hindsight, call by call and captured in one CUDA graph together with an update of DDPG.
+4. ``training``: PointReach with everything on the device, 10 million steps with an update of batch 256 for each 16.
+
+Writes ``synchronization.csv``, ``tests.txt``, ``sampling.csv``, ``sampling.png``, ``training.csv`` and ``summary.csv``.
+Fails if a test fails, or if sampling waits for the device. ``docs/gpu.md`` describes the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tensordict
+import torch
+import torchrl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # torchrl_her need not be installed
+
+import gpu_sampling
+import gpu_training
+from gpu_device import write_csv
+from gpu_picture import draw
+from gpu_tests import run_tests
+
+ROOT = Path(__file__).parents[1]
+PARTS = "synchronization", "tests", "sampling", "training"
+JAXGCRL = 600  # seconds for 10 million steps, as published
+WHOLE = 465.0  # seconds for all parts; the training gets the rest
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of what is measured."""
+
+    samples: int  # of each storage and strategy, of which none may synchronise
+    stored: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    budget: float  # seconds of one measurement
+    sampling_limit: float  # seconds of all of them
+    tests_limit: float  # seconds
+    steps: int
+    num_envs: int
+    buffer_size: int
+
+
+ON_GPU = Plan(
+    samples=200,
+    stored=(1_000_000, 10_000_000),
+    batch_sizes=(256, 1024, 4096, 16_384, 65_536),
+    budget=0.15,
+    sampling_limit=110.0,
+    tests_limit=120.0,
+    steps=10_000_000,
+    num_envs=2000,
+    buffer_size=1_000_000,
+)
+ON_CPU = Plan(
+    samples=3,
+    stored=(1000, 10_000),
+    batch_sizes=(64, 256),
+    budget=0.01,
+    sampling_limit=60.0,
+    tests_limit=120.0,
+    steps=4000,
+    num_envs=40,
+    buffer_size=3000,
+)
+
+
+class Report:
+    """What is printed at the end, and written into ``summary.csv``."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+        self.lines: list[str] = []
+        self.failures: list[str] = []
+
+    def add(self, quantity: str, value: object, unit: str = "") -> None:
+        """Add a row to the file."""
+        self.rows.append({"quantity": quantity, "value": value, "unit": unit})
+
+
+def check_synchronization(plan: Plan, device: torch.device, out: Path, report: Report) -> None:
+
+    try:
+        rows = gpu_sampling.check_synchronization(device, plan.samples)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        report.failures.append(f"Sampling waits for the device: {error}")
+        return
+    write_csv(rows, out / "synchronization.csv")
+    if device.type == "cuda":
+        line = (
+            f"{len(rows)} combinations of storage and strategy, {plan.samples} samples each: none waits for the device."
+        )
+    else:
+        line = (
+            "Skipped on a CPU: whether sampling synchronises (it was sampled), and CUDA graphs (functions are called)."
+        )
+    report.lines.append(line)
+    report.add("samples that did not synchronise", sum(row["samples"] for row in rows if row["checked"]), "samples")
+
+
+def run_gpu_tests(plan: Plan, device: torch.device, out: Path, report: Report) -> None:
+
+    if device.type == "cpu":
+        report.lines.append("Skipped on a CPU: the tests marked gpu.")
+        return
+    outcome = run_tests(ROOT, plan.tests_limit)
+    (out / "tests.txt").write_text(outcome.output)
+    report.lines.append(f"Tests marked gpu: {outcome.summary}")
+    report.lines += [f"  not collected: {each}" for each in outcome.not_collected]
+    for name, count in outcome.counts.items():
+        report.add(f"tests {name}", count, "tests")
+    report.add("test files not collected", len(outcome.not_collected), "files")
+    if outcome.counts.get("failed") or not outcome.counts or "stopped" in outcome.counts:
+        report.failures.append(f"The tests marked gpu did not pass, see {out / 'tests.txt'}: {outcome.summary}")
+
+
+def measure_sampling(plan: Plan, device: torch.device, out: Path, report: Report) -> None:
+
+    rows = gpu_sampling.measure_sampling(device, plan.stored, plan.batch_sizes, plan.budget, plan.sampling_limit)
+    prioritized, reason = gpu_sampling.measure_prioritized(device, plan.stored[0], plan.batch_sizes, plan.budget)
+    write_csv(rows + prioritized, out / "sampling.csv")
+    draw(rows, f"Sampling on {name_of(device)}", out / "sampling.png")
+    for row in rows:
+        if row["storage"] == "PackedStorage" and row["hindsight"] and row["batch_size"] == plan.batch_sizes[0]:
+            if row["mode"] == "graph" and not row["captured"]:
+                continue
+            call = "in one CUDA graph" if row["captured"] else "call by call"
+            report.lines.append(
+                f"{row['operation'].capitalize()}, batch of {row['batch_size']} with hindsight, PackedStorage, "
+                f"{row['stored']:,} stored, {call}: {row['samples_per_second']:,} samples per second."
+            )
+    for row in prioritized:
+        report.add(f"prioritized, batch of {row['batch_size']}", row["samples_per_second"], "samples per second")
+    if reason:
+        report.lines.append(f"Prioritized samplers are skipped: {reason}")
+
+
+def train(plan: Plan, device: torch.device, out: Path, report: Report, left: float) -> None:
+
+    training = gpu_training.TrainingPlan(plan.steps, plan.num_envs, plan.buffer_size, limit=min(240.0, left))
+    rows = gpu_training.train(training, device)
+    write_csv(rows, out / "training.csv")
+    last = rows[-1]
+    steps, seconds = last["environment_steps"], last["seconds"]
+    report.lines.append(
+        f"PointReach: {steps:,} steps with {last['updates']:,} updates of batch 256 in {seconds:.0f} s without "
+        f"evaluations; success {last['success_rate']:.2f} of 1,000 goals."
+    )
+    report.add("environment steps", steps, "steps")
+    report.add("updates", last["updates"], "updates")
+    report.add("training time", seconds, "s")
+    report.add("success rate", last["success_rate"], "share of episodes")
+    if device.type == "cuda":
+        whole = seconds * 10_000_000 / steps
+        kind = "measured" if steps >= plan.steps else "extrapolated from the steps that it had time for"
+        report.lines.append(f"10 million steps: {whole:.0f} s ({kind}). JaxGCRL: {JAXGCRL} s.")
+        report.add("10 million steps, " + kind, round(whole, 1), "s")
+
+
+def name_of(device: torch.device) -> str:
+    """Return what the device is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU (sizes of the small version)"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Synchronisation, tests, sampling and training on a GPU.")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a small version of the same")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    start = time.monotonic()
+    arguments = parse_arguments()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("There is no CUDA device. The small version runs with --device cpu.", file=sys.stderr)
+        sys.exit(2)
+
+    torchrl.torchrl_logger.setLevel("WARNING")
+    torch.manual_seed(0)
+    on_gpu = arguments.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if not on_gpu:
+        torch.set_num_threads(1)
+    plan, out, report = (ON_GPU if on_gpu else ON_CPU), arguments.out, Report()
+    out.mkdir(parents=True, exist_ok=True)
+    versions = f"torch {torch.__version__}, TorchRL {torchrl.__version__}, tensordict {tensordict.__version__}"
+    print(f"{name_of(device)}; {versions}")
+    report.add("device", name_of(device))
+    report.add("versions", versions)
+    if "synchronization" in arguments.parts:
+        check_synchronization(plan, device, out, report)
+    if "tests" in arguments.parts:
+        run_gpu_tests(plan, device, out, report)
+    if "sampling" in arguments.parts:
+        measure_sampling(plan, device, out, report)
+    if "training" in arguments.parts:
+        train(plan, device, out, report, left=WHOLE - (time.monotonic() - start))
+    report.add("whole command", round(time.monotonic() - start, 1), "s")
+    write_csv(report.rows, out / "summary.csv")
+    print("\n".join(["", *report.lines, f"Results are in {out}/. Whole command: {time.monotonic() - start:.0f} s."]))
+    if report.failures:
+        sys.exit("\n".join(report.failures))
+
+
+if __name__ == "__main__":
+    main()
