@@ -114,12 +114,11 @@ def check_that_synchronization_is_found(device: torch.device) -> None:
 
 def measure_sampling(
     device: torch.device, sizes: Sequence[int], batch_sizes: Sequence[int], budget: float, limit: float
-) -> list[Row]:
-    """Measure all buffers, one at a time in memory.
+) -> Iterator[Row]:
+    """Measure all buffers, and yield a row for each measurement.
 
     ``budget`` are the seconds for one measurement. After ``limit`` seconds the rest is left out, with a line.
     """
-    rows: list[Row] = []
     deadline = time.monotonic() + limit
     total = len(sizes) * len(STORAGES) * 2 * len(batch_sizes)
     with tqdm(total=total, desc="sampling", unit="batch size") as progress:
@@ -133,10 +132,9 @@ def measure_sampling(
                 for batch_size in batch_sizes:
                     if time.monotonic() > deadline:
                         tqdm.write(f"Sampling took more than {limit:.0f} s: the other measurements are left out.")
-                        return rows
-                    rows += measure_batch_size(contender, learner, batch_size, device, budget)
+                        return
+                    yield from measure_batch_size(contender, learner, batch_size, device, budget)
                     progress.update()
-    return rows
 
 
 def has_room(size: int, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COUNT = r"(\d+) (passed|failed|skipped|errors?)"
-NOT_COLLECTED = r"^_+ ERROR collecting (\S+) _+$.*?^E +(\w+: [^\n]+)$"
+NOT_COLLECTED = r"^_+ ERROR collecting (\S+) _+$(?:(?!^_).)*?^E +(\w+: [^\n]+)$"
 
 
 class Outcome(NamedTuple):

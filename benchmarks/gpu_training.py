@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,8 @@ class Updates:
             self.learner.update(batch)
 
 
-def train(plan: TrainingPlan, device: torch.device) -> list[Row]:
-    """Train, and return a row for each of ten evaluations; the last one says when the training ended or was stopped."""
+def train(plan: TrainingPlan, device: torch.device) -> Iterator[Row]:
+    """Train, and yield a row for each of ten evaluations; the last one says when the training ended or was stopped."""
     env = BatchedPointReach(plan.num_envs, device=device, seed=1)
     test_env = BatchedPointReach(EVALUATION_EPISODES, device=device, seed=2)
     buffer = TensorDictReplayBuffer(
@@ -110,7 +110,7 @@ def train(plan: TrainingPlan, device: torch.device) -> list[Row]:
         transform=HERTransform(SparseReward(PointReach.threshold), capacity=plan.buffer_size),
     )
     learner = Learner(env.rollout(1).reshape(-1))
-    updates, clock, rows = Updates(buffer, learner, device), Clock(device), []
+    updates, clock = Updates(buffer, learner, device), Clock(device)
     rounds = -(-plan.steps // (50 * plan.num_envs))
     evaluated = {round(rounds * tenth / 10) for tenth in range(1, 11)}
     for number in (progress := tqdm(range(1, rounds + 1), desc="training", unit="round")):
@@ -123,14 +123,15 @@ def train(plan: TrainingPlan, device: torch.device) -> list[Row]:
             success = success_rate(test_env, learner.actor)
             progress.set_postfix(success=f"{success:.2f}")
             steps = number * 50 * plan.num_envs
-            rows.append(
-                {"environment_steps": steps, "updates": steps // STEPS_PER_UPDATE, "success_rate": round(success, 4)}
-                | {"seconds": round(clock.total, 2)}
-                | {f"seconds_{part}": round(seconds, 2) for part, seconds in clock.seconds.items()}
-            )
+            yield {
+                "environment_steps": steps,
+                "updates": steps // STEPS_PER_UPDATE,
+                "success_rate": round(success, 4),
+                "seconds": round(clock.total, 2),
+                **{f"seconds_{part}": round(seconds, 2) for part, seconds in clock.seconds.items()},
+            }
         if is_over:
             break
-    return rows
 
 
 @torch.no_grad()

@@ -8,4 +8,5 @@ sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("benchmar
 # Doctests would import a second module `conftest`; without the extra 'examples' only the GPU benchmark can be tested.
 collect_ignore_glob = ["conftest.py"]
 if not (find_spec("hydra") and find_spec("tensorboard")):
-    collect_ignore_glob = [file.name for file in Path(__file__).parent.glob("*.py") if file.name != "test_gpu.py"]
+    files = Path(__file__).parent.glob("*.py")
+    collect_ignore_glob = [file.name for file in files if file.name != "test_gpu_benchmark.py"]

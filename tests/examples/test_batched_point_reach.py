@@ -109,12 +109,18 @@ def test_a_partial_reset_resets_the_chosen_ones_alone(device):
         assert (after[key][reset] != state[key][reset]).any(-1).all()
     assert not after["observation"][reset, 2:].any()
     assert (after["observation"][~reset, 2:] != 0).any()
-    lengths = []  # of what remains of the episodes: 50 steps, or 43
+    after["action"] = torch.zeros(6, 2, device=device)  # the masses keep their velocity
+    outcome = env.step(after)["next"]
+    position, velocity = after["observation"].split(2, dim=-1)
+    expected = torch.cat([(position + 0.05 * velocity).clamp(-1, 1), velocity], dim=-1)
+    assert torch.allclose(outcome["observation"], expected, atol=1e-6)
+    after = outcome.exclude("reward")
+    lengths = []  # of what remains of the episodes: 49 steps, or 42
     for _ in range(50):
         after = env.rand_step(after)["next"].exclude("reward")
         lengths.append(after["truncated"].flatten().cpu())
     first = torch.stack(lengths).int().argmax(0) + 1
-    assert first.tolist() == [50 if each else 43 for each in reset.tolist()]
+    assert first.tolist() == [49 if each else 42 for each in reset.tolist()]
 
 
 def test_a_long_rollout_resets_each_environment_at_its_end():

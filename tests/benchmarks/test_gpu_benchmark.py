@@ -1,16 +1,19 @@
 """The GPU benchmark: its small version on a CPU, what it says without a CUDA device, and how it reads test results."""
 
+import contextlib
 import csv
+import dataclasses
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_tests
 import pytest
 import torch
-from gpu import ON_CPU, PARTS
-from gpu_device import Captured, no_synchronization, seconds_per_call
+from gpu import ON_CPU, PARTS, main
+from gpu_device import Captured, seconds_per_call
 from gpu_learner import Learner
 from gpu_sampling import STORAGES, STRATEGIES, fill, make_buffer, make_transitions
 from gpu_training import TrainingPlan, Updates
@@ -129,9 +132,14 @@ def test_a_round_has_one_update_for_16_steps_and_a_graph_is_made_again_when_the_
     made = []
 
     class Counted(Captured):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made.append(kwargs["warm_up"])
+        """Warms up on a CPU, too."""
+
+        def __init__(self, function, device, warm_up):
+            super().__init__(function, device, warm_up)
+            made.append(warm_up)
+            self.calls = warm_up
+            for _ in range(warm_up):
+                function()
 
     monkeypatch.setattr("gpu_training.Captured", Counted)
     buffer = make_buffer("PackedStorage", 1000, CPU, strategy="future")
@@ -140,8 +148,8 @@ def test_a_round_has_one_update_for_16_steps_and_a_graph_is_made_again_when_the_
     learner = Learner(buffer.sample(2))
     monkeypatch.setattr(learner, "update", lambda batch: updated.append(len(batch)))
     updates = Updates(buffer, learner, CPU)
-    updates.run(50)
-    assert updated == [256] * 50
+    updates.run(100)
+    assert updated == [256] * 100  # those of the warm-up count
     updates.run(25)
     assert made == [3]
     for _ in range(3):
@@ -153,19 +161,53 @@ def test_a_round_has_one_update_for_16_steps_and_a_graph_is_made_again_when_the_
         _ = TrainingPlan(1000, 7, 1000, 1.0).updates_per_round
 
 
-def test_time_is_that_of_one_call():
-    calls = []
-    seconds = seconds_per_call(lambda: calls.append(sum(range(20_000))), CPU, budget=0.05)
-    assert 1e-6 < seconds < 0.1
-    assert len(calls) > 5
-    with no_synchronization(CPU):
-        pass
+def test_a_function_is_warmed_up_captured_once_and_replayed(monkeypatch):
+    """CUDA is replaced by what notes the order of the calls."""
+    seen = []
+
+    class Graph:
+        def replay(self):
+            seen.append("replay")
+
+    @contextlib.contextmanager
+    def within(name):
+        seen.append(f"begin {name}")
+        yield
+        seen.append(f"end {name}")
+
+    stream = SimpleNamespace(wait_stream=lambda other: seen.append("wait"))
+    stubs = {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Graph}
+    stubs |= {"stream": lambda _: within("stream"), "graph": lambda _: within("capture")}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    captured = Captured(lambda: seen.append("call"), torch.device("cuda"), warm_up=2)
+    captured()
+    captured()
+    assert seen[:6] == ["wait", "begin stream", "call", "call", "end stream", "wait"]
+    assert seen[6:] == ["begin capture", "call", "end capture", "replay", "replay"]
+    assert captured.calls == 2
+    seen.clear()
+    assert Captured(lambda: seen.append("call"), torch.device("cuda"), warm_up=0).calls == 0
+    assert seen == ["begin capture", "call", "end capture"]
 
 
+def test_time_is_the_median_of_groups_of_calls_by_the_number_of_calls(monkeypatch):
+    clock = SimpleNamespace(now=0.0, calls=0)
+    monkeypatch.setattr("gpu_device.time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def call():
+        clock.calls += 1
+        clock.now += 0.5 if clock.calls == 5 else 0.002  # one group has an outlier
+
+    assert seconds_per_call(call, CPU, budget=0.1) == pytest.approx(0.002)
+    assert clock.calls == 2 + 5 * 10
+
+
+MARKED = "@pytest.mark." + "gpu"  # in two parts: this file is not among those that the command runs
 TESTS = {
     "tests/conftest.py": "import sys\nsys.path.insert(0, '.')\n",
-    "tests/test_passing.py": "import pytest\n\n@pytest.mark.gpu\ndef test_it(): ...\n\ndef test_other():\n    assert 0",
-    "tests/deeper/test_missing.py": "import no_such_module\nimport pytest\n\n@pytest.mark.gpu\ndef test_it(): ...\n",
+    "tests/test_passing.py": f"import pytest\n\n{MARKED}\ndef test_it(): ...\n\ndef test_other():\n    assert 0\n",
+    "tests/deeper/test_missing.py": f"import no_such_module\nimport pytest\n\n{MARKED}\ndef test_it(): ...\n",
     "tests/test_unmarked.py": "import no_such_module_either\n",
     "pytest.ini": "[pytest]\nmarkers = gpu: needs a CUDA device\n",
 }
@@ -187,7 +229,7 @@ def test_tests_run_although_some_files_import_missing_modules(tmp_path):
 
 
 def test_tests_that_take_too_long_are_stopped(tmp_path):
-    write_tests(tmp_path, **{"tests/test_passing.py": "import time\n# mark.gpu\ntime.sleep(60)\n"})
+    write_tests(tmp_path, **{"tests/test_passing.py": f"import time\n# {MARKED}\ntime.sleep(60)\n"})
     outcome = gpu_tests.run_tests(tmp_path, 3)
     assert outcome.counts == {"stopped": 1}
     assert outcome.summary == "stopped after 3 s"
@@ -204,6 +246,34 @@ def test_tests_that_take_too_long_are_stopped(tmp_path):
 )
 def test_the_result_of_tests_is_read(last_line, counts):
     assert gpu_tests.read_outcome(f"...\n{last_line}\n").counts == counts
+
+
+def test_a_file_that_fails_otherwise_does_not_take_the_reason_of_the_next():
+    output = """
+____ ERROR collecting tests/test_one.py ____
+import file mismatch
+____ ERROR collecting tests/test_two.py ____
+tests/test_two.py:1: in <module>
+E   ModuleNotFoundError: No module named 'ray'
+=== 2 errors in 1.0s ==="""
+    assert gpu_tests.read_outcome(output).not_collected == [
+        "tests/test_two.py: ModuleNotFoundError: No module named 'ray'"
+    ]
+
+
+def test_an_error_in_one_part_keeps_the_results_of_the_others(monkeypatch, tmp_path, capsys):
+    def fail(*_):
+        yield {"environment_steps": 10}
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("gpu_training.train", fail)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys.modules["gpu"], "ON_CPU", dataclasses.replace(ON_CPU, stored=(1000,), batch_sizes=(64,)))
+    with pytest.raises(SystemExit, match="training failed: RuntimeError: out of luck"):
+        main()
+    assert "Sample, batch of 64" in capsys.readouterr().out
+    assert read(tmp_path / "training.csv") == [{"environment_steps": "10"}]
+    assert len(read(tmp_path / "sampling.csv")) > 8
 
 
 def test_all_parts_are_documented():
