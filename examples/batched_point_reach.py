@@ -60,7 +60,8 @@ class BatchedPointReach(EnvBase):
         options = {"dtype": torch.float32, "device": self.device}
         sizes = {"observation": 4, "achieved_goal": 2, "desired_goal": 2}
         boxes = {key: Bounded(-1.0, 1.0, (num_envs, size), **options) for key, size in sizes.items()}
-        flags = {key: Binary(1, (num_envs, 1), dtype=torch.bool) for key in ("done", "terminated", "truncated")}
+        flag = {"dtype": torch.bool, "device": self.device}
+        flags = {key: Binary(1, (num_envs, 1), **flag) for key in ("done", "terminated", "truncated")}
         self.observation_spec = Composite(boxes, shape=(num_envs,), device=self.device)
         self.action_spec = Bounded(-1.0, 1.0, (num_envs, 2), **options)
         self.reward_spec = Unbounded((num_envs, 1), **options)

@@ -105,6 +105,17 @@ def test_sampling_and_updating_read_no_value(storage, strategy):
         batch["next", "reward"].sum().item()
 
 
+def test_transitions_networks_and_updates_have_no_tensor_on_the_default_device():
+    """So a mistake that only a GPU would show is found on a CPU."""
+    with torch.device("meta"):
+        batch = make_transitions(4, CPU)
+        learner = Learner(batch)
+        learner.update(batch.copy())
+        acted = learner.explorer(batch.copy())
+    assert acted["action"].device == CPU
+    assert all(parameter.device == CPU for parameter in learner._loss.parameters())
+
+
 def test_synthetic_transitions_are_whole_episodes_of_which_most_can_be_relabelled():
     buffer = make_buffer("LazyTensorStorage", 500, CPU, strategy="future")
     fill(buffer, 500, CPU)

@@ -98,6 +98,14 @@ def test_it_fits_its_specs(device):
     assert {str(value.device.type) for value in env.rollout(3).values(True, True)} == {device}
 
 
+def test_no_tensor_is_on_the_default_device():
+    """So a mistake that only a GPU would show is found on a CPU."""
+    with torch.device("meta"):
+        env = BatchedPointReach(5, device="cpu", seed=0)
+        episodes = env.rollout(60, break_when_any_done=False)
+    assert {value.device.type for value in episodes.values(True, True)} == {"cpu"}
+
+
 @each_device
 def test_a_partial_reset_resets_the_chosen_ones_alone(device):
     env = BatchedPointReach(6, device=device, seed=0)
