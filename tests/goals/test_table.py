@@ -174,6 +174,14 @@ def test_an_episode_that_begins_has_no_steps_though_an_earlier_one_had_its_place
         assert model.table.find(torch.tensor([episode]))[1] == 0
 
 
+def test_after_loading_an_episode_that_begins_has_no_steps():
+    used, saved = (Model(4, calls=[[(None, 1)]] * count) for count in (4, 1))
+    used.table.load_state_dict(saved.table.state_dict())
+    for _ in range(3):
+        episode = used.table.open_episodes(1)
+        assert used.table.find(torch.tensor([episode]))[1] == 0
+
+
 def test_publishing_nothing_changes_nothing():
     model = Model(10, calls=[[(None, 4)]])
     before = copy.deepcopy(model.table.state_dict())
