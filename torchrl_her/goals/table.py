@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,8 +163,8 @@ class GoalTable:
             self._publish(publications)
 
     def _publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
-        ids = np.array([episode for episode, _, _ in publications])
-        lengths = np.array([len(goals) for _, goals, _ in publications])
+        ids = [episode for episode, _, _ in publications]
+        lengths = [len(goals) for _, goals, _ in publications]
         parts = [goals.to(self.goals.device) for _, goals, _ in publications]
         goals = torch.cat(parts) if len(parts) > 1 else parts[0]  # a long episode is not copied twice
         for episode, _, before in publications:
@@ -177,12 +178,12 @@ class GoalTable:
         counters = self._counts
         first = int(counters[0])
         counters[0] += len(goals)
-        begins = np.cumsum(lengths) - lengths
-        self._set(self.starts, ids, first + begins + self.before.rows)
+        begins = [*accumulate(lengths, initial=first)][:-1]
+        self._set(self.starts, ids, [begin + self.before.rows for begin in begins])
         of_rows = np.repeat(ids, lengths)
         if self.before.desired:
-            of_rows[begins] *= -1
-        owners = self._tensor(of_rows)
+            of_rows[[begin - first for begin in begins]] *= -1
+        owners = torch.from_numpy(of_rows).to(goals.device)
         for ring, part in _slices(self.capacity, first, len(goals)):
             self.owners[ring].fill_(0)
             self.goals[ring].copy_(goals[part])
@@ -190,17 +191,15 @@ class GoalTable:
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 
-        self._set(self.lengths, ids, lengths - self.before.rows)
+        self._set(self.lengths, ids, [length - self.before.rows for length in lengths])
 
-    def _set(self, column: Tensor, episodes: np.ndarray, values: np.ndarray) -> None:
+    def _set(self, column: Tensor, episodes: list[int], values: list[int]) -> None:
         """Set the start or the length of episodes; NumPy is faster for the few that a write publishes."""
+        index = [episode % self.capacity for episode in episodes]
         if column.is_cpu:
-            column.numpy()[episodes % self.capacity] = values
+            column.numpy()[index] = values
         else:
-            column.index_copy_(0, self._tensor(episodes % self.capacity), self._tensor(values))
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.goals.device)
+            column.index_copy_(0, torch.tensor(index).to(column.device), torch.tensor(values).to(column.device))
 
     # Reading
 
