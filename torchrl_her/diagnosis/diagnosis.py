@@ -56,8 +56,6 @@ class Diagnosis:
         self._flags = ReplacedFlagsCheck(self.keys.terminated)
         self._has_sampled_returns = False  # n-step returns, which do not show whether a goal is reached
         self._compiled_sample: Sample | None = None  # the last one of a compiled call, which is counted when writing
-        self._captured_sample: Sample | None = None  # of a CUDA graph, each replay of which overwrites its tensors
-        self._is_replayed: Tensor | None = None  # bool [], whether the graph ran since that sample was counted
 
     def restarted(self, *, compares_rewards: bool) -> Diagnosis:
         """Return an object with the same settings that has checked nothing."""
@@ -107,16 +105,12 @@ class Diagnosis:
         """Check that written transitions ``[*batch]`` continue episodes."""
         if not self._is_dummy(written):
             self.continuity.check(tensordict, self.keys, written, tracked)
-        self._count_pending(table)
+        self._count_compiled(table)
 
-    def _count_pending(self, table: GoalTable | None) -> None:
-        """Count the last samples of a compiled call and of a CUDA graph."""
+    def _count_compiled(self, table: GoalTable | None) -> None:
         sample, self._compiled_sample = self._compiled_sample, None
         if sample is not None:
             self._counts.count(sample, self.rewards.reached_reward, table)
-        if self._captured_sample is not None and self._is_replayed is not None:
-            self._counts.count(self._captured_sample, self.rewards.reached_reward, table, self._is_replayed)
-            self._is_replayed.fill_(False)
 
     def _is_dummy(self, written: WrittenTransitions) -> bool:
         return not self.continuity.transitions and written.is_dummy
@@ -137,20 +131,10 @@ class Diagnosis:
         if torch.compiler.is_compiling():
             self._compiled_sample = Sample(relabelled, data.get(self.keys.reward), draw)
             return
-        self._has_sampled_returns |= not of_one_step
-        is_replayed = self._is_replayed
-        if is_replayed is not None and is_replayed.device != relabelled.device:
-            is_replayed = None
-        reward = data.get(self.keys.reward, None)
-        if is_capturing(relabelled):
-            if is_replayed is not None and reward is not None:
-                is_replayed.fill_(True)  # made by an earlier sample: memory of the graph is arbitrary until it runs
-                self._captured_sample = Sample(relabelled, reward, draw)
+        if is_capturing(relabelled):  # what a CUDA graph replays is not counted
             return
-        if is_replayed is None:
-            self._is_replayed = torch.zeros((), dtype=torch.bool, device=relabelled.device)
-            self._captured_sample = None
-        if self._counts.is_due(relabelled.numel()) and reward is not None:
+        self._has_sampled_returns |= not of_one_step
+        if self._counts.is_due(relabelled.numel()) and (reward := data.get(self.keys.reward, None)) is not None:
             self._counts.count(Sample(relabelled, reward, draw), self.rewards.reached_reward, table)
         if draw is not None and table is not None:
             self._counts.check_waiting(draw, table)
@@ -161,7 +145,7 @@ class Diagnosis:
         self, transform: Transform, tracker: EpisodeTracker, her_ratio: float, table: GoalTable | None = None
     ) -> Report:
         """Return the counts of a transform."""
-        self._count_pending(table)
+        self._count_compiled(table)
         lengths, continuity, counts = tracker.lengths, self.continuity, self._counts.totals()
         running = sum(1 for _ in tracker.open_lanes())
         sampled = counts.original + counts.relabelled

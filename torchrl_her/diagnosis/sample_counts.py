@@ -69,17 +69,9 @@ class SampleCounts:
         self._transitions += transitions
         return transitions > 0 and (is_early or self._samples % EVERY == 0)
 
-    def count(
-        self,
-        sample: Sample,
-        reached_reward: float | None,
-        table: GoalTable | None = None,
-        is_valid: Tensor | None = None,
-    ) -> None:
-        """Add a sample to the totals, unless ``is_valid`` (``bool []``) is False, and warn if many goals have left."""
+    def count(self, sample: Sample, reached_reward: float | None, table: GoalTable | None = None) -> None:
+        """Add a sample to the totals, and warn if many goals have left the table."""
         sums = _sums(sample, reached_reward, table)
-        if is_valid is not None:
-            sums = torch.where(is_valid, sums, 0.0)
         self._totals = sums if self._totals is None else self._totals.to(sums.device) + sums
         if table is None or self._has_warned_of_evicted:
             return
