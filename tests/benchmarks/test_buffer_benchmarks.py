@@ -14,6 +14,7 @@ pytest.importorskip("cpprb", reason="the benchmarks need the extra 'benchmarks'"
 import growth
 import measuring
 import sampling
+import where_time_goes
 import writing
 from contenders import CONTENDERS, FILE, SB3
 from contenders.transitions import BATCHES
@@ -87,3 +88,11 @@ def test_batches_that_are_not_relabelled_alike_are_a_failure():
     for start in range(0, BATCHES * 256, 256):
         measured.check(slice(start, start + 256))
     assert measured.failures() == [f"{SB3}, 1,000 stored: 15 batches have a share that differs much from the others"]
+
+
+def test_the_time_of_hindsight_is_split_for_both_storages(run, monkeypatch):
+    monkeypatch.setattr(where_time_goes, "STORED", SIZE)
+    printed = run(where_time_goes, "--rounds", 3)
+    check_printed(printed, ("cost.md", "where the time goes, µs", 10))
+    cells = [line.split("|")[2:-1] for line in printed.splitlines() if line.startswith("| HERTransform")]
+    assert all(float(whole) > float(inside) > 0 and int(operators) > 20 for whole, inside, operators, _ in cells)
