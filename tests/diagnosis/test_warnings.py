@@ -18,7 +18,7 @@ from torchrl.envs import RewardScaling
 
 from support.walks import THRESHOLD, walks
 from torchrl_her import EnvReward, GoalReward, HERTransform, HindsightAugmentation, PackedStorage, SparseReward
-from torchrl_her.goals import table
+from torchrl_her.goals import goal_rows
 
 
 def reached(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
@@ -486,7 +486,7 @@ def test_a_large_goal_table_takes_memory_as_it_is_written():
 
 @pytest.mark.parametrize(("free", "error"), [(2**30, RuntimeError), (2**31, None), (2**40, "silent")])
 def test_a_goal_table_on_a_device_says_how_large_it_is(free, error):
-    check = functools.partial(table._check_room, 2**30 + 1, free, (1000, 64), torch.float32, "on cuda")
+    check = functools.partial(goal_rows._check_room, 2**30 + 1, free, (1000, 64), torch.float32, "on cuda")
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match=r"capacity=1,000 goals.*1\.00 GiB on cuda.*1\.00 GiB are free"):
             check()
