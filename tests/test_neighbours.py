@@ -93,6 +93,16 @@ def test_a_wrong_order_is_refused_wherever_the_transform_is_nested_and_whenever_
     check_refused(rb, lambda: rb.extend(transitions(10)), ValueError, message)
 
 
+def test_a_transform_that_takes_the_place_of_another_is_checked():
+    rb = make_small_buffer(before=[StepCounter])
+    rb.extend(transitions())
+    rb.transform.pop(0)
+    rb.transform.insert(0, scale_rewards())
+    with pytest.raises(ValueError, match=SCALED_REWARDS):
+        rb.sample(5)
+    check_refused(rb, lambda: rb.extend(transitions(10)), ValueError, SCALED_REWARDS)
+
+
 @pytest.mark.parametrize("key", ["desired_goal", REWARD])
 def test_a_sample_without_an_entry_that_relabelling_replaces_is_refused(key):
     kept = [each for each in transitions().keys(True, True) if each != key]

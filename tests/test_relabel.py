@@ -54,6 +54,43 @@ def test_a_module_may_end_episodes_and_whatever_else_it_writes_changes_no_entry(
     assert "new" not in batch
 
 
+class Tenfold(GoalReward):
+    """Overrides ``forward``, and writes a further entry."""
+
+    def set_keys(self, **keys):
+        """Write a further entry."""
+        super().set_keys(**keys)
+        self.out_keys = [*self.out_keys, "new"]
+
+    def evaluate(self, achieved, desired, tensordict):
+        """Return the reward, and the distance."""
+        far = distance(achieved, desired)
+        return [-far, far]
+
+    def forward(self, tensordict):
+        """Write ten times the reward."""
+        tensordict = super().forward(tensordict)
+        return tensordict.set(REWARD, 10 * tensordict[REWARD])
+
+
+def test_a_subclass_of_goal_reward_may_override_forward_and_write_more():
+    written = point_reach()
+    written[REWARD] = 10 * -distance(written[NEXT_ACHIEVED], written["desired_goal"])[:, None]
+    batch = check_relabelled(Tenfold(distance), lambda row: -10 * distance_of_row(row), written=written)
+    assert "new" not in batch
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_a_reward_are_called(register):
+    reward, called = SparseReward(0.05), []
+    rb = make_small_buffer(reward=reward, her_ratio=1.0)
+    getattr(rb.transform[0].reward, register)(lambda *_: called.append(1))
+    rb.extend(transitions(count=25))
+    called.clear()
+    rb.sample(5)
+    assert called
+
+
 def test_a_reward_keeps_the_dtype_that_is_stored():
     written = point_reach()
     written[REWARD] = written[REWARD].double()

@@ -13,6 +13,7 @@ import torch
 import torchrl
 from tensordict import TensorDict, TensorDictBase
 from tensordict import __file__ as td_file
+from torch import nn
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 from torchrl.envs import EnvBase, MultiStepTransform, Transform
@@ -33,13 +34,18 @@ def transforms_around(transform: Transform) -> tuple[list[Transform], list[Trans
     return before, after
 
 
-def count_around(transform: Transform) -> int:
-    """Return how many transforms the containers of a transform list: a cheap sign that one was inserted or removed."""
-    count = 0
+def ids_around(transform: Transform) -> list[int]:
+    """Return the ids of the transforms that the containers of a transform list: a cheap sign that one was changed."""
+    ids: list[int] = []
     while (reference := transform._container) is not None and (container := reference()) is not None:
-        count += len(container)
+        ids += map(id, container)
         transform = container
-    return count
+    return ids
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks are called before or after the forward of a module. There is no public way to ask."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def warn_user(message: str) -> None:

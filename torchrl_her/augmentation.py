@@ -121,7 +121,7 @@ class HindsightAugmentation(RelabelTransform):
         self.reservoir = None if is_own else GoalReservoir(reservoir_size)
         self._held = HeldTransitions(EpisodeTracker(max_episode_steps, PATIENCE, publish_running=False))
         self._episodes = 0  # how many began
-        self._goals: Tensor | None = None  # [1, *goal], of the first write
+        self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
 
     # Writing
@@ -144,10 +144,10 @@ class HindsightAugmentation(RelabelTransform):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
             # Every other transform changes only samples, in which the copies are transitions like others.
-            written = self._read(tensordict, self._goals, neighbours.before + neighbours.after)
+            written = self._read(tensordict, self._first_goal, neighbours.before + neighbours.after)
             if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
-            is_dummy = self._goals is None and written.is_dummy
+            is_dummy = self._first_goal is None and written.is_dummy
             if is_dummy:  # it must be stored at once
                 written = written._replace(done=np.ones_like(written.done))
         with self._writing():
@@ -171,8 +171,8 @@ class HindsightAugmentation(RelabelTransform):
         """Hold transitions ``[n]``, without padding, back until their episodes end."""
         rows = written.rows_of(rows)
         packed = self._held.pack(rows)
-        if self._goals is None:
-            self._goals = rows.get(self.keys.desired)[:1].clone()
+        if self._first_goal is None:
+            self._first_goal = rows.get(self.keys.desired)[:1].clone()
         tracked = self._held.tracker.track(written, packed, first_episode=self._episodes + 1)
         self._episodes += tracked.opened
         self._held.ended += tracked.episodes
@@ -199,7 +199,7 @@ class HindsightAugmentation(RelabelTransform):
 
         rows = self._held.unpack(packed.index_select(0, chosen))
         stored = {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)}
-        batch = Batch(rows, stored, in_place=False)
+        batch = Batch(rows, stored, owned=None)
         self._set_goals(batch, goals.unbind(0), relabelled)
         if self._reads_steps:
             rows.set(STEPS_TO_GOAL, ahead[chosen, copy].unsqueeze(-1))

@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._torchrl import without_compiled_call
+from torchrl_her._torchrl import has_forward_hooks, without_compiled_call
 from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, read_transitions
 from torchrl_her.goals.draw import Draw
@@ -29,6 +29,7 @@ from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward
+from torchrl_her.storage.ownership import OwnedEntries
 
 RELABELLED = ("hindsight", "relabelled")
 
@@ -43,7 +44,7 @@ class Batch:
 
     data: TensorDictBase  # [*batch], in which the new entries are set
     stored: dict[NestedKey, Any]  # the entries that relabelling replaces, as stored; None for those that it creates
-    in_place: bool  # whether the stored entries are those of `data`, and are overwritten
+    owned: OwnedEntries | None  # the stored entries that are overwritten; None if `data` is a shallow copy
 
     def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
         """Give relabelled transitions, ``bool [*batch, 1]``, new values of an entry; the others keep the stored ones.
@@ -53,7 +54,7 @@ class Batch:
         stored = self.stored[key]
         if stored is None:
             self.data.set(key, new)
-        elif self.in_place:
+        elif self.owned is not None and self.owned.has(key, stored):
             where(relabelled, new, stored, out=stored)
         else:
             self.data.set(key, where(relabelled, new, stored))
@@ -87,6 +88,9 @@ class OneStepReward:
         if keys.terminated in self._recomputed:
             self.replaced_keys.append(keys.done)
         self._read = [key for key in self.replaced_keys if key in reward.in_keys]
+        # Whether the reward module does no more than to write `GoalReward.compute`, which is faster to call.
+        is_goal_reward = getattr(type(reward), "forward", None) is GoalReward.forward
+        self._is_plain = is_goal_reward and list(reward.out_keys) == self._recomputed and not self._read
 
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries that `recompute` replaces."""
@@ -110,15 +114,16 @@ class OneStepReward:
 
     def _compute(self, batch: Batch) -> list[Tensor]:
         """Return what the reward module writes for transitions with their new goals: ``[*batch, ...]`` each."""
-        if isinstance(self.reward, GoalReward):
-            return self.reward.compute(batch.data)
-        # A copy, since a module can write other entries, too. Without the stored entries, one that is not written is
-        # missed.
+        reward = self.reward
+        if isinstance(reward, GoalReward) and self._is_plain and not has_forward_hooks(reward):
+            return reward.compute(batch.data)
+        # A copy, since a module can write other entries too. It lacks the replaced entries, so that one that the module
+        # does not write is noticed.
         data = batch.data.exclude(*self.replaced_keys)
         for key in self._read:
             if batch.stored[key] is not None:
                 data.set(key, batch.stored[key])
-        computed = self.reward(data)
+        computed = reward(data)
         return [computed.get(key) for key in self._recomputed]
 
 
@@ -214,7 +219,7 @@ class RelabelTransform(BufferTransform, ABC):
             yield
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. The next write checks the other transforms in it."""
+        """Set the container. The next write or sample checks the other transforms in it."""
         super().set_container(container)
         self._neighbours = None
 
@@ -276,7 +281,7 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
 def where(relabelled: Tensor, new: Tensor, stored: Tensor, out: Tensor | None = None) -> Tensor:
     """Return new entries for relabelled transitions, ``bool [*batch, 1]``, and stored ones for the others.
 
-    They are written to ``out``, which can be ``stored``, by default to a new tensor.
+    The result is written to ``out``, which can be ``stored``, or to a new tensor.
 
     ``new`` has the shape of ``stored``, ``[*batch, ...]``, or with flattened batch dimensions, ``[n, ...]``.
     """

@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
 
-from torchrl_her._torchrl import count_around
+from torchrl_her._torchrl import ids_around
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.stamps import STAMP, add_padding
@@ -42,13 +42,13 @@ class StampingTransform(AdoptingTransform):
         self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._rows_before)
         self.longest_window = 1  # the most steps that a stored transition spans
         self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
-        self._count_around = 0  # the number of transforms at the last check
+        self._ids_around: list[int] | None = None  # of the transforms at the last check
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions with their episode and step, and keep their achieved goals."""
         self._check_no_data_set("a write would overwrite it (its files, if it is memory-mapped)")
         neighbours = self._neighbours
-        if neighbours is None or count_around(self) != self._count_around:
+        if neighbours is None or ids_around(self) != self._ids_around:
             neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
@@ -98,7 +98,7 @@ class StampingTransform(AdoptingTransform):
                     self._n_step = NStepReward(self._one_step, self.goal_fn is not None, multi_step)
                 self._n_step.multi_step = multi_step  # a copied buffer has a copy of it
             self._neighbours = neighbours
-        self._count_around = count_around(self)
+        self._ids_around = ids_around(self)
         return neighbours
 
     def clear(self) -> None:

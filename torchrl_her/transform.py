@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
 
-from torchrl_her._torchrl import count_around
+from torchrl_her._torchrl import ids_around
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.stamps import read_stamps
 from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_from_table
@@ -26,7 +26,7 @@ from torchrl_her.relabel import (
     check_at_least,
 )
 from torchrl_her.stamping import StampingTransform
-from torchrl_her.storage.ownership import owns_memory
+from torchrl_her.storage.ownership import owned_entries, set_owned
 
 
 class HERTransform(StampingTransform):
@@ -137,8 +137,8 @@ class HERTransform(StampingTransform):
         """Relabel sampled transitions ``[*batch]``. The input is modified only if it is marked as owning its memory."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        if not torch.compiler.is_compiling() and count_around(self) != self._count_around:
-            self._check_neighbours()  # a transform was inserted after the last write
+        if not torch.compiler.is_compiling() and ids_around(self) != self._ids_around:
+            self._check_neighbours()  # transforms were changed after the last write
         batch, rewards = self._unpack(tensordict)
         draw, relabelled = self._draw(batch, rewards.available(batch))
         self._set_goals(batch, draw.goals, relabelled)
@@ -187,18 +187,9 @@ class HERTransform(StampingTransform):
                     "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
                 )
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
-        in_place = self._is_owned(tensordict) and not created
-        data = tensordict if in_place else tensordict.exclude(*replaced, *self._added_keys)
-        return SampledBatch(data, stored, in_place, table, episode, step, self.longest_window), rewards
-
-    def _is_owned(self, tensordict: TensorDictBase) -> bool:
-        """Return whether a sample owns its memory.
-
-        An earlier transform may have set entries that it does not own, or, for n-step returns, that are read again.
-        """
-        if not owns_memory(tensordict) or torch.compiler.is_compiling():
-            return False
-        return self._neighbours is not None and not self._neighbours.before
+        owned = None if torch.compiler.is_compiling() else owned_entries(tensordict)
+        data = tensordict.exclude(*replaced, *self._added_keys) if owned is None else set_owned(tensordict, None)
+        return SampledBatch(data, stored, owned, table, episode, step, self.longest_window), rewards
 
     def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
         """Draw goals for the transitions, and which of them get these, ``bool [*batch, 1]``.

@@ -104,7 +104,7 @@ def test_whatever_is_written_between_two_operations_the_steps_of_a_window_are_it
         n_step = NStepReward(OneStepReward(transform.reward, transform.keys), False, MultiStepTransform(3, 0.9))
         windows = {STEPS: steps_of_rows[: len(stored)]}
         batch = SampledBatch(
-            stored, windows, False, transform.table, *stored["hindsight_stamp"].unbind(1), longest_window=3
+            stored, windows, None, transform.table, *stored["hindsight_stamp"].unbind(1), longest_window=3
         )
         whole = n_step.available(batch)
         return batch.outcomes, whole

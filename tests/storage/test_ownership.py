@@ -1,18 +1,19 @@
 """Samples that own their memory are relabelled in place, and become what unmarked samples become."""
 
 import copy
+import io
 
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage
 from torchrl.envs import Compose, MultiStepTransform, Transform
 
 from support.factories import make_transform, reward_of
 from support.tape import make_serial, make_tape
 from torchrl_her import CompactGoals, Future, GoalReward, HERTransform, PackedStorage, ReachedReward, mark_as_owned
-from torchrl_her.storage.ownership import owns_memory
+from torchrl_her.storage.ownership import owned_entries
 
 
 class OwningStorage(LazyTensorStorage):
@@ -34,10 +35,25 @@ def module_that_reads_what_it_replaces():
     return TensorDictModule(function, keys, [*keys[2:], "hit"])
 
 
+class RewardOfReward(GoalReward):
+    """A reward that reads the stored reward, which it replaces."""
+
+    info_keys = (("next", "reward"),)
+
+    def __init__(self):
+        super().__init__(reward_of)
+
+    def evaluate(self, achieved, desired, tensordict):
+        """Return the reward of the goals, and a hundredth of the stored one."""
+        (reward,) = super().evaluate(achieved, desired, tensordict)
+        return [reward.reshape(-1) + tensordict["next", "reward"].reshape(-1) / 100]
+
+
 MAKERS = {
     "goals": lambda: make_transform(reward=GoalReward(reward_of)),
     "goals, with terminations": make_transform,
     "a module": lambda: make_transform(reward=module_that_reads_what_it_replaces()),
+    "a stored entry that is replaced": lambda: make_transform(reward=RewardOfReward()),
     "all rewards": lambda: make_transform(recompute_all_rewards=True),
     "extra goals and info": lambda: make_transform(extra_goals={"actor_goal": Future(own=False)}, info=True),
     "sequences": lambda: make_transform(sequence_length=4),
@@ -58,8 +74,8 @@ def test_a_marked_sample_becomes_what_an_unmarked_one_becomes_and_the_storage_st
     for seed in range(20):
         marked = rb.storage.get(torch.randint(150, (64,)))
         unmarked = marked.clone()
-        assert owns_memory(marked)
-        assert not owns_memory(unmarked)
+        assert owned_entries(marked)
+        assert not owned_entries(unmarked)
         original, goals = unmarked.clone(), marked["desired_goal"]
         torch.manual_seed(seed)
         in_place = her(marked)
@@ -77,9 +93,9 @@ def test_a_marked_sample_becomes_what_an_unmarked_one_becomes_and_the_storage_st
 def test_samples_of_packed_storage_are_marked_and_views_of_it_are_not():
     storage = PackedStorage(20)
     storage.set(range(10), TensorDict({"a": torch.arange(10)}, [10]))
-    assert owns_memory(storage.get(torch.tensor([3, 4])))
+    assert owned_entries(storage.get(torch.tensor([3, 4])))
     for index in (slice(None), slice(2, 5), 3):
-        assert not owns_memory(storage.get(index))
+        assert not owned_entries(storage.get(index))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +104,47 @@ def test_samples_of_packed_storage_are_marked_and_views_of_it_are_not():
 )
 def test_what_is_made_of_a_marked_sample_is_not_marked(derive):
     sample = mark_as_owned(TensorDict({"a": torch.arange(4), "b": torch.arange(4)}, [4]))
-    assert not owns_memory(derive(sample))
+    assert not owned_entries(derive(sample))
+
+
+def saved_and_loaded(sample):
+    file = io.BytesIO()
+    torch.save(sample, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("derive", [lambda rb: rb.sample(), lambda rb: saved_and_loaded(rb.storage[torch.arange(50)])])
+def test_a_sample_that_becomes_a_storage_is_not_written_into(derive):
+    source = filled(make_transform, PackedStorage(200))
+    data = derive(source).exclude("hindsight", "index")
+    rb = TensorDictReplayBuffer(storage=TensorStorage(data), transform=source.transform[0].clone(), batch_size=50)
+    before = data.clone()
+    assert rb.sample()["hindsight", "relabelled"].any()
+    assert rb[:]["hindsight", "relabelled"].any()
+    assert (data == before).all()
+
+
+def test_what_a_collate_function_sets_is_not_written_into():
+    goal = torch.full((64, 3), 7.0)
+    rb = TensorDictReplayBuffer(
+        storage=PackedStorage(200),
+        collate_fn=lambda sample: sample.set("desired_goal", goal).set(("next", "desired_goal"), goal),
+        transform=make_transform(),
+        batch_size=64,
+    )
+    rb.extend(make_tape().rollout(150, break_when_any_done=False))
+    assert rb.sample()["hindsight", "relabelled"].any()
+    assert (goal == 7.0).all()
+
+
+def test_an_entry_that_is_set_to_another_entry_of_the_sample_leaves_that_as_it_is():
+    rb = filled(make_transform, PackedStorage(200))
+    sample = rb.storage.get(torch.arange(64))
+    outcomes = sample["next", "achieved_goal"].clone()
+    sample["desired_goal"] = sample["next", "achieved_goal"]
+    assert rb.transform[0](sample)["hindsight", "relabelled"].any()
+    assert (sample["next", "achieved_goal"] == outcomes).all()
 
 
 def test_goals_that_adopted_data_lack_are_created_in_marked_samples_too():
@@ -128,7 +184,7 @@ def test_an_entry_that_an_earlier_transform_has_set_is_not_written_into():
 
 
 @pytest.mark.parametrize("before", [CompactGoals, lambda: MultiStepTransform(3, 0.9)])
-def test_behind_another_transform_samples_are_copied(before):
+def test_behind_another_transform_the_storage_stays_as_it_is(before):
     rb = ReplayBuffer(storage=PackedStorage(200, ndim=2), transform=Compose(before(), make_transform()), batch_size=64)
     rb.extend(make_serial(0, 1).rollout(60, break_when_any_done=False))
     stored = rb.storage[:].clone()

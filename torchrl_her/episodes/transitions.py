@@ -185,21 +185,23 @@ def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return halves[:, 0], halves[:, 1]
 
 
-def _check_shapes(achieved: torch.Size, desired: torch.Size, dtype: torch.dtype, earlier: Tensor | None) -> None:
+def _check_shapes(
+    achieved_shape: torch.Size, desired_shape: torch.Size, dtype: torch.dtype, earlier: Tensor | None
+) -> None:
     """Check that achieved goals can replace desired ones of this dtype, and that goals are like earlier ones.
 
     The shapes are those of one goal; the earlier goals are ``[n, *goal]``.
     """
-    if achieved != desired:
+    if achieved_shape != desired_shape:
         raise ValueError(
-            f"One achieved goal has the shape {tuple(achieved)} and one desired goal {tuple(desired)}: an achieved "
-            "goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
+            f"One achieved goal has the shape {tuple(achieved_shape)} and one desired goal {tuple(desired_shape)}: "
+            "an achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
         )
     if earlier is None:
         return
-    if desired != earlier.shape[1:]:
+    if desired_shape != earlier.shape[1:]:
         raise ValueError(
-            f"Goals have the shape {tuple(desired)}, but goal_spec or an earlier write has "
+            f"Goals have the shape {tuple(desired_shape)}, but goal_spec or an earlier write has "
             f"{tuple(earlier.shape[1:])}. goal_spec is the spec of one goal, without the batch of environments."
         )
     if dtype != earlier.dtype:

@@ -29,7 +29,7 @@ class GoalRows:
         self.goal_shape = tuple(goal_shape)
         self.dtype = dtype
         self._goal_strides = torch.empty(self.goal_shape, device="meta").stride()
-        self._first = -(-WORD.itemsize // dtype.itemsize)  # item of a row, after the owner
+        self._first = -(-WORD.itemsize // dtype.itemsize)  # offset of the goal in a row, in items of its dtype
         self.goals, self.owners = self._split(matrix)
 
     @classmethod
@@ -60,7 +60,11 @@ class GoalRows:
         return GoalRows(self.matrix.to(device), self.goal_shape, self.dtype)
 
     def __reduce__(self) -> tuple[type[GoalRows], tuple[Any, ...]]:
-        return GoalRows, (self.matrix, self.goal_shape, self.dtype)  # copies of the views would be memory of their own
+        return GoalRows, (
+            self.matrix,
+            self.goal_shape,
+            self.dtype,
+        )  # pickled as views, both would get memory of their own
 
     def share_memory_(self) -> None:
         """Move the rows into shared memory, which takes memory for all of them."""

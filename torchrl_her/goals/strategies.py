@@ -27,8 +27,8 @@ class StrategyInput(NamedTuple):
     step: Tensor  # [batch], the transition's step t in its episode
     start: Tensor  # [batch], the row of the table at which the episode starts; step j is at start + j
     length: Tensor  # [batch], how many steps of the episode are in the table
-    # [rows], not contiguous, the episode in which the goal of each row was achieved; 0 for an empty row, and minus the
-    # episode for a row that holds the desired goal of an episode
+    # [rows], the episode in which the goal of each row was achieved; 0 for an empty row, and minus the episode for a
+    # row that holds the desired goal of an episode. Index it with owners[rows]; owners.take(rows) copies the column.
     owners: Tensor
     size: Tensor  # [], how many rows of the table are filled, from row 0 on
     starts: Tensor  # [rows], the row at which the episode with id e starts is at index e modulo the number of rows

@@ -15,6 +15,10 @@ from torchrl.data import Composite, TensorSpec
 
 from torchrl_her.goals.goal_rows import GoalRows
 
+# What `GoalTable.counters` counts: the rows and the episode ids used so far, the id before the first one, the writes,
+# and the version, which is odd while the table is changed.
+ROWS, EPISODES, BEFORE_FIRST, WRITES, VERSION = range(5)
+
 
 class RowsBefore(NamedTuple):
     """The rows that an episode has before its first step."""
@@ -36,18 +40,18 @@ class GoalTable:
 
     - ``goals[row]`` and ``owners[row]``: a goal, and the episode in which it was achieved (0: none);
     - ``starts[episode]`` and ``lengths[episode]``: the row at which an episode starts, and how many steps it has here.
-      There are few of them in use, which stay in the processor's cache.
+      Only the entries of stored episodes are in use, so they stay in the processor's cache.
 
     The outcome of step j is ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity. Before
     the first step, an episode can have rows for its desired goal, whose owner is minus the episode, and for the
     achieved goal of its first state, in this order.
 
-    Readers take no lock. What was read is of one state of the table if its `version` is the same before and after.
-    Otherwise a writer was at work, which sets the owner of a row to 0 before it overwrites the goal, and to the new
-    episode afterwards. So a goal is whole and of episode e if its owner is e before and after the goal is read, even if
-    the episode's record is replaced meanwhile. It is the goal of step j if the episode still starts j rows before it:
-    an episode that is published again, longer, gets its new start before its rows. Writers exclude each other with a
-    `WriteLock`, which the caller holds.
+    Readers take no lock. If the `version` is the same before and after a read, nothing was written in between.
+    Otherwise the owners show which goals are valid: a writer sets the owner of a row to 0 before it overwrites the
+    goal, and to the new episode afterwards. So a goal is whole and of episode e if its owner is e before and after the
+    goal is read, even if the episode's record is replaced meanwhile. It is the goal of step j if the episode still
+    starts j rows before it: an episode that is published again, longer, gets its new start before its rows. Writers
+    exclude each other with a `WriteLock`, which the caller holds.
     """
 
     def __init__(
@@ -67,9 +71,8 @@ class GoalTable:
         # Ids begin at a random number, so that a transition that another table stamped is not mistaken for one of this
         # table, and at a multiple of the capacity, so that they fill the rings from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
-        # The numbers of rows and of episode ids used so far, the id before the first one, the number of writes, and the
-        # version, which is odd while the table is changed.
-        self.counters = torch.tensor([0, 0, before_first, 0, 0], device="cpu")
+        self.counters = torch.zeros(5, dtype=torch.int64, device="cpu")
+        self.counters[BEFORE_FIRST] = before_first
         self._counts = self.counters.numpy()  # the same memory, which NumPy reads in a tenth of the time
 
     @classmethod
@@ -113,40 +116,42 @@ class GoalTable:
     @property
     def writes(self) -> int:
         """The number of writes so far, of all processes."""
-        return int(self._counts[3])
+        return int(self._counts[WRITES])
 
     @property
     def version(self) -> int | None:
-        """A number that changes whenever goals are written, None if readers cannot tell by it whether they were.
+        """A number that changes with every write of goals, or None if it cannot be used.
 
-        That is the case while a writer is at work, in compiled graphs, and on a GPU, whose streams it does not count.
+        It cannot while a writer is at work, in compiled graphs, and on a GPU, where writes are asynchronous.
         """
         if torch.compiler.is_compiling() or not self.goals.is_cpu:
             return None
-        version = int(self._counts[4])
+        version = int(self._counts[VERSION])
         return None if version % 2 else version
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Make the version odd, and then another one. A process that is killed meanwhile leaves it odd."""
-        counters = self._counts
-        counters[4] |= 1
+        """Keep the version odd while the table is changed, and increase it afterwards.
+
+        If the process is killed in between, it stays odd until the next write.
+        """
+        self._counts[VERSION] |= 1
         try:
             yield
         finally:
-            counters[4] += 1
+            self._counts[VERSION] += 1
 
     @property
     def has_wrapped(self) -> bool:
         """Whether goals were overwritten."""
-        return int(self._counts[0]) > self.capacity
+        return int(self._counts[ROWS]) > self.capacity
 
     def open_episodes(self, count: int) -> int:
         """Begin a write with ``count`` new episodes, whose ids are consecutive, and return the first id."""
         first = self.next_episode
-        self._counts[1] += count
-        self._counts[3] += 1
-        if self._counts[1] > self.capacity:
+        self._counts[EPISODES] += count
+        self._counts[WRITES] += 1
+        if self._counts[EPISODES] > self.capacity:
             for ring, _ in _slices(self.capacity, first, count):
                 self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
         return first
@@ -175,9 +180,8 @@ class GoalTable:
                 owners = self.owners[rows]
                 self.owners[rows] = torch.where(owners.abs() == episode, 0, owners)
 
-        counters = self._counts
-        first = int(counters[0])
-        counters[0] += len(goals)
+        first = int(self._counts[ROWS])
+        self._counts[ROWS] += len(goals)
         begins = [*accumulate(lengths, initial=first)][:-1]
         self._set(self.starts, ids, [begin + self.before.rows for begin in begins])
         of_rows = np.repeat(ids, lengths)
@@ -213,7 +217,8 @@ class GoalTable:
     def read(self, rows: Tensor, since: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, 0 where a writer changed them.
 
-        ``since`` is the version at which the rows were found.
+        ``since`` is the version before the rows were looked up. If it is None, owners are read before and after the
+        goals.
         """
         index = rows % self.capacity
         if since is not None:
@@ -248,7 +253,7 @@ class GoalTable:
     def clear(self) -> None:
         """Remove all goals. Ids are not reused."""
         with self._changing():
-            for tensor in (self.owners, self.lengths, self.size, self.counters[:1]):
+            for tensor in (self.owners, self.lengths, self.size, self.counters[: ROWS + 1]):
                 tensor.zero_()
         self.has_gaps = self.before.desired or self.is_shared
 
@@ -279,7 +284,7 @@ class GoalTable:
             "before": tuple(self.before),
             "has_gaps": self.has_gaps,
             "size": self.size.clone(),
-            "counters": self.counters[:4].clone(),
+            "counters": self.counters[:VERSION].clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -308,7 +313,7 @@ class GoalTable:
             for name in ("goals", "owners", "starts", "lengths"):
                 getattr(self, name)[: len(state[name])] = state[name]
             self.size.copy_(state["size"])
-            self.counters[:4] = state["counters"]
+            self.counters[:VERSION] = state["counters"]
 
 
 def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:

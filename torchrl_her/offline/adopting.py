@@ -33,7 +33,7 @@ class AdoptingTransform(RelabelTransform):
     tracker: EpisodeTracker
     table: GoalTable | None
     _rows_before: RowsBefore
-    _count_around: int
+    _ids_around: list[int] | None
     adopted: Lacking | None = None
     _has_checked_stamps = False  # whether a sample of data without desired goals was of the adopted data set
 
@@ -95,7 +95,7 @@ class AdoptingTransform(RelabelTransform):
         if self.her_ratio and not data_set.lacking.goals:
             self._diagnosis.search_later(data_set.rows_to_search())
         self.adopted = data_set.lacking
-        self._neighbours, self._count_around = None, -1  # the next sample checks the other transforms
+        self._neighbours = self._ids_around = None  # the next sample checks the other transforms
         return adopted
 
     @property

@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 
 Data = TypeVar("Data", bound=TensorDictBase)
+
+
+class OwnedEntries:
+    """The entries of a sample that own their memory. A copy by pickle owns none."""
+
+    def __init__(self, entries: Mapping[NestedKey, Tensor]):
+        self._entries = entries
+
+    def has(self, key: NestedKey, value: Tensor) -> bool:
+        """Return whether an entry is still what it was in the sample of the storage."""
+        return self._entries.get(key) is value
+
+    def __reduce__(self) -> tuple[type[OwnedEntries], tuple[Any, ...]]:
+        return OwnedEntries, ({},)
 
 
 def mark_as_owned(sample: Data) -> Data:
     """Mark a sample that owns its memory, and return it.
 
-    For the ``get`` of a storage, if no entry of its result shares memory with the storage or with another entry.
-    `HERTransform` writes new goals, rewards and done flags into such samples, and into shallow copies of all others.
-    What is made of a marked sample, such as a copy, is not marked.
+    Call it in the ``get`` of a storage if no entry of the result shares memory with the storage or with another entry.
+    `HERTransform` relabels marked samples in place, and all others in a shallow copy. An entry that is replaced after
+    the sample was marked is not written into. Clone a marked sample before you make a storage of it.
 
     Args:
         sample (TensorDictBase): transitions ``[*batch]``.
 
     Examples:
-        A storage whose samples are relabelled in place. An index of tensors makes a copy, other indices may not:
+        A storage whose samples are relabelled in place. Only an index that is a tensor makes a copy:
 
         >>> import torch
         >>> from torchrl.data import LazyTensorStorage
         >>> from torchrl_her import mark_as_owned
         >>> class OwningStorage(LazyTensorStorage):
         ...     def get(self, index):
-        ...         found = super().get(index)
-        ...         return mark_as_owned(found) if isinstance(index, torch.Tensor) and index.ndim else found
+        ...         sample = super().get(index)
+        ...         return mark_as_owned(sample) if isinstance(index, torch.Tensor) and index.ndim else sample
     """
-    sample.owns_memory = True  # type: ignore[attr-defined]
+    return set_owned(sample, OwnedEntries(dict(sample.items(include_nested=True, leaves_only=True))))
+
+
+def set_owned(sample: Data, owned: OwnedEntries | None) -> Data:
+    """Set which entries of a sample own their memory, and return the sample."""
+    sample.owned_entries = owned  # type: ignore[attr-defined]
     return sample
 
 
-def owns_memory(sample: TensorDictBase) -> bool:
-    """Return whether a sample is marked as one that owns its memory."""
-    return getattr(sample, "owns_memory", False) is True
+def owned_entries(sample: TensorDictBase) -> OwnedEntries | None:
+    """Return the entries of a sample that own their memory, or None if it is not marked."""
+    return getattr(sample, "owned_entries", None)

@@ -16,6 +16,7 @@ from uuid import uuid4
 import torch
 from tensordict import (
     MemoryMappedTensor,
+    NestedKey,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -29,13 +30,28 @@ from torch import multiprocessing as mp
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
 from torchrl_her._torchrl import CustomTensorStorage, hooks_of
-from torchrl_her.storage.ownership import mark_as_owned
+from torchrl_her.storage.ownership import OwnedEntries, set_owned
 from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
 
 BY_WRITERS = {"index"}  # what the writers of TensorDict buffers add, after `check_write`
 TENSOR_SAVED = (
     "{} holds tensors outside of a TensorDict, and PackedStorage stores TensorDicts: load it into a LazyTensorStorage."
 )
+
+
+class OwnedRows(OwnedEntries):
+    """The entries of a sample that own rows ``[*rows, words]``; its entries are not listed, which would take longer."""
+
+    def __init__(self, layout: RowLayout, rows: Tensor):
+        self._layout = layout
+        self._rows = rows
+
+    def has(self, key: NestedKey, value: Tensor) -> bool:
+        """Return whether an entry stands in these rows where the layout puts it."""
+        column = self._layout.columns.get(key)
+        if column is None:
+            return False
+        return value.data_ptr() == self._rows.data_ptr() + column.start * column.dtype.itemsize
 
 
 class PackedStorageCheckpointer(TensorStorageCheckpointer):
@@ -243,8 +259,9 @@ class PackedStorage(CustomTensorStorage):
         indices = index if isinstance(index, tuple) else (index,)
         are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in indices)
         if self.initialized and are_rows and len(indices) == self.ndim:  # as samplers draw them
-            found = self._layout.unpack(self._gather(indices))
-            return found if is_tensorclass(found) else mark_as_owned(found)
+            rows = self._gather(indices)
+            found = self._layout.unpack(rows)
+            return found if is_tensorclass(found) else set_owned(found, OwnedRows(self._layout, rows))
         if self.initialized and all(isinstance(each, slice) and each == slice(None) for each in indices):
             return self._layout.view(self._written_rows()).lock_()
         found = super().get(index)
