@@ -87,7 +87,7 @@ def measure_add(episodes: int) -> dict[str, np.ndarray]:
 
 
 def print_add(times: dict[str, np.ndarray]) -> None:
-    """Print what `add` takes: the median of all, and the median over episodes of their mean, which has their ends."""
+    """Print the median time of `add`, and the median over episodes of the mean time, which includes their ends."""
     rows = []
     for name in times:
         cells = []

@@ -103,10 +103,7 @@ class Untouched(torchrl.envs.Transform):
 
 
 class Undrawn(torchrl.envs.Transform):
-    """Sets the goals that were there, their reward, and a mark that says that they are not new.
-
-    What a plain one does that relabels: entries of its own in place of the storage's, and a reward for each row.
-    """
+    """Sets the stored goals, their rewards and an all-False mark: the least that any relabelling transform does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +137,7 @@ class NoOp(TorchRL):
 
 
 class Floor(NoOp):
-    """The first buffer with a transform that draws no goals, and does what is left of hindsight without that."""
+    """The first buffer with a transform that does everything that hindsight does, except drawing goals."""
 
     def make_transform(self) -> torchrl.envs.Transform:
         """The transform."""
