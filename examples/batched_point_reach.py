@@ -125,9 +125,7 @@ def main() -> None:
     episodes = env.rollout(50)
     reached = float((episodes["next", "reward"][:, -1] == 0).float().mean())  # waits for the device
     rate = episodes.numel() / (time.perf_counter() - start)
-    print(
-        f"{rate:,.0f} steps per second on {arguments.device}; random actions reach the goal in {reached:.0%} of the episodes"
-    )
+    print(f"{rate:,.0f} steps per second on {arguments.device}; random actions reach {reached:.0%} of the goals")
 
 
 if __name__ == "__main__":
