@@ -161,10 +161,10 @@ class HERTransform(StampingTransform):
         return self._diagnosis.report(self, self.tracker, self.her_ratio, self.table)
 
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
-        """Return sampled transitions without the entries to replace, and what recomputes their rewards.
+        """Return sampled transitions, and what recomputes their rewards.
 
-        The transitions are a shallow copy, unless they own their memory: a storage can return its own tensordict, which
-        must not be written into.
+        They are a shallow copy without the entries to replace, unless they own their memory: a storage can return its
+        own tensordict, which must not be written into.
         """
         rewards: OneStepReward | NStepReward = self._one_step
         if tensordict.get(STEPS, None) is not None:
