@@ -55,7 +55,16 @@ def test_a_module_may_end_episodes_and_whatever_else_it_writes_changes_no_entry(
 
 
 class Tenfold(GoalReward):
-    """Overrides ``forward``, and writes a further entry."""
+    """Overrides ``forward``."""
+
+    def forward(self, tensordict):
+        """Write ten times the reward."""
+        tensordict = super().forward(tensordict)
+        return tensordict.set(REWARD, 10 * tensordict[REWARD])
+
+
+class TenfoldAndMore(Tenfold):
+    """Writes a further entry, too."""
 
     def set_keys(self, **keys):
         """Write a further entry."""
@@ -64,19 +73,16 @@ class Tenfold(GoalReward):
 
     def evaluate(self, achieved, desired, tensordict):
         """Return the reward, and the distance."""
-        far = distance(achieved, desired)
-        return [-far, far]
-
-    def forward(self, tensordict):
-        """Write ten times the reward."""
-        tensordict = super().forward(tensordict)
-        return tensordict.set(REWARD, 10 * tensordict[REWARD])
+        return [*super().evaluate(achieved, desired, tensordict), distance(achieved, desired)]
 
 
-def test_a_subclass_of_goal_reward_may_override_forward_and_write_more():
+@pytest.mark.parametrize("kind", [Tenfold, TenfoldAndMore])
+def test_a_subclass_of_goal_reward_may_override_forward_and_write_more(kind):
     written = point_reach()
     written[REWARD] = 10 * -distance(written[NEXT_ACHIEVED], written["desired_goal"])[:, None]
-    batch = check_relabelled(Tenfold(distance), lambda row: -10 * distance_of_row(row), written=written)
+    batch = check_relabelled(
+        kind(lambda *goals: -distance(*goals)), lambda row: -10 * distance_of_row(row), written=written
+    )
     assert "new" not in batch
 
 

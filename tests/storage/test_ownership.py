@@ -118,7 +118,9 @@ def saved_and_loaded(sample):
 def test_a_sample_that_becomes_a_storage_is_not_written_into(derive):
     source = filled(make_transform, PackedStorage(200))
     data = derive(source)
-    rb = TensorDictReplayBuffer(storage=TensorStorage(data), transform=source.transform[0].clone(), batch_size=len(data))
+    rb = TensorDictReplayBuffer(
+        storage=TensorStorage(data), transform=source.transform[0].clone(), batch_size=len(data)
+    )
     before = data.clone()
     assert rb.sample()["hindsight", "relabelled"].any()
     assert rb[:]["hindsight", "relabelled"].any()
