@@ -107,6 +107,12 @@ def test_what_is_made_of_a_marked_sample_is_not_marked(derive):
     assert not owned_entries(derive(sample))
 
 
+@pytest.mark.parametrize("sample", [torch.zeros(3), {"a": torch.zeros(3)}])
+def test_what_is_not_a_tensordict_cannot_be_marked(sample):
+    with pytest.raises(TypeError, match=r"is a TensorDict, got a (Tensor|dict)"):
+        mark_as_owned(sample)
+
+
 def saved_and_loaded(sample):
     file = io.BytesIO()
     torch.save(sample, file)

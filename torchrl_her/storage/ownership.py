@@ -35,6 +35,9 @@ def mark_as_owned(sample: Data) -> Data:
     Args:
         sample (TensorDictBase): transitions ``[*batch]``.
 
+    Raises:
+        TypeError: if the sample is not a TensorDict. Samples of tensorclasses cannot be marked.
+
     Examples:
         A storage whose samples are relabelled in place. Only an index that is a tensor makes a copy:
 
@@ -46,6 +49,10 @@ def mark_as_owned(sample: Data) -> Data:
         ...         sample = super().get(index)
         ...         return mark_as_owned(sample) if isinstance(index, torch.Tensor) and index.ndim else sample
     """
+    if not isinstance(sample, TensorDictBase):
+        raise TypeError(
+            f"A sample that can be marked is a TensorDict, got a {type(sample).__name__}: return it unmarked."
+        )
     return set_owned(sample, OwnedEntries(dict(sample.items(include_nested=True, leaves_only=True))))
 
 
