@@ -12,7 +12,7 @@ Data = TypeVar("Data", bound=TensorDictBase)
 
 
 class OwnedEntries:
-    """The entries of a sample that own their memory. A copy by pickle owns none."""
+    """The entries of a sample that own their memory. Pickling leaves them out, since a copy can become a storage."""
 
     def __init__(self, entries: Mapping[NestedKey, Tensor]):
         self._entries = entries
@@ -21,8 +21,8 @@ class OwnedEntries:
         """Return whether an entry is still what it was in the sample of the storage."""
         return self._entries.get(key) is value
 
-    def __reduce__(self) -> tuple[type[OwnedEntries], tuple[Any, ...]]:
-        return OwnedEntries, ({},)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def mark_as_owned(sample: Data) -> Data:
