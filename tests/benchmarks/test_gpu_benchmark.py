@@ -92,7 +92,7 @@ def test_without_a_cuda_device_it_says_so_in_one_line(tmp_path):
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sampling_and_updating_read_no_value(storage, strategy):
-    """`NoWaits` stands in for PyTorch's debug mode, and for what a CUDA graph cannot capture."""
+    """`NoWaits` replaces PyTorch's debug mode, and for what a CUDA graph cannot capture."""
     buffer = make_buffer(storage, 500, CPU, strategy=STRATEGIES[strategy], info=True)
     fill(buffer, 500, CPU)
     learner = Learner(buffer.sample(2))

@@ -47,7 +47,7 @@ class OwnedRows(OwnedEntries):
         self._rows = rows
 
     def has(self, key: NestedKey, value: Tensor) -> bool:
-        """Return whether an entry stands in these rows where the layout puts it."""
+        """Return whether an entry has the memory that the layout gives it in these rows."""
         column = self._layout.columns.get(key)
         if column is None:
             return False
