@@ -218,11 +218,6 @@ class RelabelTransform(BufferTransform, ABC):
                 self._reset_after_fork()
             yield
 
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. The next write or sample checks the other transforms in it."""
-        super().set_container(container)
-        self._neighbours = None
-
     @abstractmethod
     def _reset_after_fork(self) -> None:
         """Give up the lanes of the parent process."""

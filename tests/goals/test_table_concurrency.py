@@ -91,6 +91,23 @@ def reads_with_a_write_between(transform, chunks, read):
                 break
 
 
+def test_there_is_no_version_while_something_is_written():
+    transform, chunks = table_that_wraps_round()
+    transform.inv(chunks[0].copy())
+    table = transform.table
+    for change in (
+        lambda: table.publish([(table.open_episodes(1), torch.zeros(5, *table.goals.shape[1:]), 0)]),
+        lambda: table.load_state_dict(table.state_dict()),
+        table.clear,
+    ):
+        before, seen = table.version, []
+        with Between(lambda _, seen=seen: seen.append(table.version)):
+            change()
+        assert None in seen
+        assert set(seen) <= {None, before}
+        assert table.version not in (None, before)
+
+
 @pytest.mark.parametrize("strategy", ["future", "random"])
 def test_whatever_is_written_between_two_operations_of_a_sample_it_is_right(strategy):
     reads = reads_with_a_write_between(*table_that_wraps_round(strategy), lambda transform, stored: transform(stored))
