@@ -12,18 +12,15 @@ Writes `growth.csv`. Fails where a check fails, and not where a target is missed
 
 import argparse
 import gc
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from contenders import FILE, OURS, PACKED, PACKED_OURS, PLAIN
 from contenders.transitions import BATCH_SIZE, EPISODE_STEPS
-from measuring import SAMPLE, Results, added, measure, times
+from measuring import SAMPLE, Results, added, measure, set_up, times
 from report import LABELS, Target, print_checks, print_table, print_targets, short, summarize, write_csv
-from torchrl import torchrl_logger
 
 PAIRS = {"LazyTensorStorage": (PLAIN, OURS), "PackedStorage": (PACKED, PACKED_OURS)}
 
@@ -56,10 +53,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    random.seed(0)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torchrl_logger.setLevel("WARNING")
+    set_up()
 
     rows: list[dict[str, Any]] = []
     failures: list[str] = []

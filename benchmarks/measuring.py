@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from contenders import CONTENDERS, PLAIN, WITHOUT_HINDSIGHT
 from contenders.transitions import BATCHES, THRESHOLD, UNREACHABLE, Transitions, make_episodes
+from torchrl import torchrl_logger
 from tqdm import tqdm
 
 WARM_UP = 50  # batches that are sampled and checked before the clock starts
@@ -17,6 +19,14 @@ SAMPLE, EXTEND, BOTH, MANY = "sample", "extend", "extend + sample", f"{BATCHES} 
 OPERATIONS = SAMPLE, MANY, BOTH, EXTEND
 
 _scratch = np.zeros(2**25, dtype=np.uint8)
+
+
+def set_up() -> None:
+    """Seed the generators, use one thread, and leave out TorchRL's messages."""
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torchrl_logger.setLevel("WARNING")
 
 
 def evict_caches() -> None:

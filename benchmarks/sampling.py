@@ -22,7 +22,6 @@ Writes `sampling.csv` and `sampling.png`. Fails where a check fails, and not whe
 import argparse
 import os
 import platform
-import random
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -45,7 +44,7 @@ from contenders import (
     TorchRL,
 )
 from contenders.transitions import BATCHES, EPISODE_STEPS, GOAL, THRESHOLD, K, make_transitions
-from measuring import BOTH, EXTEND, MANY, OPERATIONS, SAMPLE, Results, added, measure, ratio, ratio_of_many
+from measuring import BOTH, EXTEND, MANY, OPERATIONS, SAMPLE, Results, added, measure, ratio, ratio_of_many, set_up
 from report import (
     LABELS,
     Target,
@@ -58,7 +57,6 @@ from report import (
     summarize,
     write_csv,
 )
-from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, Storage, TensorDictReplayBuffer
 from torchrl.envs import Compose
 
@@ -163,10 +161,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    random.seed(0)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torchrl_logger.setLevel("WARNING")
+    set_up()
     packages = "torch", "torchrl", "tensordict", "stable-baselines3", "cpprb", "numpy"
     print(", ".join(f"{package} {version(package)}" for package in packages))
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {arguments.rounds} rounds")

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from contenders import TorchRL
 from contenders.transitions import THRESHOLD, make_transitions
+from measuring import set_up
 from tensordict import TensorDict
-from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from tqdm import tqdm
 
@@ -120,10 +119,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=100_000, help="transitions stored")
     parser.add_argument("--rounds", type=int, default=1000)
     arguments = parser.parse_args()
-    random.seed(0)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torchrl_logger.setLevel("WARNING")
+    set_up()
     times = measure(arguments.size, arguments.rounds)
     header = " | ".join(f"`sample({each})`" for each in BATCH_SIZES)
     print(f"Median CPU time in µs, ratio to {SINGLE}\n\n| {arguments.size:,} stored | {header} |\n|---|---|---|")

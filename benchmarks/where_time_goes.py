@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from contenders import OURS, PACKED_OURS
 from contenders.buffers_of_torchrl import PackedTransform, Transform
 from contenders.transitions import EPISODE_STEPS, make_episodes
+from measuring import evict_caches, set_up
 from report import print_table
 from tensordict import TensorDict
 from torch.profiler import ProfilerActivity, profile, record_function
-from torchrl import torchrl_logger
 from tqdm import tqdm
 
 STORED = 100_000
 HINDSIGHT = "hindsight"
-EMPTIES_CACHES = np.zeros(2**22)  # 32 MiB
 
 Case = tuple[str, str, Callable[[], Any]]  # the name of a row, and of a method of HERTransform, and the call
 
@@ -74,7 +72,7 @@ def measure(buffer: Any, method: str, call: Callable[[], Any], rounds: int) -> l
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    EMPTIES_CACHES.__iadd__(1)
+    evict_caches()
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -84,9 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=300)
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torchrl_logger.setLevel("WARNING")
+    set_up()
     rows = []
     for name, contender in ((OURS, Transform(STORED)), (PACKED_OURS, PackedTransform(STORED))):
         contender.fill()

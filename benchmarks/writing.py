@@ -15,11 +15,10 @@ import random
 import time
 
 import numpy as np
-import torch
 from contenders import AUGMENTATION, CONTENDERS, CPPRB, OURS, PACKED, PACKED_OURS, PLAIN, Cpprb
 from contenders.transitions import EPISODE_STEPS, make_episodes
+from measuring import set_up
 from report import LABELS, Target, print_table, print_targets
-from torchrl import torchrl_logger
 from tqdm import tqdm
 
 ROWS = 100_000  # stored
@@ -103,10 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--episodes", type=int, default=30, help="that are added one transition after the other")
     arguments = parser.parse_args()
-    random.seed(0)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torchrl_logger.setLevel("WARNING")
+    set_up()
     times = measure(arguments.rounds)
     print("Median time to write a transition in µs, and the median of the ratios to cpprb in the same round")
     rows = []

@@ -89,7 +89,7 @@ class OneStepReward:
             self.replaced_keys.append(keys.done)
         self._read = [key for key in self.replaced_keys if key in reward.in_keys]
         # Whether the reward module does no more than to write `GoalReward.compute`, which is faster to call.
-        is_goal_reward = getattr(type(reward), "forward", None) is GoalReward.forward
+        is_goal_reward = getattr(reward.forward, "__func__", None) is GoalReward.forward
         self._is_plain = is_goal_reward and list(reward.out_keys) == self._recomputed and not self._read
 
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:

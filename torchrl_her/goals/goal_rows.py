@@ -21,7 +21,8 @@ WORD = torch.int64
 class GoalRows:
     """Goals and their owners as rows of one matrix of words, so that both are read from one place in memory.
 
-    ``goals [capacity, *goal]`` and ``owners int64 [capacity]`` are views of ``matrix int64 [capacity, words]``.
+    ``goals [capacity, *goal]`` and ``owners int64 [capacity]`` are views of ``matrix int64 [capacity, words]``, which
+    begins at the start of its memory.
     """
 
     def __init__(self, matrix: Tensor, goal_shape: Sequence[int], dtype: torch.dtype):
@@ -38,11 +39,9 @@ class GoalRows:
         word = max(WORD.itemsize, dtype.itemsize)
         size = WORD.itemsize + math.prod(goal_shape) * dtype.itemsize
         shape = capacity, -(-size // word) * word // WORD.itemsize
-        if device.type == "cpu":
-            return cls(torch.from_numpy(np.zeros(shape, np.int64)), goal_shape, dtype)
         if device.type == "cuda":
             _check_cuda_memory(math.prod(shape) * WORD.itemsize, device, (capacity, *goal_shape), dtype)
-        return cls(torch.zeros(shape, dtype=WORD, device=device), goal_shape, dtype)
+        return cls(zeros(shape, device), goal_shape, dtype)
 
     def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the goals ``[n, *goal]`` and the owners ``[n]`` of rows ``int64 [n]``, with a single gather."""
@@ -60,11 +59,8 @@ class GoalRows:
         return GoalRows(self.matrix.to(device), self.goal_shape, self.dtype)
 
     def __reduce__(self) -> tuple[type[GoalRows], tuple[Any, ...]]:
-        return GoalRows, (
-            self.matrix,
-            self.goal_shape,
-            self.dtype,
-        )  # pickled as views, both would get memory of their own
+        # Pickled as views, goals and owners would each get memory of their own.
+        return GoalRows, (self.matrix, self.goal_shape, self.dtype)
 
     def share_memory_(self) -> None:
         """Move the rows into shared memory, which takes memory for all of them."""
@@ -72,6 +68,13 @@ class GoalRows:
             free = shutil.disk_usage(SHARED_MEMORY).free
             _check_room(self.matrix.nbytes, free, self.goals.shape, self.dtype, "in shared memory")
         self.matrix.share_memory_()
+
+
+def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Make a tensor of zeros, ``int64``; on the CPU, it takes memory only as it is written."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.int64))
+    return torch.zeros(shape, dtype=WORD, device=device)
 
 
 def _check_cuda_memory(size: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> None:
