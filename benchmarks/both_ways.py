@@ -8,20 +8,17 @@ Writes `both_ways.jsonl`, a line for each run, and `both_ways.png`. Runs that ar
 """
 
 import argparse
-import importlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from scripts import load
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS, COPIES = 5_000, 4
 TASKS = {  # title: script, overrides
     "BitFlipping, 15 bits, DQN": ("dqn", []),
@@ -37,16 +34,16 @@ def train(task: str, way: str, seed: int) -> Run:
     """Train once, and return what is kept of it."""
     script, config = configure(task, way, seed)
     with tempfile.TemporaryDirectory() as folder:
-        training = importlib.import_module(script).train(config, Path(folder))
-    stored = training.replay_buffer.storage[:]
-    success = [[int(step), float(value)] for step, value in training.history["evaluation/success"]]
+        components = script.train(config, Path(folder)).components
+    stored = components["buffer"].storage[:]
+    success = [[int(step), float(value)] for step, value in components["log"]["evaluation/success"]]
     return {
         "task": task,
         "way": way,
         "seed": seed,
         "success": success,
         "bytes": rows_each(way) * stored.bytes() / len(stored),  # in the storage, of each transition
-        "seconds": training.counters["training_seconds"],
+        "seconds": components["progress"]["seconds"],
     }
 
 
@@ -55,8 +52,8 @@ def rows_each(way: str) -> int:
     return COPIES + 1 if way == "writing" else 1
 
 
-def configure(task: str, way: str, seed: int) -> tuple[str, DictConfig]:
-    """Return the script and its configuration."""
+def configure(task: str, way: str, seed: int) -> tuple[ModuleType, Any]:
+    """Return the script and its settings."""
     script, overrides = TASKS[task]
     overrides = [
         *overrides,
@@ -66,8 +63,7 @@ def configure(task: str, way: str, seed: int) -> tuple[str, DictConfig]:
         f"buffer.size={STEPS * rows_each(way)}",
         "logger.kinds=[csv]",
     ]
-    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
-        return script, compose(script, overrides)
+    return load(script, overrides)
 
 
 def runs(path: Path, tasks: list[str], seeds: list[int]) -> Iterator[Run]:
@@ -109,7 +105,6 @@ def main() -> None:
     parser.add_argument("--prioritized", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(EXAMPLES))
     arguments.output.mkdir(parents=True, exist_ok=True)
     tasks = [task for task in TASKS if arguments.prioritized or "prioritized" not in task]
     results = list(runs(arguments.output / "both_ways.jsonl", tasks, arguments.seeds))
@@ -117,8 +112,8 @@ def main() -> None:
         for way in WAYS:
             of_both = [run for run in results if (run["task"], run["way"]) == (task, way)]
             values = np.median([[value for _, value in run["success"]] for run in of_both], axis=0)
-            told = " ".join(f"{value:.2f}" for value in values)
-            print(f"{task}, {way}: {told}; {of_both[0]['bytes']:.0f} bytes for a transition")
+            curve = " ".join(f"{value:.2f}" for value in values)
+            print(f"{task}, {way}: {curve}; {of_both[0]['bytes']:.0f} bytes for a transition")
     draw(results, tasks, arguments.output / "both_ways.png")
 
 

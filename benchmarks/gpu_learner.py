@@ -1,4 +1,4 @@
-"""DDPG with the settings of ``examples/config/ddpg.yaml``, whose update can be captured in a CUDA graph."""
+"""DDPG with the settings of ``examples/ddpg.py``, without normalization. A CUDA graph can capture its update."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ or TD3. Both are evaluated by the same function, on episodes with the same start
 
 from __future__ import annotations
 
-import importlib
 import sys
 import tempfile
 import time
@@ -14,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium
 import numpy as np
 import stable_baselines3
 import torch
-from hydra import compose, initialize_config_dir
+from scripts import load
 from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
@@ -28,11 +28,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from tensordict import TensorDict
 from torchrl.envs import ExplorationType, set_exploration_type
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import training  # noqa: E402 (of the examples)
-from common import EVALUATION_SEED  # noqa: E402
+from common import EVALUATION_SEED  # isort: skip (`scripts` finds it)
 
 OURS, SB3 = "ours", "Stable-Baselines3"
 EQUAL, TUNED = "equal", "each tuned"
@@ -161,6 +157,9 @@ def train_ours(task: Task, settings: Settings, seed: int, evaluations: Evaluatio
 
             return {"success": torch.tensor(evaluations(act))}
 
+        def close(self) -> None:
+            pass
+
     overrides = [
         f"env.name={task.env}",
         f"env.num_envs={settings.num_envs}",
@@ -186,11 +185,9 @@ def train_ours(task: Task, settings: Settings, seed: int, evaluations: Evaluatio
         *([f"alpha_init={settings.alpha}"] if task.algorithm == "sac" else []),
         *settings.ours,
     ]
-    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
-        config = compose(task.algorithm, overrides=overrides)
-    training.Evaluation = Evaluation
-    with tempfile.TemporaryDirectory() as folder:
-        importlib.import_module(task.algorithm).train(config, Path(folder))
+    script, config = load(task.algorithm, overrides)
+    with tempfile.TemporaryDirectory() as folder, patch.object(script, "Evaluation", Evaluation):
+        script.train(config, Path(folder))
 
 
 class EvaluateSB3(BaseCallback):

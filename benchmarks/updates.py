@@ -1,84 +1,84 @@
-"""What recording an update saves: the updates of the training scripts as they are and played back, taking turns.
+"""How long an update of the training scripts takes with each `speedup`: the ways of running it take turns.
 
-Prints medians of CPU time in milliseconds, and the CPU time that the recordings took.
+Prints medians in milliseconds, and how much longer the first updates take: with `record`, the recording, and with
+`compile`, the compilation. Times are CPU time of this process; `compile` also starts compilers, which do not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
+from scripts import load
 from tensordict import TensorDictBase
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+from common import Function, speed_up  # isort: skip (`scripts` finds it)
+from settings import Speedup  # isort: skip
 
-from capture import Captured, Update  # noqa: E402
-
-WARM_UP = 20  # updates that are not counted; the recordings are among them
+WARM_UP = 20  # first updates, which medians leave out
 
 
-class BothWays:
-    """An update that is done twice, as it is and played back, and is timed both times."""
+class TakeTurns:
+    """Runs each update in several ways, and times it."""
 
-    def __init__(self, update: Update):
-        self.ways: dict[str, Update] = {"as it is": update, "played back": Captured(update)}
-        self.times: dict[str, list[float]] = {name: [] for name in self.ways}  # ms
+    def __init__(self, update: Function, speedups: list[str]):
+        self.ways = {name: speed_up(update, Speedup[name]) for name in speedups}
+        self.times: dict[str, list[float]] = {name: [] for name in speedups}  # ms
 
-    def __call__(self, batch: TensorDictBase, *flags: bool) -> TensorDictBase:
-        """Do all that an update can do: that of TD3 with its actor's."""
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:  # noqa: D102
         for name, update in self.ways.items():
-            given = batch.clone()
-            began = time.process_time()
-            losses = update(given, *(True for _ in flags))
-            self.times[name].append(1e3 * (time.process_time() - began))
+            own = batch.clone()  # a loss writes into its batch
+            start = time.process_time()
+            losses = update(own)
+            self.times[name].append(1e3 * (time.process_time() - start))
         return losses
 
 
-def measure(algorithm: str, updates: int) -> BothWays:
-    """Train with a script."""
-    script = importlib.import_module(algorithm)
-    made: list[BothWays] = []
+def measure(algorithm: str, updates: int, speedups: list[str]) -> dict[str, list[float]]:
+    """Train, and return the times of all updates in milliseconds."""
+    made: list[TakeTurns] = []
 
-    def both_ways(_: object, update: Update) -> BothWays:
-        made.append(BothWays(update))
+    def take_turns(update: Function, _: Speedup) -> TakeTurns:
+        made.append(TakeTurns(update, speedups))
         return made[-1]
 
-    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
-        config = compose(algorithm, overrides=["logger.kinds=[]", "evaluation.episodes=1"])
-    steps = config.collector.random_steps + int((updates + WARM_UP) / config.updates_per_step)
-    steps -= steps % -config.collector.steps_per_chunk
-    config.total_steps = config.evaluation.interval = config.checkpoint.interval = steps
-    with tempfile.TemporaryDirectory() as folder, patch.object(script, "speed_up", both_ways):
+    overrides = ["logger.kinds=[]", "evaluation.episodes=1", "collector.random_steps=0", "updates_per_step=1"]
+    script, config = load(algorithm, overrides + ["actor_interval=1"] * (algorithm == "td3"))
+    steps = updates + WARM_UP
+    steps -= steps % -config.collector.steps_per_chunk  # rounded up
+    config.total_steps = config.evaluation.interval = config.logger.interval = config.checkpoint.interval = steps
+    with tempfile.TemporaryDirectory() as folder, patch.object(script, "speed_up", take_turns):
         script.train(config, Path(folder))
-    return made[0]
+    return next(turns.times for turns in made if turns.times[speedups[0]])  # TD3's update without the actor never runs
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Updates of the training scripts, as they are and played back.")
+    parser = argparse.ArgumentParser(description="How long an update of the training scripts takes.")
     parser.add_argument("--algorithms", nargs="+", default=["dqn", "ddpg", "td3", "sac"])
     parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--compile", action="store_true", help="measure speedup=compile, too")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
+    warnings.filterwarnings("error", message="speedup=record")  # an update that was not recorded
     torch.set_num_threads(1)
-    lines = ["| ms of CPU time | as it is | played back | recording it |", "|---|---|---|---|"]
+    speedups = ["none", "record"] + ["compile"] * arguments.compile
+    header = ["ms of CPU time", *speedups, *(f"{name}, once" for name in speedups[1:])]
+    lines = [header, ["---"] * len(header)]
     for algorithm in arguments.algorithms:
-        times = measure(algorithm, arguments.updates).times
-        medians = [f"{np.median(values[WARM_UP:]):.2f}" for values in times.values()]
-        recording = max(times["played back"][:WARM_UP])
-        lines.append(f"| {algorithm} | {' | '.join(medians)} | {recording:.0f} |")
-    print("\n".join(lines))
+        times = measure(algorithm, arguments.updates, speedups)
+        medians = {name: np.median(values[WARM_UP:]) for name, values in times.items()}
+        once = [sum(times[name][:WARM_UP]) - WARM_UP * medians[name] for name in speedups[1:]]
+        lines.append([algorithm, *(f"{value:.2f}" for value in medians.values()), *(f"{value:.0f}" for value in once)])
+    print("\n".join("| " + " | ".join(line) + " |" for line in lines))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Compares runs of the training scripts: a table, and a picture of their success against environment steps.
 
-Runs that agree in the entries ``--by`` of their configurations are one group; of each group it shows median and range.
-Hydra makes the runs, one after the other::
+Runs with the same values of the settings ``--by`` form a group. Each group is shown by its median and range. Hydra
+makes the runs, one after the other::
 
     python examples/dqn.py --multirun hydra.sweep.dir=outputs/strategies seed=0,1,2 hindsight.strategy=future,final
     python examples/compare.py outputs/strategies --by hindsight.strategy
 
-The picture goes to ``comparison.png`` in the first folder, or where ``--picture`` says.
+The picture is ``comparison.png`` in the first folder, or the file ``--picture``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from omegaconf import OmegaConf
 from plots import draw_comparison
 from tqdm import tqdm
 
-METRICS = {"success": "evaluation/success", "distance": "evaluation/distance", "seconds": "time/training_seconds"}
+METRICS = {
+    "success": "evaluation/success",
+    "return": "evaluation/return",
+    "distance": "evaluation/distance",
+    "seconds": "train/seconds",
+}
 
 
 class Run(NamedTuple):
-    """What a run says of itself, and what it logged, ``[logs, 2]`` of steps and values."""
+    """The settings of a run, and its metrics, ``[logs, 2]`` each: steps and values."""
 
     config: Any
     logs: dict[str, np.ndarray]
@@ -36,22 +41,22 @@ class Run(NamedTuple):
         return cls(OmegaConf.load(folder / "config.yaml"), logs)
 
     def group(self, entries: list[str]) -> str:
-        """Name the entries of its configuration and what they are."""
+        """Return the names and values of settings, as the name of a group."""
         return ", ".join(f"{entry.rpartition('.')[2]} {OmegaConf.select(self.config, entry)}" for entry in entries)
 
     def has(self, entry: str) -> bool:
-        """Whether there is such an entry in its configuration."""
+        """Whether the run has such a setting."""
         return OmegaConf.select(self.config, entry, default=self) is not self
 
     def at(self, name: str, step: int) -> float:
-        """Return what was logged at a step, or last before it; NaN where nothing was."""
+        """Return the last value logged until a step, or NaN if there is none."""
         logged = self.logs[name]
         until = logged[logged[:, 0] <= step]
         return float(until[-1, 1]) if len(until) else np.nan
 
 
 def paths(folder: Path) -> dict[str, Path]:
-    """Return where a run logs what is compared."""
+    """Return the files of the metrics in the folder of a run."""
     return {name: folder / "logs" / "csv" / "scalars" / f"{metric}.csv" for name, metric in METRICS.items()}
 
 
@@ -64,10 +69,10 @@ def find_runs(folders: list[Path]) -> list[Run]:
 
 
 def check_entries(runs: list[Run], entries: list[str]) -> None:
-    """Check that runs can be told apart by these entries."""
+    """Refuse entries that no run has in its settings."""
     for entry in entries:
         if not any(run.has(entry) for run in runs):
-            raise SystemExit(f"No run has an entry {entry!r} in its configuration.")
+            raise SystemExit(f"No run has a setting {entry!r}.")
 
 
 def _is_run(folder: Path) -> bool:
@@ -80,18 +85,21 @@ def median_and_range(values: list[float]) -> str:
 
 
 def table(groups: dict[str, list[Run]], step: int) -> str:
-    """Return the outcomes at a step in Markdown."""
-    lines = ["| | runs | success: median (range) | final distance | training, s |", "|---|---|---|---|---|"]
+    """Return a table of the metrics at a step, in Markdown; all but the range are medians over runs."""
+    lines = [
+        "| | runs | success: median (range) | return | final distance | training, s |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, runs in groups.items():
         success = median_and_range([run.at("success", step) for run in runs])
-        distance = np.median([run.at("distance", step) for run in runs])
-        seconds = np.median([run.at("seconds", step) for run in runs])
-        lines.append(f"| {name} | {len(runs)} | {success} | {distance:.3f} | {seconds:.0f} |")
+        medians = {metric: np.median([run.at(metric, step) for run in runs]) for metric in METRICS}
+        columns = f"{medians['return']:.1f} | {medians['distance']:.3f} | {medians['seconds']:.0f}"
+        lines.append(f"| {name} | {len(runs)} | {success} | {columns} |")
     return "\n".join(lines)
 
 
 def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps ``[evaluations]`` that all runs came to, and their success there, ``[runs, evaluations]``."""
+    """Return the steps ``[evaluations]`` of the evaluations of all runs, and the success, ``[runs, evaluations]``."""
     logged = [dict(run.logs["success"]) for run in runs]
     steps = sorted(set.intersection(*map(set, logged)))
     return np.array(steps), np.array([[success[step] for step in steps] for success in logged])
@@ -99,10 +107,10 @@ def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+", help="with the folders of runs somewhere below")
-    parser.add_argument("--by", nargs="+", default=["algorithm"], help="entries of the configuration that differ")
-    parser.add_argument("--panels", nargs="*", default=[], help="of these entries each value gets a panel of its own")
-    parser.add_argument("--step", type=int, help="of the table; by default the last that all runs came to")
+    parser.add_argument("folders", type=Path, nargs="+", help="that contain runs, at any depth")
+    parser.add_argument("--by", nargs="+", default=["algorithm"], help="settings that groups differ in")
+    parser.add_argument("--panels", nargs="*", default=[], help="settings that have a panel for each value")
+    parser.add_argument("--step", type=int, help="of the table; by default the last that all runs reached")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()

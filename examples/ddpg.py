@@ -1,9 +1,8 @@
 """DDPG with hindsight, as in the original Fetch experiments.
 
 Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) with hindsight experience replay
-(Andrychowicz et al. 2017, arXiv:1707.01495): targets are clipped to the returns that are possible, and with
-``action_penalty`` (in the Fetch tasks) large actions cost something, so that the actor's tanh does not saturate.
-``examples/config/ddpg.yaml`` has every setting::
+(Andrychowicz et al. 2017, arXiv:1707.01495). Targets are clipped to the possible returns. With ``action_penalty``,
+large actions have a cost, so that the actor's tanh does not saturate::
 
     python examples/ddpg.py
     python examples/ddpg.py hindsight.enabled=false
@@ -13,26 +12,78 @@ Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) wi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import hydra
-from common import Normalization, check_actions, make_env, make_replay_buffer, rewards_of
-from deterministic import make_networks, make_noise
+import torch
+from common import (
+    Evaluation,
+    Inputs,
+    as_rows,
+    check_env,
+    make_adam,
+    make_collector,
+    make_hindsight,
+    make_replay_buffer,
+    make_reward,
+    speed_up,
+)
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from settings import start
-from tensordict import TensorDictBase
+from run import Checkpoints, Log, Progress, set_up
+from settings import Priority, Settings, start
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.envs import EnvBase
+from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
+
+# Configuration
+
+
+@dataclass
+class Config(Settings):
+    algorithm: str = "ddpg"
+    clip_target: bool = True  # to [-1 / (1 - gamma), 0]: for rewards from -1 to 0
+    action_penalty: float = 0.0  # times the mean square of the actor's actions
+
+
+ConfigStore.instance().store("ddpg", Config)
+
+
+def check_rewards(config: Config, env: EnvBase) -> None:
+    """Check that returns have the bounds that targets are clipped to."""
+    steps = env.rollout(100)
+    goals = steps[config.env.desired_goal_key]
+    at_goal = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
+    rewards = torch.cat([steps["next", "reward"], make_reward(config.env).forward(at_goal)["next", "reward"]])
+    if config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1:
+        raise SystemExit(
+            f"clip_target=true needs gamma < 1 and rewards from -1 to 0, and {config.env.name} gives {rewards.min():g} "
+            f"to {rewards.max():g} (gamma={config.gamma}): use clip_target=false."
+        )
+
+
+# Networks
+
+
+def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+    """Make the greedy policy, of raw observations and goals."""
+    spec = env.action_spec.to(config.device)
+    actor = MLP(inputs.width, spec.shape[-1], num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
+    actor = TensorDictModule(actor, ["inputs"], ["action"])
+    return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
+
 
 # Loss
 
 
 class ClippedTarget(TD0Estimator):
-    """The target of one step, clipped to what a reward of -1 or 0 per step can sum up to."""
+    """The one-step target, clipped to the possible sums of rewards from -1 to 0."""
 
     def __init__(self, *, gamma: float, **kwargs):
         super().__init__(gamma=gamma, **kwargs)
@@ -42,19 +93,7 @@ class ClippedTarget(TD0Estimator):
         return super().value_estimate(*args, **kwargs).clamp(self.lowest, 0.0)
 
 
-def check_clipping(config: DictConfig, env: EnvBase) -> None:
-    """Check that returns have the bounds that targets are clipped to."""
-    at_goal, elsewhere = rewards_of(env)
-    if at_goal > 0 or elsewhere < -1:
-        raise SystemExit(
-            f"clip_target=true is for rewards from -1 to 0, and {config.env.name} gives {at_goal:g} at the goal and "
-            f"{elsewhere:g} elsewhere: use clip_target=false."
-        )
-    if config.gamma >= 1:
-        raise SystemExit("With gamma=1 a sum of rewards has no lowest value to clip to: use clip_target=false.")
-
-
-def make_loss(config: DictConfig, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
+def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
     loss = DDPGLoss(actor, critic, delay_actor=True)
     if config.clip_target:
         estimator = ClippedTarget(gamma=config.gamma, value_network=loss.actor_critic, device=config.device)
@@ -67,29 +106,33 @@ def make_loss(config: DictConfig, actor: TensorDictSequential, critic: TensorDic
 # Training
 
 
-def train(config: DictConfig, folder: Path) -> Training:
-    """Train an agent, and keep what happens in a folder."""
-    set_up_process(config)
-    env = make_env(config.env)
-    check_actions(env, continuous=True)
+def train(config: Config, folder: Path) -> Checkpoints:
+    """Train an agent, and keep the run in a folder."""
+    set_up(config)
+    env = check_env(config)
     if config.clip_target:
-        check_clipping(config, env)
-    normalization = Normalization(config, env)
-    actor, critic = make_networks(config, env, normalization.keys)
+        check_rewards(config, env)
+
+    inputs = Inputs(config, env)
+    policy = make_policy(config, env, inputs)
+    actor, spec = policy[1:], env.action_spec.to(config.device)
+    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
+    critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
+
     loss = make_loss(config, actor, critic)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    actor_optimizer = make_adam(actor.parameters(), config.learning_rate)
-    critic_optimizer = make_adam(critic.parameters(), config.learning_rate)
+    actor_optimizer = make_adam(config, actor.parameters())
+    critic_optimizer = make_adam(config, critic.parameters())
 
-    policy = make_policy(normalization, actor)
-    spec = env.action_spec.to(config.device)
-    explorer = make_explorer(config, spec, policy, make_noise(config, spec))
+    hindsight = make_hindsight(config)
+    replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
+    @partial(speed_up, speedup=config.speedup)
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
         total = losses["loss_actor"] + losses["loss_value"]
         if config.action_penalty:
-            action = actor(batch.select(*normalization.keys))["action"]
+            action = actor(batch.select("inputs"))["action"]
             total = total + config.action_penalty * action.square().mean()
         total.backward()
         actor_optimizer.step()
@@ -97,21 +140,40 @@ def train(config: DictConfig, folder: Path) -> Training:
         actor_optimizer.zero_grad()
         critic_optimizer.zero_grad()
         target_updater.step()
-        losses = losses.select("loss_actor", "loss_value", "pred_value", "target_value").detach()
-        return losses.rename_key_("pred_value", "q_value")
+        losses = losses.select("loss_actor", "loss_value", "pred_value", "target_value")
+        return losses.rename_key_("pred_value", "q_value").set("td_error", batch["td_error"]).detach()
 
-    update = speed_up(config, update)
-    replay_buffer, hindsight = make_replay_buffer(config, normalization)
-    training = Training(
-        config, folder, replay_buffer, hindsight, normalization, policy, loss,
-        actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
+    collector = make_collector(config, policy, gaussian=True)
+    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    save = Checkpoints(
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
-    for data in training.collect(explorer):
-        training.write(data)
-        normalization.update(data)
-        for batch in training.batches():
-            training.record(update(batch), batch)
-    return training
+    save.start()
+    log.open()
+    if not progress.steps:
+        log("evaluation", evaluate(policy), 0)
+    losses: dict[str, Tensor] = {}
+    for data in collector:
+        replay_buffer.extend(as_rows(config, data))
+        inputs.update(data)
+        progress.add(data)
+        for count in progress.updates_due():
+            for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
+                losses.update(update(batch))
+                if config.buffer.prioritized == Priority.error:
+                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
+        with progress.paused():
+            if progress.ends(config.logger.interval):
+                log("train", progress.metrics() | losses, progress.steps)
+                losses.clear()
+            if progress.ends(config.evaluation.interval):
+                log("evaluation", evaluate(policy), progress.steps)
+            if progress.ends(config.checkpoint.interval):
+                save(progress.steps)
+    for tool in (evaluate, progress, log):
+        tool.close()
+    return save
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="ddpg")

@@ -1,7 +1,7 @@
 """DQN with hindsight, for environments with discrete actions.
 
 Deep Q-learning (Mnih et al. 2015) with hindsight experience replay (Andrychowicz et al. 2017, arXiv:1707.01495, whose
-first experiment this is: flipping bits). ``examples/config/dqn.yaml`` has every setting::
+first experiment this is: flipping bits)::
 
     python examples/dqn.py
     python examples/dqn.py hindsight.enabled=false
@@ -11,71 +11,121 @@ first experiment this is: flipping bits). ``examples/config/dqn.yaml`` has every
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import hydra
-import torch
-from common import Normalization, check_actions, make_env, make_replay_buffer
+from common import (
+    Evaluation,
+    Inputs,
+    as_rows,
+    check_env,
+    make_adam,
+    make_collector,
+    make_hindsight,
+    make_replay_buffer,
+    speed_up,
+)
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from settings import start
+from run import Checkpoints, Log, Progress, set_up
+from settings import Collection, Env, Normalizing, Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
+from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
+
+# Configuration
+
+
+@dataclass
+class Config(Settings):
+    algorithm: str = "dqn"
+    double: bool = False
+    gamma: float = 0.98
+    batch_size: int = 128
+    hidden: list[int] = field(default_factory=lambda: [256])
+    inputs: list[str] = field(default_factory=lambda: ["observation", "desired_goal"])  # the bits are the achieved goal
+    env: Env = field(default_factory=lambda: Env(name="torchrl_her/BitFlipping-v0"))  # 15 bits: +env.kwargs.n_bits=30
+    collector: Collection = field(default_factory=lambda: Collection(steps_per_chunk=25, random_steps=0))
+    normalization: Normalizing = field(default_factory=lambda: Normalizing(enabled=False))
+
+
+ConfigStore.instance().store("dqn", Config)
+
 
 # Networks
 
 
-def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[TensorDictSequential]:
-    """Return the actor: action values, which read observation and goal side by side, and the choice of the best."""
+def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+    """Make the greedy policy: action values, and the choice of the best."""
     spec = env.action_spec.to(config.device)
-    width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
-    values = MLP(width, spec.n, num_cells=list(config.hidden), activation_class=nn.ReLU, device=config.device)
-    return (TensorDictSequential(TensorDictModule(values, inputs, ["action_value"]), QValueModule(spec=spec)),)
+    values = MLP(inputs.width, spec.n, num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
+    return TensorDictSequential(inputs, TensorDictModule(values, ["inputs"], ["action_value"]), QValueModule(spec=spec))
 
 
 # Training
 
 
-def train(config: DictConfig, folder: Path) -> Training:
-    """Train an agent, and keep what happens in a folder."""
-    set_up_process(config)
-    env = make_env(config.env)
-    check_actions(env, continuous=False)
-    normalization = Normalization(config, env)
-    (actor,) = make_networks(config, env, normalization.keys)
-    loss = DQNLoss(actor, action_space=env.action_spec, delay_value=True, double_dqn=config.double)
+def train(config: Config, folder: Path) -> Checkpoints:
+    """Train an agent, and keep the run in a folder."""
+    set_up(config)
+    env = check_env(config, discrete=True)
+
+    inputs = Inputs(config, env)
+    policy = make_policy(config, env, inputs)
+
+    loss = DQNLoss(policy[1:], action_space=env.action_spec, delay_value=True, double_dqn=config.double)
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    optimizer = make_adam(loss.parameters(), config.learning_rate)
+    optimizer = make_adam(config, loss.parameters())
 
-    policy = make_policy(normalization, actor)
-    explorer = make_explorer(config, env.action_spec.to(config.device), policy)
+    hindsight = make_hindsight(config)
+    replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
+    @partial(speed_up, speedup=config.speedup)
     def update(batch: TensorDictBase) -> TensorDictBase:
-        value = loss(batch)["loss"]
-        value.backward()
+        losses = loss(batch)
+        losses["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
         target_updater.step()
-        return TensorDict(loss=value.detach())
+        return TensorDict(loss=losses["loss"], td_error=batch["td_error"]).detach()
 
-    update = speed_up(config, update)
-    replay_buffer, hindsight = make_replay_buffer(config, normalization)
-    training = Training(config, folder, replay_buffer, hindsight, normalization, policy, loss, optimizer=optimizer)
-    for data in training.collect(explorer):
-        training.write(data)
-        normalization.update(data)
-        for batch in training.batches():
-            training.record(update(batch), batch)
-        if training.batch is not None:  # the value of the best action
-            with torch.no_grad():
-                value = actor(training.batch.select(*normalization.keys))["chosen_action_value"]
-            training.losses["q_value"] = value
-    return training
+    collector = make_collector(config, policy)
+    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    save = Checkpoints(
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        progress=progress.counts, optimizer=optimizer,
+    )  # fmt: skip
+    save.start()
+    log.open()
+    if not progress.steps:
+        log("evaluation", evaluate(policy), 0)
+    losses: dict[str, Tensor] = {}
+    for data in collector:
+        replay_buffer.extend(as_rows(config, data))
+        inputs.update(data)
+        progress.add(data)
+        for count in progress.updates_due():
+            for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
+                losses.update(update(batch))
+                if config.buffer.prioritized == Priority.error:
+                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
+        with progress.paused():
+            if progress.ends(config.logger.interval):
+                log("train", progress.metrics() | losses, progress.steps)
+                losses.clear()
+            if progress.ends(config.evaluation.interval):
+                log("evaluation", evaluate(policy), progress.steps)
+            if progress.ends(config.checkpoint.interval):
+                save(progress.steps)
+    for tool in (evaluate, progress, log):
+        tool.close()
+    return save
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="dqn")

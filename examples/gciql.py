@@ -1,8 +1,8 @@
 """Goal-conditioned implicit Q-learning from data alone, with hindsight.
 
 Implicit Q-learning (Kostrikov et al. 2021, arXiv:2110.06169) with the goals of OGBench (Park et al. 2024,
-arXiv:2410.20092): each sampled transition has a goal for the critics, a mixture of the present, the future and the
-whole data set, and another for the actor. ``examples/config/gciql.yaml`` has every setting::
+arXiv:2410.20092): each sampled transition has a goal for the critics, drawn from a mixture of the present, the future
+and the whole data set, and another goal for the actor. Only evaluations use the simulator::
 
     python examples/pointmaze_data.py PointMaze_UMaze-v3
     python examples/gciql.py
@@ -12,18 +12,20 @@ whole data set, and another for the actor. ``examples/config/gciql.yaml`` has ev
 
 from __future__ import annotations
 
-import sys
 import time
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import gymnasium_robotics
 import hydra
 import torch
-from capture import Captured
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from record import Recorded
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -39,82 +41,90 @@ from torchrl_her import Current, Future, Geometric, HERTransform, Mixture, Rando
 gymnasium.register_envs(gymnasium_robotics)
 
 GOAL_RADIUS = 0.45  # metres, of the environment
-EVALUATION_SEED = 1_000_000  # of the first of the episodes
-BATCHES_AT_ONCE = 16  # sampled in one call, which is faster
+EVALUATION_SEED = 1_000_000  # of the first episode
+AT_ONCE = 16  # batches sampled in one call, which is faster
+NOW = "${now:%Y-%m-%d_%H-%M-%S}"
+RUN, SWEEP = f"outputs/gciql/${{env}}/{NOW}", f"outputs/gciql/multirun/{NOW}"  # folders
 
-# Configuration
+Speedup = Enum("Speedup", "none record compile")
+Algorithm = Enum("Algorithm", "iql bc")
+Goals = Enum("Goals", "mixture future")
 
 
-def check_settings(config: DictConfig) -> None:
-    for name, one, other in (("algorithm", "iql", "bc"), ("goals", "mixture", "future")):
-        if config[name] not in (one, other):
-            raise SystemExit(f"{name} is {one!r} or {other!r}, not {config[name]!r}.")
+@dataclass
+class Evaluating:
+    interval: int = 2_500  # updates
+    episodes: int = 100
+
+
+@dataclass
+class Config:
+    seed: int = 0
+    updates: int = 5_000
+    threads: int = 1  # of PyTorch
+    speedup: Speedup = Speedup.record  # of updates
+    env: str = "PointMaze_UMaze-v3"  # or another maze: PointMaze_Medium-v3
+    data: str = "outputs/data/${env}"  # written by: python examples/pointmaze_data.py ENV
+    algorithm: Algorithm = Algorithm.iql  # bc: behavioural cloning, which trains only the actor
+    goals: Goals = Goals.mixture  # for the critics, with separate goals for the actor; future: one goal for both
+    batch_size: int = 256
+    learning_rate: float = 1e-3  # falls linearly to 0
+    hidden: list[int] = field(default_factory=lambda: [256, 256])  # units of each layer
+    gamma: float = 0.99  # also of the geometric goals
+    tau: float = 0.005  # of the target critics' soft update
+    expectile: float = 0.9
+    temperature: float = 10.0  # inverse: 0 is behavioural cloning
+    evaluation: Evaluating = field(default_factory=Evaluating)
+    hydra: Any = field(default_factory=lambda: {"run": {"dir": RUN}, "sweep": {"dir": SWEEP}})
+
+
+ConfigStore.instance().store("gciql", Config)
+
+
+def check(config: DictConfig) -> Config:
+    """Return the settings as a dataclass, or refuse settings that cannot work."""
     if not config.env.startswith("PointMaze_"):
-        raise SystemExit(f"{config.env} is not a PointMaze: PointMaze_UMaze-v3, say.")
+        raise SystemExit(f"env={config.env} must be a PointMaze, such as PointMaze_UMaze-v3.")
     for name in ("updates", "batch_size", "evaluation.interval", "evaluation.episodes"):
-        value = OmegaConf.select(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise SystemExit(f"{name}={value} has to be 1 or more.")
-
-
-# Data
-
-
-def load_data(config: DictConfig) -> TensorDict:
+        if OmegaConf.select(config, name) < 1:
+            raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be 1 or more.")
     if not Path(config.data).is_dir():
-        raise SystemExit(f"There are no data in {config.data}: python examples/pointmaze_data.py {config.env}")
-    return TensorDict.load_memmap(config.data)  # [steps]
+        raise SystemExit(f"There is no data in {config.data}: python examples/pointmaze_data.py {config.env}")
+    return cast(Config, OmegaConf.to_object(config))
 
 
 def reached(achieved_goal: Tensor, desired_goal: Tensor) -> Tensor:
     return (achieved_goal - desired_goal).norm(dim=-1) <= GOAL_RADIUS
 
 
-def make_replay_buffer(config: DictConfig, data: TensorDict) -> TensorDictReplayBuffer:
-    """Return a buffer whose samples have a goal for the critics, ``desired_goal``, and an ``actor_goal``."""
+def make_replay_buffer(config: Config, data: TensorDict) -> TensorDictReplayBuffer:
+    """Make a buffer whose samples have a goal for the critics, ``desired_goal``, and an ``actor_goal``."""
     goals: dict[str, Any] = {"strategy": Future()}
-    if config.goals == "mixture":
+    if config.goals == Goals.mixture:
         goals["strategy"] = Mixture({Current(): 0.2, Geometric(config.gamma): 0.5, Random(): 0.3})
         goals["extra_goals"] = {"actor_goal": Future(own=False)}
-    reward = SparseReward(GOAL_RADIUS, terminated_fn=reached)
-    her = HERTransform(reward, **goals, her_ratio=1.0, capacity=len(data))
-    storage = TensorStorage(her.adopt(data))  # the data themselves, not a copy
-    return TensorDictReplayBuffer(storage=storage, transform=her, batch_size=BATCHES_AT_ONCE * config.batch_size)
+    her = HERTransform(SparseReward(GOAL_RADIUS, terminated_fn=reached), **goals, her_ratio=1.0, capacity=len(data))
+    storage = TensorStorage(her.adopt(data))  # the data itself, not a copy
+    return TensorDictReplayBuffer(storage=storage, transform=her, batch_size=AT_ONCE * config.batch_size)
 
 
-# Networks
-
-
-def make_networks(config: DictConfig, batch: TensorDictBase) -> list[TensorDictModule]:
-    """Return the actor, the critic Q(s, a, g) and the value V(s, g), for samples like ``batch``."""
+def make_networks(config: Config, batch: TensorDictBase) -> list[TensorDictModule]:
+    """Make the actor, the critic Q(s, a, g) and the value V(s, g), for samples like ``batch``."""
     inputs, actions = ["observation", "desired_goal"], batch["action"].shape[-1]
     width = sum(batch[key].shape[-1] for key in inputs)
-    norms = [{"normalized_shape": units} for units in config.hidden]
-    layers = {
-        "num_cells": list(config.hidden), "activation_class": nn.ReLU, "norm_class": nn.LayerNorm, "norm_kwargs": norms
-    }  # fmt: skip
-    actor = ProbabilisticActor(
-        TensorDictModule(MLP(width, actions, **layers), inputs, ["loc"]),
-        in_keys=["loc"],
-        distribution_class=IndependentNormal,
-        distribution_kwargs={"scale": 1.0, "validate_args": False},  # the environment clips
-    )
+    norms = {"norm_class": nn.LayerNorm, "norm_kwargs": [{"normalized_shape": units} for units in config.hidden]}
+    layers: dict[str, Any] = {"num_cells": config.hidden, "activation_class": nn.ReLU, **norms}
+    means = TensorDictModule(MLP(width, actions, **layers), inputs, ["loc"])
+    normal = {"scale": 1.0, "validate_args": False}  # the environment clips
+    actor = ProbabilisticActor(means, ["loc"], distribution_class=IndependentNormal, distribution_kwargs=normal)
     critic = ValueOperator(MLP(width + actions, 1, **layers), in_keys=[*inputs, "action"])
     value = ValueOperator(MLP(width, 1, **layers), in_keys=inputs)
     return [actor, critic, value]
 
 
-# Evaluation
-
-
-def evaluate(config: DictConfig, actor: ProbabilisticActor) -> dict[str, float]:
-    """Play greedy episodes, with the environment's own starts and goals, the same every time.
-
-    Success is the share that comes within the goal's radius before the environment's time limit; steps are the mean
-    number of steps until then, with the time limit for the others.
-    """
-    episodes, time_limit = config.evaluation.episodes, gymnasium.spec(config.env).max_episode_steps
-    assert time_limit is not None
+def evaluate(config: Config, actor: ProbabilisticActor) -> dict[str, float]:
+    """Return the success rate, and the mean number of steps to the goal or the time limit."""
+    episodes, time_limit = config.evaluation.episodes, cast(int, gymnasium.spec(config.env).max_episode_steps)
     envs = gymnasium.make_vec(config.env, episodes, vectorization_mode="sync", continuing_task=False)
     observation, _ = envs.reset(seed=EVALUATION_SEED)
     success, steps = torch.zeros(episodes, dtype=torch.bool), torch.zeros(episodes)
@@ -130,15 +140,11 @@ def evaluate(config: DictConfig, actor: ProbabilisticActor) -> dict[str, float]:
     return {"success": float(success.float().mean()), "steps": float(steps.mean())}
 
 
-# Training
-
-
-def train(config: DictConfig, folder: Path) -> None:
+def train(config: Config, folder: Path) -> None:
     """Train an agent, and write logs and the actor into a folder."""
-    check_settings(config)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    replay_buffer = make_replay_buffer(config, load_data(config))
+    replay_buffer = make_replay_buffer(config, TensorDict.load_memmap(config.data))
     replay_buffer.set_rng(torch.Generator().manual_seed(config.seed))
     actor, critic, value = make_networks(config, replay_buffer.sample())
     weights = {"expectile": config.expectile, "temperature": config.temperature}
@@ -146,45 +152,39 @@ def train(config: DictConfig, folder: Path) -> None:
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
     learning_rate = torch.tensor(config.learning_rate)  # falls to 0
-    # No loss has gradients for the networks of another.
-    parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(parameters, learning_rate, fused=True)
+    # No loss has gradients for the networks of another loss.
+    optimizer = torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], learning_rate, fused=True)
 
     def update(batch: TensorDictBase) -> TensorDict:
-        for_actor = batch.copy()  # the advantage is computed at the actor's goal, too
-        for_actor["desired_goal"] = batch.get("actor_goal", batch["desired_goal"])
-        if config.algorithm == "bc":
+        for_actor = batch.copy().set("desired_goal", batch.get("actor_goal", batch["desired_goal"]))
+        if config.algorithm == Algorithm.bc:
             losses = {"loss_actor": -actor.get_dist(for_actor).log_prob(batch["action"]).mean()}
         else:
-            losses = {
-                "loss_actor": loss.actor_loss(for_actor)[0],
-                "loss_qvalue": loss.qvalue_loss(batch)[0],
-                "loss_value": loss.value_loss(batch)[0],
-            }
+            losses = {"loss_actor": loss.actor_loss(for_actor)[0], "loss_qvalue": loss.qvalue_loss(batch)[0]}
+            losses["loss_value"] = loss.value_loss(batch)[0]
         sum(losses.values()).backward()
         optimizer.step()
         optimizer.zero_grad()
         target_updater.step()
         return TensorDict(losses).detach()
 
-    update = Captured(update) if config.capture else update
+    if config.speedup != Speedup.none:
+        update = Recorded(update) if config.speedup == Speedup.record else torch.compile(update)
     logger = CSVLogger("logs", log_dir=str(folder))
-    bar = tqdm(range(1, config.updates + 1), f"{config.algorithm} {config.env}", unit=" updates")
-    bar.mininterval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file needs few lines
-    batches: list[TensorDictBase] = []
-    training_seconds = 0.0
+    bar = tqdm(range(1, config.updates + 1), f"{config.algorithm.name} {config.env}", unit=" updates")
+    batches, seconds = list[TensorDictBase](), 0.0
     for step in bar:
         began = time.perf_counter()
         learning_rate.fill_(config.learning_rate * (1 - (step - 1) / config.updates))
         if not batches:
             batches = list(replay_buffer.sample().split(config.batch_size))
         losses = update(batches.pop())
-        training_seconds += time.perf_counter() - began
+        seconds += time.perf_counter() - began
         if step % config.evaluation.interval == 0 or step == config.updates:
             outcome = evaluate(config, actor)
             metrics = {f"train/{name}": float(value) for name, value in losses.items()}
-            metrics |= {f"evaluation/{name}": value for name, value in outcome.items()}
-            for name, value in (metrics | {"time/training_seconds": training_seconds}).items():
+            metrics |= {f"evaluation/{name}": value for name, value in outcome.items()} | {"train/seconds": seconds}
+            for name, value in metrics.items():
                 logger.log_scalar(name, value, step)
             bar.set_postfix(success=f"{outcome['success']:.2f}")
     torch.save(actor.state_dict(), folder / "actor.pt")
@@ -193,7 +193,7 @@ def train(config: DictConfig, folder: Path) -> None:
 
 @hydra.main(version_base="1.3", config_path="config", config_name="gciql")
 def main(config: DictConfig) -> None:
-    train(config, Path(HydraConfig.get().runtime.output_dir))
+    train(check(config), Path(HydraConfig.get().runtime.output_dir))
 
 
 if __name__ == "__main__":

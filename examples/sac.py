@@ -1,42 +1,75 @@
 """SAC or TQC with hindsight.
 
 Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905), or with ``loss=tqc`` truncated quantile critics (Kuznetsov
-et al. 2020, arXiv:2005.04269), with hindsight experience replay. ``examples/config/sac.yaml`` has every setting::
+et al. 2020, arXiv:2005.04269), with hindsight experience replay (Andrychowicz et al. 2017, arXiv:1707.01495)::
 
     python examples/sac.py
     python examples/sac.py loss=tqc
-    python examples/sac.py +task=fetch env.name=FetchReach-v4
+    python examples/sac.py env.name=FetchReach-v4
     python examples/sac.py resume=outputs/sac/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import hydra
-from common import Normalization, check_actions, make_env, make_replay_buffer
+from common import (
+    Evaluation,
+    Inputs,
+    as_rows,
+    check_env,
+    make_adam,
+    make_collector,
+    make_hindsight,
+    make_replay_buffer,
+    speed_up,
+)
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from settings import start
+from run import Checkpoints, Log, Progress, set_up
+from settings import Buffer, Exploration, Priority, Settings, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
+
+# Configuration
+
+Loss = Enum("Loss", "sac tqc")
+
+
+@dataclass
+class Config(Settings):
+    algorithm: str = "sac"
+    loss: Loss = Loss.sac
+    num_critics: int = 2
+    alpha_init: float = 0.1  # weight of the entropy at first; it is learned
+    quantiles: int = 25  # of each critic; TQC
+    dropped_quantiles: int = 2  # of each critic, the highest; TQC
+    exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
+    buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
+
+
+ConfigStore.instance().store("sac", Config)
+
 
 # Networks
 
 
-def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[ProbabilisticActor, TensorDictModule]:
-    """Return the actor and the critic, which read observation and goal side by side."""
-    layers = {"num_cells": list(config.hidden), "activation_class": nn.ReLU, "device": config.device}
-    width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
+def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+    """Make the policy, of raw observations and goals."""
     spec = env.action_spec.to(config.device)
-    actions, (low, high) = spec.shape[-1], map(bound, (spec.space.low, spec.space.high))
+    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
+    low, high = bound(spec.space.low), bound(spec.space.high)
     actor = ProbabilisticActor(
         TensorDictSequential(
-            TensorDictModule(MLP(width, 2 * actions, **layers), inputs, ["features"]),
+            TensorDictModule(MLP(inputs.width, 2 * spec.shape[-1], **layers), ["inputs"], ["features"]),
             TensorDictModule(NormalParamExtractor(), ["features"], ["loc", "scale"]),
         ),
         in_keys=["loc", "scale"],
@@ -44,70 +77,83 @@ def make_networks(config: DictConfig, env: EnvBase, inputs: list[str]) -> tuple[
         distribution_class=TanhNormal,
         distribution_kwargs={"low": low, "high": high, "tanh_loc": False},
     )
-    values = config.quantiles if config.loss == "tqc" else 1
-    critic = ValueOperator(MLP(width + actions, values, **layers), in_keys=[*inputs, "action"])
-    return actor, critic
+    return TensorDictSequential(inputs, actor)
 
 
 def bound(values: Tensor) -> Tensor | float:
-    """Return a number where it is the same for all actions: a distribution checks it with no tensor operations."""
+    """Return a number if it is the same for all actions. TanhNormal compares tensors, which cannot be recorded."""
     return values[0].item() if (values == values[0]).all() else values
-
-
-# Loss
-
-
-def make_loss(config: DictConfig, actor: ProbabilisticActor, critic: TensorDictModule) -> SACLoss:
-    arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
-    if config.loss == "tqc":
-        loss = TQCLoss(actor, critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **arguments)
-    elif config.loss == "sac":
-        loss = SACLoss(actor, critic, **arguments)
-    else:
-        raise SystemExit(f"loss is 'sac' or 'tqc', not {config.loss!r}.")
-    loss.make_value_estimator(gamma=config.gamma)
-    return loss
 
 
 # Training
 
 
-def train(config: DictConfig, folder: Path) -> Training:
-    """Train an agent, and keep what happens in a folder."""
-    set_up_process(config)
-    env = make_env(config.env)
-    check_actions(env, continuous=True)
-    box = env.action_spec.space
-    if any(isinstance(bound(values), Tensor) for values in (box.low, box.high)):
-        config.capture = False  # TanhNormal compares bounds that are tensors, which cannot be recorded
-    normalization = Normalization(config, env)
-    actor, critic = make_networks(config, env, normalization.keys)
-    loss = make_loss(config, actor, critic).to(config.device)
+def train(config: Config, folder: Path) -> Checkpoints:
+    """Train an agent, and keep the run in a folder."""
+    set_up(config)
+    env = check_env(config)
+
+    inputs = Inputs(config, env)
+    policy, actions = make_policy(config, env, inputs), env.action_spec.shape[-1]
+    values = config.quantiles if config.loss.name == "tqc" else 1
+    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
+    critic = ValueOperator(MLP(inputs.width + actions, values, **layers), in_keys=["inputs", "action"])
+
+    arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
+    if config.loss.name == "tqc":
+        loss = TQCLoss(policy[1], critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **arguments)
+    else:
+        loss = SACLoss(policy[1], critic, **arguments)
+    loss.make_value_estimator(gamma=config.gamma)
+    loss = loss.to(config.device)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    optimizer = make_adam(loss.parameters(), config.learning_rate)  # no loss has gradients for another's parameters
+    optimizer = make_adam(config, loss.parameters())  # no loss has gradients for another's parameters
 
-    policy = make_policy(normalization, actor)
-    explorer = make_explorer(config, env.action_spec.to(config.device), policy)
+    hindsight = make_hindsight(config)
+    replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
+    @partial(speed_up, speedup=config.speedup)
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
         (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
         optimizer.step()
         optimizer.zero_grad()
         target_updater.step()
-        losses = losses.detach()
         # The loss of the actor is -(value + alpha * entropy).
-        return losses.set("q_value", -(losses["loss_actor"] + losses["alpha"] * losses["entropy"]))
+        losses.set("q_value", -(losses["loss_actor"] + losses["alpha"] * losses["entropy"]))
+        return losses.set("td_error", batch["td_error"]).detach()
 
-    update = speed_up(config, update)
-    replay_buffer, hindsight = make_replay_buffer(config, normalization)
-    training = Training(config, folder, replay_buffer, hindsight, normalization, policy, loss, optimizer=optimizer)
-    for data in training.collect(explorer):
-        training.write(data)
-        normalization.update(data)
-        for batch in training.batches():
-            training.record(update(batch), batch)
-    return training
+    collector = make_collector(config, policy)
+    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    save = Checkpoints(
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        progress=progress.counts, optimizer=optimizer,
+    )  # fmt: skip
+    save.start()
+    log.open()
+    if not progress.steps:
+        log("evaluation", evaluate(policy), 0)
+    losses: dict[str, Tensor] = {}
+    for data in collector:
+        replay_buffer.extend(as_rows(config, data))
+        inputs.update(data)
+        progress.add(data)
+        for count in progress.updates_due():
+            for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
+                losses.update(update(batch))
+                if config.buffer.prioritized == Priority.error:
+                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
+        with progress.paused():
+            if progress.ends(config.logger.interval):
+                log("train", progress.metrics() | losses, progress.steps)
+                losses.clear()
+            if progress.ends(config.evaluation.interval):
+                log("evaluation", evaluate(policy), progress.steps)
+            if progress.ends(config.checkpoint.interval):
+                save(progress.steps)
+    for tool in (evaluate, progress, log):
+        tool.close()
+    return save
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="sac")

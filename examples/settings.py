@@ -1,94 +1,201 @@
-"""What a run is given: its configuration, checked, and that of a run that is resumed."""
+"""The settings of the training scripts: types, checks of their meaning, and the settings of a resumed run."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from typing import Any, cast
 
-from common import INPUTS
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+
+Speedup = Enum("Speedup", "none record compile cudagraph")
+Precision = Enum("Precision", "highest high medium")
+Priority = Enum("Priority", "error movement")
+When = Enum("When", "sampling writing")
+Strategy = Enum("Strategy", "future final episode random")
+LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
+
+
+@dataclass
+class Env:
+    name: str = "torchrl_her/PointReach-v0"  # a Gymnasium id, or module:id
+    kwargs: dict[str, Any] = field(default_factory=dict)  # of gymnasium.make: +env.kwargs.max_episode_steps=100
+    num_envs: int = 1
+    parallel: bool = False  # a process for each environment
+    success: str = "is_success"  # the entry of info that is true at the goal; or terminated
+    clip_observation: float | None = None
+    achieved_goal_key: str = "achieved_goal"
+    desired_goal_key: str = "desired_goal"
+    goal_fn: str | None = None  # module:function, from the achieved entry to a goal
+    terminated_fn: str | None = None  # module:function of achieved and desired goals: whether the episode ends there
+    info_keys: list[str] = field(default_factory=list)  # the entries of info that compute_reward reads
+
+
+@dataclass
+class Collection:
+    steps_per_chunk: int = 50  # between updates
+    random_steps: int = 500  # uniform actions and no updates at first
+
+
+@dataclass
+class Exploration:
+    noise: float = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
+    random_actions: float = 0.2  # share of uniformly random actions
+
+
+@dataclass
+class Buffer:
+    size: int = 1_000_000
+    n_steps: int = 1
+    prioritized: Priority | None = None  # error: of the last update; movement: of the achieved goal
+    alpha: float = 0.3  # exponent of priorities, which are squared errors (SAC: 0.6, absolute errors)
+    beta: float = 0.4  # exponent of the correction
+    far: float = 0.1  # the movement of the highest priority, in units of the goal
+
+
+@dataclass
+class Hindsight:
+    enabled: bool = True
+    when: When = When.sampling  # writing: each transition is stored k more times
+    strategy: Strategy = Strategy.future
+    her_ratio: float = 0.8  # k / (k + 1) for the paper's k
+
+    @property
+    def copies(self) -> int:  # noqa: D102
+        k = round(self.her_ratio / (1 - self.her_ratio)) if self.her_ratio < 1 else 0
+        return k if abs(k / (k + 1) - self.her_ratio) <= 0.005 else 0  # 0 if there is no such k
+
+
+@dataclass
+class Normalizing:
+    enabled: bool = True
+    clip: float = 5.0
+
+
+@dataclass
+class Evaluating:
+    interval: int = 500
+    episodes: int = 100
+    num_envs: int = 20
+    parallel: bool = "${env.parallel}"  # type: ignore[assignment]
+
+
+@dataclass
+class Logging:
+    interval: int = 500
+    kinds: list[LoggerKind] = field(default_factory=lambda: [LoggerKind.csv, LoggerKind.tensorboard])
+
+
+@dataclass
+class Saving:
+    interval: int = 5_000  # episodes end there
+    keep: int = 2
+
+
+@dataclass
+class Settings:
+    """The settings of all scripts. Steps are environment steps, over all environments together."""
+
+    algorithm: str = ""
+    seed: int = 0
+    total_steps: int = 5_000
+    device: str = "cpu"
+    threads: int = 1  # of PyTorch: one is fastest for small networks
+    matmul_precision: Precision = Precision.highest  # medium: bfloat16 where the processor has it, for large networks
+    speedup: Speedup = Speedup.record  # of updates; compile: for large networks; cudagraph: with device=cuda
+    resume: str | None = None  # the folder of a run to go on with
+    gamma: float = 0.95
+    tau: float = 0.05  # of the target networks' soft update; 1 - the paper's polyak coefficient
+    batch_size: int = 256
+    updates_per_step: float = 1.0
+    learning_rate: float = 1e-3
+    hidden: list[int] = field(default_factory=lambda: [128, 128])  # units of each layer
+    inputs: list[str] = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
+    env: Env = field(default_factory=Env)
+    collector: Collection = field(default_factory=Collection)
+    exploration: Exploration = field(default_factory=Exploration)
+    buffer: Buffer = field(default_factory=Buffer)
+    hindsight: Hindsight = field(default_factory=Hindsight)
+    normalization: Normalizing = field(default_factory=Normalizing)
+    evaluation: Evaluating = field(default_factory=Evaluating)
+    logger: Logging = field(default_factory=Logging)
+    checkpoint: Saving = field(default_factory=Saving)
+    hydra: Any = field(
+        default_factory=lambda: {
+            "run": {"dir": "outputs/${hydra:job.name}/${env.name}/${now:%Y-%m-%d_%H-%M-%S}"},
+            "sweep": {"dir": "outputs/${hydra:job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
+        }
+    )
+
 
 AT_LEAST_ONE = [
     "batch_size", "actor_interval", "env.num_envs", "collector.steps_per_chunk", "buffer.size", "buffer.n_steps",
     "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval", "checkpoint.interval",
 ]  # fmt: skip
-GIVEN_ANEW = [  # to a run that is resumed; with another of the rest it would be another run
-    "resume", "total_steps", "batch_size", "threads", "matmul_precision", "capture", "compile", "exploration",
-    "evaluation", "logger", "checkpoint",
+CHUNK = "collector.steps_per_chunk"
+MULTIPLES = {  # intervals end between two chunks, and nothing is left to log at a checkpoint
+    CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
+    "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
+}  # fmt: skip
+# The settings that a resumed run can change. With another value of the others it would be another run.
+CHANGEABLE = [
+    "total_steps", "batch_size", "threads", "matmul_precision", "speedup", "exploration", "evaluation", "logger",
+    "checkpoint", "resume",
 ]  # fmt: skip
 
 
-def start(config: DictConfig) -> tuple[DictConfig, Path]:
-    """Return the configuration and the folder of the run; a resumed run has its own, but for what is given anew."""
+def start(config: DictConfig) -> tuple[Any, Path]:
+    """Return the settings and the folder of a run. Those of a resumed run are in its folder."""
     if config.resume is None:
-        return config, Path(HydraConfig.get().runtime.output_dir)
-    folder = Path(config.resume)
-    resumed = read_config(folder)
-    if resumed.algorithm != config.algorithm:
-        raise SystemExit(f"The run in {folder} is one of {resumed.algorithm}.py.")
-    give_anew(resumed, config, HydraConfig.get().overrides.task)
-    return resumed, folder
+        return check(config), Path(HydraConfig.get().runtime.output_dir)
+    saved = read_settings(Path(config.resume))
+    if saved.algorithm != config.algorithm:
+        raise SystemExit(f"The run in {config.resume} is one of {saved.algorithm}.py.")
+    return check(change(saved, config, HydraConfig.get().overrides.task)), Path(config.resume)
 
 
-def give_anew(resumed: DictConfig, config: DictConfig, overrides: list[str]) -> None:
-    """Take what was given of a configuration into that of a run, and refuse what would make it another run."""
-    given = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    for key in given:
-        if key.partition(".")[0] in GIVEN_ANEW:
-            OmegaConf.update(resumed, key, OmegaConf.select(config, key))
-    for key in map(str, config) if "task" in given else given:
-        value, kept = OmegaConf.select(config, key), OmegaConf.select(resumed, key)
-        if key.partition(".")[0] not in GIVEN_ANEW and value != kept:
-            raise SystemExit(
-                f"A run that is resumed keeps its {key}: {kept}, not {value}. It may be given {', '.join(GIVEN_ANEW)}."
-            )
-
-
-def read_config(folder: Path) -> DictConfig:
-    """Return the configuration of a run."""
+def read_settings(folder: Path) -> DictConfig:
+    """Return the saved settings of a run."""
     if not (folder / "config.yaml").exists():
         raise SystemExit(f"There is no run in {folder}/: it has no config.yaml.")
-    config = OmegaConf.load(folder / "config.yaml")
-    assert isinstance(config, DictConfig)
-    return config
+    return cast(DictConfig, OmegaConf.load(folder / "config.yaml"))
 
 
-def check_settings(config: DictConfig) -> None:
-    """Check what would else be noticed after some work was done, or not at all."""
+def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
+    """Return saved settings with those that a resumed run can change; refuse other changes."""
+    changed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(config)), saved))  # with types
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    task = map(str, config) if "task" in keys else []  # it sets several
+    for key in [*task, *(key for key in keys if key != "task")]:
+        value, kept = OmegaConf.select(config, key), OmegaConf.select(changed, key)
+        if key.partition(".")[0] in CHANGEABLE:
+            OmegaConf.update(changed, key, value if key in keys else kept)
+        elif value != kept:
+            raise SystemExit(f"A resumed run keeps {key}={kept}. It can change {', '.join(CHANGEABLE)}.")
+    return changed
+
+
+def check(config: DictConfig) -> Any:
+    """Return the settings as a dataclass, or refuse those that cannot work."""
     for name in AT_LEAST_ONE:
-        value = OmegaConf.select(config, name, default=1)
-        if not isinstance(value, int) or value < 1:
-            raise SystemExit(f"{name}={value} has to be 1 or more.")
-    if not OmegaConf.is_list(config.inputs):
-        raise SystemExit("inputs is a list: inputs=[observation,desired_goal], say.")
-    if not config.inputs or set(config.inputs) - set(INPUTS):
-        raise SystemExit(f"inputs are some of {', '.join(INPUTS)}, not {list(config.inputs)}.")
-    check_intervals(config)
-    check_loggers(config.logger.kinds)
-
-
-def check_intervals(config: DictConfig) -> None:
-    """Check that all that happens at a step happens between two chunks."""
-    chunk = config.collector.steps_per_chunk
-    if chunk % config.env.num_envs:
-        raise SystemExit(
-            f"collector.steps_per_chunk={chunk} has to be a multiple of env.num_envs={config.env.num_envs}."
-        )
-    names = "total_steps", "evaluation.interval", "checkpoint.interval", "logger.interval", "collector.random_steps"
-    for name in names:
-        if OmegaConf.select(config, name) % chunk:
-            raise SystemExit(
-                f"{name}={OmegaConf.select(config, name)} has to be a multiple of collector.steps_per_chunk={chunk}."
-            )
-
-
-def check_loggers(kinds: list[str]) -> None:
-    """Check that what is to be logged can be."""
-    if not OmegaConf.is_list(kinds):
-        raise SystemExit("logger.kinds is a list: [csv], say, or [].")
-    for kind in kinds:
-        if kind not in ("csv", "tensorboard", "wandb"):
-            raise SystemExit(f"logger.kinds are csv, tensorboard and wandb, not {kind}.")
-        if kind == "wandb" and importlib.util.find_spec("wandb") is None:
-            raise SystemExit("logger.kinds has wandb, which is not installed: pip install wandb")
+        if OmegaConf.select(config, name, default=1) < 1:
+            raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be 1 or more.")
+    for name, unit in MULTIPLES.items():
+        if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
+            raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
+    settings = cast(Settings, OmegaConf.to_object(config))
+    if not settings.inputs:
+        raise SystemExit("inputs=[] must have an entry of the observations: [observation,desired_goal], for example.")
+    if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
+        raise SystemExit("logger.kinds has wandb, which is not installed: pip install wandb")
+    if settings.speedup == Speedup.cudagraph and not settings.device.startswith("cuda"):
+        raise SystemExit(f"speedup=cudagraph needs device=cuda, not {settings.device}.")
+    if settings.hindsight.when == When.writing and settings.hindsight.enabled:
+        if settings.buffer.n_steps > 1 or settings.buffer.prioritized == Priority.movement:
+            raise SystemExit("buffer.n_steps and buffer.prioritized=movement need hindsight.when=sampling.")
+        if not settings.hindsight.copies:
+            raise SystemExit("hindsight.when=writing writes k copies: hindsight.her_ratio must be k / (k + 1).")
+    return settings

@@ -1,12 +1,13 @@
 """Shows the policy of a run: a table of greedy episodes, and a picture of some of them with their goals.
 
-It loads the run's last checkpoint, or the one that is named::
+It loads the last checkpoint of the run, or that of ``--step``::
 
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
-    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8 --render
+    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8
+    MUJOCO_GL=egl python examples/show.py outputs/ddpg/FetchReach-v4/2026-01-31_12-00-00 --render
 
-The picture goes to ``episodes.png`` in the folder of the run. With ``--render`` it shows what the environment renders,
-where it can (``rgb_array``); MuJoCo needs ``MUJOCO_GL=egl`` for that where there is no display.
+The picture is ``episodes.png`` in the folder of the run. With ``--render``, it has frames that the environment renders
+(``rgb_array``). MuJoCo needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display.
 """
 
 from __future__ import annotations
@@ -14,29 +15,40 @@ from __future__ import annotations
 import argparse
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Normalization, make_env, unwrap
-from omegaconf import DictConfig
-from plots import draw_episodes
-from settings import read_config
+from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Inputs, function, make_env
+from episode_plots import draw_episodes, draw_frames
+from omegaconf import OmegaConf
+from plots import save
+from rendering import check_display, is_mujoco, mark_goal
+from settings import Env, Settings, read_settings
 from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
-from training import make_policy
 
-PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: what it renders, and the rest
+MAZE_RADIUS = 0.45  # metres; the mazes of Gymnasium-Robotics have no attribute for it
+PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: adds what is rendered to the observations
+FRAMES = 6  # of an episode
 
 
-def load_policy(config: DictConfig, checkpoint: Path) -> TensorDictModuleBase:
+def load_settings(folder: Path) -> Settings:
+    """Return the settings of a run, for this machine's CPU."""
+    saved = read_settings(folder)
+    script = importlib.import_module(saved.algorithm)
+    config = cast(Settings, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(script.Config), saved)))
+    config.device = "cpu"
+    return config
+
+
+def load_policy(config: Settings, checkpoint: Path) -> TensorDictModuleBase:
     """Return the greedy policy of a checkpoint, with its normalization."""
     env = make_env(config.env)
-    normalization = Normalization(config, env)
-    script = importlib.import_module(config.algorithm)
-    actor, *_ = script.make_networks(config, env, normalization.keys)
-    policy = make_policy(normalization, actor)
+    policy = importlib.import_module(config.algorithm).make_policy(config, env, Inputs(config, env))
     Checkpoint(policy=policy).load(checkpoint, components=["policy"], map_location=config.device)
     return policy
 
@@ -45,29 +57,49 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     """Return the last checkpoint of a run, or that of a step."""
     checkpoints = CheckpointRotation(folder / "checkpoints", keep_last=1).checkpoints()
     if not checkpoints:
-        raise SystemExit(f"There is no checkpoint in {folder}.")
-    if step is None:
-        return checkpoints[-1]
+        raise SystemExit(f"There is no checkpoint in {folder}/.")
     steps = [int(path.name.rpartition("-")[2]) for path in checkpoints]
-    if step not in steps:
-        raise SystemExit(f"There is no checkpoint of step {step} in {folder}: there are those of {steps}.")
-    return checkpoints[steps.index(step)]
+    if step is not None and step not in steps:
+        raise SystemExit(f"There is no checkpoint of step {step} in {folder}/, only of {', '.join(map(str, steps))}.")
+    return checkpoints[-1 if step is None else steps.index(step)]
 
 
-def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, success: str) -> tuple[dict[str, Any], int]:
-    """Return one greedy episode, as ``draw_episodes`` shows it, and the seed of the next."""
+def success_radius(env: EnvBase) -> float | None:
+    """Return the largest distance at which a goal is reached, or None if the environment has no such attribute."""
+    gym_env = env.base_env.unwrapped
+    default = MAZE_RADIUS if hasattr(gym_env, "maze") else None
+    return getattr(gym_env, "distance_threshold", getattr(gym_env, "threshold", default))
+
+
+def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> tuple[dict[str, Any], int]:
+    """Return one greedy episode, as `draw_episodes` and `draw_frames` take it, and the seed of the next."""
     next_seed = env.set_seed(seed)
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         steps = env.rollout(LONGEST_EPISODE, policy)
-    goals = torch.cat([steps["achieved_goal"][:1], steps["next", "achieved_goal"]]).flatten(1)
+
+    def with_start(key: str) -> Tensor:
+        return torch.cat([steps[key][:1], steps["next", key]])  # [steps + 1, ...]
+
+    achieved, goal_fn = with_start(config.achieved_goal_key), function(config.goal_fn)
     episode = {
-        "achieved_goal": goals.numpy(),  # [steps + 1, goal]
-        "desired_goal": steps["desired_goal"][0].flatten().numpy(),  # [goal]
-        "success": bool(steps["next", success][-1]),
+        "achieved_goal": (achieved if goal_fn is None else goal_fn(achieved)).flatten(1).numpy(),
+        "desired_goal": steps[config.desired_goal_key][0].flatten().numpy(),
+        "success": bool(steps["next", config.success][-1]),
     }
-    if ("next", "pixels") in steps.keys(include_nested=True):
-        episode["frames"] = steps["next", "pixels"].numpy()  # [steps, height, width, 3]
+    if "pixels" in steps.keys():  # noqa: SIM118
+        shown = np.unique(np.linspace(0, len(steps), FRAMES).round().astype(int))
+        episode |= {"frames": with_start("pixels")[shown].numpy(), "frame_steps": shown}
     return episode, next_seed
+
+
+def table(outcomes: dict[str, Tensor]) -> str:
+    """Return mean, lowest, median and highest of each outcome."""
+    lines = [f"{'':10}{'mean':>10}{'lowest':>10}{'median':>10}{'highest':>10}"]
+    for name, values in outcomes.items():
+        values = values.float()
+        columns = (values.mean(), values.min(), values.median(), values.max())
+        lines.append(f"{name:10}" + "".join(f"{float(value):10.3f}" for value in columns))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -75,41 +107,41 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the run")
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the last")
     parser.add_argument("--episodes", type=int, default=4, help="in the picture")
-    parser.add_argument("--render", action="store_true", help="draw frames of the environment")
+    parser.add_argument("--render", action="store_true", help="draw frames that the environment renders")
     arguments = parser.parse_args()
     if arguments.episodes < 1:
-        parser.error("--episodes has to be 1 or more.")
+        parser.error("--episodes must be 1 or more.")
     torchrl_logger.setLevel("WARNING")
-    config = read_config(arguments.folder)
-    config.device = "cpu"  # wherever it was trained
-    torch.set_float32_matmul_precision(config.matmul_precision)
+    config = load_settings(arguments.folder)
+    torch.set_float32_matmul_precision(config.matmul_precision.name)
     checkpoint = find_checkpoint(arguments.folder, arguments.step)
+    env = make_env(config.env)
+    radius, unit = success_radius(env), "m" if is_mujoco(env) else ""
+    renders = arguments.render and "rgb_array" in env.base_env.unwrapped.metadata["render_modes"]
+    if renders:
+        check_display(env)
+    elif arguments.render:
+        print(f"{config.env.name} renders nothing: the picture shows goals.")
     policy = load_policy(config, checkpoint)
 
     evaluation = Evaluation(config)
-    outcomes = evaluation(policy)
+    print(f"{checkpoint.name}: {config.evaluation.episodes} greedy episodes of {config.env.name}")
+    print(table(evaluation(policy)))
     evaluation.close()
-    print(f"{checkpoint.name}: {evaluation.episodes} greedy episodes of {config.env.name}")
-    print(f"{'':10}{'mean':>10}{'lowest':>10}{'median':>10}{'highest':>10}")
-    for name, values in outcomes.items():
-        values = values.float()
-        columns = (values.mean(), values.min(), values.median(), values.max())
-        print(f"{name:10}" + "".join(f"{float(value):10.3f}" for value in columns))
 
-    # One environment for all: while one is cleared away, MuJoCo draws black in another.
-    env = make_env(config.env)
-    if arguments.render and "rgb_array" not in unwrap(env).metadata["render_modes"]:
-        print(f"{config.env.name} renders nothing: the picture shows goals.")
-    elif arguments.render:
+    # One environment for all episodes: while one is closed, MuJoCo draws black in another.
+    if renders:
         env.close()
         env = make_env(config.env, **PIXELS)
-    episodes, seed = [], EVALUATION_SEED  # the first of those above
+    note = mark_goal(env, radius) if renders and is_mujoco(env) else ""
+    episodes, seed = [], EVALUATION_SEED  # the first episodes of the table
     for _ in range(arguments.episodes):
-        episode, seed = play(env, policy, seed, config.env.success)
+        episode, seed = play(env, policy, seed, config.env)
         episodes.append(episode)
     env.close()
+    figure = draw_frames(episodes, note) if renders else draw_episodes(episodes, radius, unit)
     picture = arguments.folder / "episodes.png"
-    draw_episodes(episodes, picture, f"{config.algorithm}, {config.env.name}, {checkpoint.name}")
+    save(figure, picture, f"{config.algorithm}, {config.env.name}, {checkpoint.name}")
     print(f"Picture: {picture}")
 
 

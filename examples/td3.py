@@ -1,58 +1,100 @@
 """TD3 with hindsight.
 
 Twin delayed deep deterministic policy gradients (Fujimoto et al. 2018, arXiv:1802.09477) with hindsight experience
-replay (Andrychowicz et al. 2017, arXiv:1707.01495). ``examples/config/td3.yaml`` has every setting::
+replay (Andrychowicz et al. 2017, arXiv:1707.01495)::
 
     python examples/td3.py
     python examples/td3.py buffer.n_steps=3
-    python examples/td3.py +task=fetch env.name=FetchReach-v4
+    python examples/td3.py env.name=FetchReach-v4
     python examples/td3.py resume=outputs/td3/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import hydra
-from common import Normalization, check_actions, make_env, make_replay_buffer
-from deterministic import make_networks, make_noise
+from common import (
+    Evaluation,
+    Inputs,
+    as_rows,
+    check_env,
+    make_adam,
+    make_collector,
+    make_hindsight,
+    make_replay_buffer,
+    speed_up,
+)
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from settings import start
+from run import Checkpoints, Log, Progress, set_up
+from settings import Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.envs import EnvBase
+from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
-from training import Training, make_adam, make_explorer, make_policy, set_up_process, speed_up
+
+# Configuration
+
+
+@dataclass
+class Config(Settings):
+    algorithm: str = "td3"
+    target_noise: float = 0.2  # smooths the target policy
+    target_noise_clip: float = 0.5
+    actor_interval: int = 2  # updates of the critics for one of the actor
+
+
+ConfigStore.instance().store("td3", Config)
+
+
+# Networks
+
+
+def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+    """Make the greedy policy, of raw observations and goals."""
+    spec = env.action_spec.to(config.device)
+    actor = MLP(inputs.width, spec.shape[-1], num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
+    actor = TensorDictModule(actor, ["inputs"], ["action"])
+    return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
+
 
 # Training
 
 
-def train(config: DictConfig, folder: Path) -> Training:
-    """Train an agent, and keep what happens in a folder."""
-    set_up_process(config)
-    env = make_env(config.env)
-    check_actions(env, continuous=True)
-    normalization = Normalization(config, env)
-    actor, critic = make_networks(config, env, normalization.keys)
-    spec = env.action_spec.to(config.device)
+def train(config: Config, folder: Path) -> Checkpoints:
+    """Train an agent, and keep the run in a folder."""
+    set_up(config)
+    env = check_env(config)
+
+    inputs = Inputs(config, env)
+    policy, spec = make_policy(config, env, inputs), env.action_spec.to(config.device)
+    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
+    critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
+
     loss = TD3Loss(
-        actor, critic, action_spec=spec, policy_noise=config.target_noise, noise_clip=config.target_noise_clip,
+        policy[1:], critic, action_spec=spec, policy_noise=config.target_noise, noise_clip=config.target_noise_clip,
         delay_actor=True, delay_qvalue=True, deactivate_vmap=True,
     )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    actor_interval = config.actor_interval
-    actor_optimizer = make_adam(loss.actor_network_params.flatten_keys().values(), config.learning_rate)
-    critic_optimizer = make_adam(loss.qvalue_network_params.flatten_keys().values(), config.learning_rate)
+    actor_optimizer = make_adam(config, loss.actor_network_params.flatten_keys().values())
+    critic_optimizer = make_adam(config, loss.qvalue_network_params.flatten_keys().values())
 
-    policy = make_policy(normalization, actor)
-    explorer = make_explorer(config, spec, policy, make_noise(config, spec))
+    hindsight = make_hindsight(config)
+    replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase, with_actor: bool) -> TensorDictBase:
         loss_qvalue, values = loss.value_loss(batch)
         loss_qvalue.backward()
         critic_optimizer.step()
         critic_optimizer.zero_grad()
-        batch.set("td_error", values["td_error"].detach().amax(0))  # the priority
         losses = {"loss_qvalue": loss_qvalue, "q_value": values["pred_value"], "target_value": values["target_value"]}
+        losses["td_error"] = values["td_error"].amax(0)
         if with_actor:
             losses["loss_actor"], _ = loss.actor_loss(batch)
             losses["loss_actor"].backward()
@@ -61,19 +103,40 @@ def train(config: DictConfig, folder: Path) -> Training:
             target_updater.step()
         return TensorDict(losses).detach()
 
-    update = speed_up(config, update)
-    replay_buffer, hindsight = make_replay_buffer(config, normalization)
-    training = Training(
-        config, folder, replay_buffer, hindsight, normalization, policy, loss,
-        actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
+    update_critics = speed_up(partial(update, with_actor=False), config.speedup)
+    update_all = speed_up(partial(update, with_actor=True), config.speedup)
+    collector = make_collector(config, policy, gaussian=True)
+    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    save = Checkpoints(
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
-    for data in training.collect(explorer):
-        training.write(data)
-        normalization.update(data)
-        for batch in training.batches():
-            with_actor = training.counters["updates"] % actor_interval == 0
-            training.record(update(batch, with_actor), batch)
-    return training
+    save.start()
+    log.open()
+    if not progress.steps:
+        log("evaluation", evaluate(policy), 0)
+    losses: dict[str, Tensor] = {}
+    for data in collector:
+        replay_buffer.extend(as_rows(config, data))
+        inputs.update(data)
+        progress.add(data)
+        for count in progress.updates_due():
+            batches = replay_buffer.sample(count * config.batch_size).split(config.batch_size)
+            for number, batch in enumerate(batches, progress.counts["updates"] - count):
+                losses.update(update_critics(batch) if number % config.actor_interval else update_all(batch))
+                if config.buffer.prioritized == Priority.error:
+                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
+        with progress.paused():
+            if progress.ends(config.logger.interval):
+                log("train", progress.metrics() | losses, progress.steps)
+                losses.clear()
+            if progress.ends(config.evaluation.interval):
+                log("evaluation", evaluate(policy), progress.steps)
+            if progress.ends(config.checkpoint.interval):
+                save(progress.steps)
+    for tool in (evaluate, progress, log):
+        tool.close()
+    return save
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="td3")

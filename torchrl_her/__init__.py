@@ -4,6 +4,7 @@ from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
 from torchrl_her.diagnosis.goal_env.check import check_goal_env
 from torchrl_her.diagnosis.goal_env.finding import Finding, GoalEnvReport
+from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.goals.mixture import Mixture
 from torchrl_her.goals.strategies import (
     Current,
@@ -44,6 +45,7 @@ __all__ = [
     "HERTransform",
     "HindsightAugmentation",
     "Mixture",
+    "MovementPriority",
     "PackedStorage",
     "PastDesired",
     "Random",

@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from torchrl_her.keys import HERKeys, get_entry
-from torchrl_her.relabel import BufferTransform
+from torchrl_her.storage.buffer_transform import BufferTransform
 
 
 class CompactGoals(BufferTransform):

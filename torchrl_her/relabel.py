@@ -29,6 +29,7 @@ from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward
+from torchrl_her.storage.buffer_transform import BufferTransform
 from torchrl_her.storage.ownership import OwnedEntries
 
 RELABELLED = ("hindsight", "relabelled")
@@ -125,21 +126,6 @@ class OneStepReward:
                 data.set(key, batch.stored[key])
         computed = reward(data)
         return [computed.get(key) for key in self._recomputed]
-
-
-class BufferTransform(Transform):
-    """A transform of replay buffers, which refuses to be one of an environment."""
-
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container, which must not be an environment."""
-        super().set_container(container)
-        if self.parent is not None:
-            self.reset_parent()
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} is a transform of replay buffers and cannot be a transform of an environment: pass it to the "
-                f"buffer, ReplayBuffer(transform={name}(...))."
-            )
 
 
 class RelabelTransform(BufferTransform, ABC):

@@ -90,7 +90,6 @@ def test_both_libraries_are_given_the_settings(name, monkeypatch):
     )  # fmt: skip
     task, given = TASKS[name], []
     monkeypatch.setattr(importlib.import_module(task.algorithm), "train", lambda config, folder: given.append(config))
-    monkeypatch.setattr(learners.training, "Evaluation", learners.training.Evaluation)  # puts it back afterwards
     algorithm = getattr(stable_baselines3, task.algorithm.upper())
     monkeypatch.setattr(algorithm, "learn", lambda model, steps, callback: given.extend((model, steps)))
     for library in (OURS, SB3):
@@ -101,7 +100,7 @@ def test_both_libraries_are_given_the_settings(name, monkeypatch):
         config.seed, config.total_steps, config.hidden, config.batch_size, config.learning_rate, config.tau,
         config.gamma, config.collector.random_steps, config.env.num_envs, config.normalization.enabled,
         config.collector.steps_per_chunk, config.updates_per_step * config.collector.steps_per_chunk,
-        config.buffer.size, config.hindsight.strategy, config.hindsight.her_ratio,
+        config.buffer.size, config.hindsight.strategy.name, config.hindsight.her_ratio,
         config.exploration.noise if noise else config.alpha_init,
     )  # fmt: skip
     theirs = (

@@ -3,7 +3,8 @@
 import compare
 import numpy as np
 import pytest
-from script_runs import BITS, SMALL, configure
+from omegaconf import OmegaConf
+from script_runs import BITS, SMALL, compose_settings
 
 
 def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):
@@ -22,13 +23,15 @@ def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):
     assert (tmp_path / "sweep" / "comparison.png").stat().st_size > 5_000
 
 
-def test_what_a_comparison_says_is_the_median_and_range_at_a_step():
+def test_the_table_has_medians_and_the_range_of_success_at_a_step():
     runs = [
         compare.Run(None, {name: np.array([[0, 0.1], [100, value], [200, 1.0]]) for name in compare.METRICS})
         for value in (0.25, 0.5, 1.0)
     ]
-    assert "| group | 3 | 0.50 (0.25 to 1.00) | 0.500 | 0 |" in compare.table({"group": runs}, 150)
-    assert "| group | 3 | 1.00 (1.00 to 1.00) | 1.000 | 1 |" in compare.table({"group": runs}, 200)
+    header, _, row = compare.table({"group": runs}, 150).splitlines()
+    assert header == "| | runs | success: median (range) | return | final distance | training, s |"
+    assert row == "| group | 3 | 0.50 (0.25 to 1.00) | 0.5 | 0.500 | 0 |"
+    assert "| group | 3 | 1.00 (1.00 to 1.00) | 1.0 | 1.000 | 1 |" in compare.table({"group": runs}, 200)
     steps, success = compare.curves(runs)
     assert steps.tolist() == [0, 100, 200]
     assert success.tolist() == [[0.1, 0.25, 1.0], [0.1, 0.5, 1.0], [0.1, 1.0, 1.0]]
@@ -43,12 +46,13 @@ def test_runs_that_were_evaluated_at_other_steps_are_compared_where_they_agree()
     assert np.isnan(compare.Run(None, {"seconds": np.array([[500, 3.0]])}).at("seconds", 100))
 
 
-def test_an_entry_that_no_configuration_has_is_not_compared():
-    runs = [compare.Run(configure(script), {}) for script in ("sac", "ddpg")]
+def test_a_setting_that_no_run_has_is_refused():
+    saved = [OmegaConf.to_yaml(compose_settings(script)) for script in ("sac", "ddpg")]
+    runs = [compare.Run(OmegaConf.create(settings), {}) for settings in saved]
     compare.check_entries(runs, ["resume", "loss"])
     groups = [run.group(["loss", "hindsight.strategy"]) for run in runs]
     assert groups == ["loss sac, strategy future", "loss None, strategy future"]
-    with pytest.raises(SystemExit, match=r"No run has an entry 'hindsight\.stragety'"):
+    with pytest.raises(SystemExit, match=r"No run has a setting 'hindsight\.stragety'"):
         compare.check_entries(runs, ["hindsight.stragety"])
 
 

@@ -1,9 +1,13 @@
-"""`gciql.py` trains from data alone: what it samples, what it refuses, and what it leaves."""
+"""`gciql.py` trains from data alone: its samples, its checks of settings, and its logs."""
+
+import re
 
 import numpy as np
 import pytest
 import torch
-from script_runs import configure
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException
+from script_runs import compose_settings
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
@@ -32,7 +36,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("overrides", [[], ["goals=future"], ["algorithm=bc"], ["capture=false"]])
+def configure(*overrides):
+    ConfigStore.instance().store("gciql", gciql.Config)  # a script that ran as __main__ has stored its own
+    return gciql.check(compose_settings("gciql", *overrides))
+
+
+@pytest.mark.parametrize("overrides", [[], ["goals=future"], ["algorithm=bc"], ["speedup=none"]])
 def test_a_short_run_logs_saves_and_says_what_it_reached(overrides, folder, run_script, tmp_path):
     printed = run_script("gciql", *SMALL, f"data={folder}", *overrides)
     last = printed.splitlines()[-1]
@@ -48,18 +57,19 @@ def test_a_short_run_logs_saves_and_says_what_it_reached(overrides, folder, run_
 
 def trained(folder, *overrides):
     folder.mkdir()
-    gciql.train(configure("gciql", *SMALL[:-1], "evaluation.interval=20", *overrides), folder)
+    gciql.train(configure(*SMALL[:-1], "evaluation.interval=20", *overrides), folder)
     return torch.load(folder / "actor.pt")
 
 
-def test_a_temperature_of_zero_is_behavioural_cloning_and_a_seed_repeats_a_run(folder, tmp_path):
+def test_a_temperature_of_zero_is_behavioural_cloning_and_a_seed_repeats_a_run_recorded_or_not(folder, tmp_path):
     data = f"data={folder}"
     cloned = trained(tmp_path / "cloned", data, "algorithm=bc")
     cold = trained(tmp_path / "cold", data, "temperature=0")
     iql = trained(tmp_path / "iql", data)
     torch.testing.assert_close(cold, cloned)
     assert any(not torch.allclose(iql[name], cloned[name]) for name in iql)
-    torch.testing.assert_close(trained(tmp_path / "again", data), iql, rtol=0, atol=0)
+    for name, override in (("again", "seed=0"), ("unrecorded", "speedup=none")):  # the learning rate falls in both
+        torch.testing.assert_close(trained(tmp_path / name, data, override), iql, rtol=0, atol=0)
     other = trained(tmp_path / "other", data, "seed=1")
     assert any(not torch.allclose(iql[name], other[name]) for name in iql)
 
@@ -72,8 +82,8 @@ def nearest(goals, outcomes):
 
 
 def test_critics_and_actor_have_goals_of_their_own(folder):
-    config = configure("gciql", f"data={folder}", "batch_size=250")
-    data = gciql.load_data(config)
+    config = configure(f"data={folder}", "batch_size=250")
+    data = TensorDict.load_memmap(config.data)
     batch = gciql.make_replay_buffer(config, data).sample()
     assert (batch["desired_goal"] != batch["actor_goal"]).any(-1).float().mean() > 0.8
     assert torch.equal(batch["desired_goal"], batch["next", "desired_goal"])
@@ -90,8 +100,8 @@ def test_critics_and_actor_have_goals_of_their_own(folder):
 
 
 def test_future_alone_gives_both_the_same_goal(folder):
-    config = configure("gciql", f"data={folder}", "goals=future", "batch_size=60")
-    data = gciql.load_data(config)
+    config = configure(f"data={folder}", "goals=future", "batch_size=60")
+    data = TensorDict.load_memmap(config.data)
     batch = gciql.make_replay_buffer(config, data).sample()
     assert "actor_goal" not in batch.keys()  # noqa: SIM118
     row = nearest(batch["desired_goal"], data["next", "achieved_goal"])
@@ -100,7 +110,7 @@ def test_future_alone_gives_both_the_same_goal(folder):
 
 def test_an_evaluation_is_always_the_same_and_counts_the_steps_until_the_goal():
     """Against a loop over single Gymnasium environments, with a policy that steers at the goal through walls."""
-    config = configure("gciql", "evaluation.episodes=10")
+    config = gciql.Config(evaluation=gciql.Evaluating(episodes=10))
     steer = TensorDictModule(
         lambda state, goal: 3 * (goal - state[..., :2]) - state[..., 2:], ["observation", "desired_goal"], ["action"]
     )
@@ -126,17 +136,28 @@ def test_an_evaluation_is_always_the_same_and_counts_the_steps_until_the_goal():
     ("override", "message"),
     [
         ("data=nowhere", r"no data in nowhere: python examples/pointmaze_data\.py PointMaze_UMaze-v3"),
-        ("goals=mixtures", "goals is 'mixture' or 'future', not 'mixtures'"),
-        ("algorithm=sac", "algorithm is 'iql' or 'bc', not 'sac'"),
-        ("updates=0", "updates=0 has to be 1 or more"),
-        ("batch_size=none", "batch_size=none has to be 1 or more"),
-        ("evaluation.interval=0", r"evaluation\.interval=0 has to be 1 or more"),
-        ("evaluation.episodes=-1", r"evaluation\.episodes=-1 has to be 1 or more"),
-        ("env=FetchReach-v4", "FetchReach-v4 is not a PointMaze"),
+        ("updates=0", "updates=0 must be 1 or more"),
+        ("evaluation.interval=0", r"evaluation\.interval=0 must be 1 or more"),
+        ("evaluation.episodes=-1", r"evaluation\.episodes=-1 must be 1 or more"),
+        ("env=FetchReach-v4", "env=FetchReach-v4 must be a PointMaze"),
     ],
 )
-def test_impossible_settings_are_named(override, message, folder, tmp_path):
-    config = configure("gciql", f"data={folder}", override)
+def test_impossible_settings_are_named(override, message, folder):
     with pytest.raises(SystemExit, match=message):
-        gciql.train(config, tmp_path)
-    assert not list(tmp_path.iterdir())
+        configure(f"data={folder}", override)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("goals=mixtures", r"\[mixture, future\]"),
+        ("algorithm=sac", r"\[iql, bc\]"),
+        ("speedup=cudagraph", r"\[none, record, compile\]"),
+        ("batch_size=none", "Integer"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_with_the_possible_values(override, expected):
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose_settings("gciql", override)
+    refused.match(override)
+    assert re.search(expected, str(refused.value.__cause__))

@@ -1,0 +1,62 @@
+"""Records the tensor operations of an update with ``make_fx``, and replays them without the Python between them."""
+
+import warnings
+from collections.abc import Callable
+from types import BuiltinFunctionType, MethodDescriptorType
+from unittest.mock import patch
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+class Recorded:
+    """Calls a function of batches of one shape. The second call, when all its state exists, is recorded."""
+
+    def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
+        self.function, self.replay, self.calls = function, function, 0
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:  # noqa: D102
+        self.calls += 1
+        if self.calls != 2:
+            return self.replay(batch)
+        keys, results = list(batch.keys(True, True)), TensorDict()
+
+        def function(*tensors: Tensor) -> list[Tensor]:
+            results.update(self.function(TensorDict(dict(zip(keys, tensors, strict=True)), batch.batch_size)))
+            return list(results.values(True, True))
+
+        try:
+            with patch.object(torch.distributions.Distribution, "_validate_args", False):  # it reads values of tensors
+                graph = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*map(batch.get, keys))
+        except Exception as error:
+            warnings.warn(f"speedup=record: not recorded, and run as speedup=none, because {error}", stacklevel=2)
+            return self.function(batch)
+        simplify(graph)
+        outputs, play = list(results.keys(True, True)), torch.no_grad()(graph.forward)
+        self.replay = lambda data: TensorDict(dict(zip(outputs, play(*map(data.get, keys)), strict=True)))
+        return results
+
+
+def simplify(module: GraphModule) -> None:
+    """Take views of weights once, leave out copies, and call operations in their cheapest form."""
+    kept = {}  # weights, and views of them
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            kept[node] = getattr(module, node.target).detach()
+        elif getattr(node.target, "is_view", False) and node.args[0] in kept:
+            kept[node] = node.target(kept[node.args[0]], *node.args[1:], **node.kwargs)
+        elif node.target == torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        if isinstance(kept.get(node), Tensor):
+            node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}
+            module.__dict__[node.name] = kept[node]  # where it is found faster than a parameter
+    module.graph.eliminate_dead_code()
+    for node in module.graph.nodes:
+        name = getattr(node.target, "overloadpacket", node.target).__name__ if node.op == "call_function" else ""
+        function = getattr(torch, name, None) or getattr(Tensor, name, None)
+        if isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
+            node.target = function  # index_put takes no None there
+    module.recompile()

@@ -1,0 +1,170 @@
+"""What a training run keeps in its folder: settings, logs and checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from plots import draw_training
+from settings import Priority, Settings
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl import torchrl_logger
+from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+from torchrl.collectors import Collector
+from torchrl.record.loggers import get_logger
+from tqdm import tqdm
+
+
+def set_up(config: Settings) -> None:
+    """Set threads, precision and seeds, before networks are made."""
+    torchrl_logger.setLevel("WARNING")
+    torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision(config.matmul_precision.name)
+    torch.manual_seed(config.seed)
+    np.random.seed(config.seed)  # noqa: NPY002 (prioritized sampling draws from it)
+
+
+class Progress:
+    """Counts steps, updates and seconds of training, and the successes of its episodes."""
+
+    def __init__(self, config: Settings):
+        self.config = config
+        self.counts: dict[str, Any] = {"steps": 0, "updates": 0, "seconds": 0.0}
+        self.bar = tqdm(desc=f"{config.algorithm} {config.env.name}", total=config.total_steps, unit=" steps")
+        self.close = self.bar.close
+        self._successes: list[Tensor] = []  # since the last log
+        self._start = time.perf_counter()
+
+    @property
+    def steps(self) -> int:
+        """Environment steps so far."""
+        return int(self.counts["steps"])
+
+    def add(self, data: TensorDictBase) -> None:
+        """Count the steps of a chunk, and the successes of the episodes that end in it."""
+        self.counts["steps"] += data.numel()
+        self.bar.update(self.steps - self.bar.n)
+        self._successes.append(
+            data["next", self.config.env.success].view_as(data["next", "done"])[data["next", "done"]]
+        )
+
+    def updates_due(self) -> Iterator[int]:
+        """Yield for how many updates to sample at once, until there are ``updates_per_step``; count them."""
+        config, most = self.config, 1 if self.config.buffer.prioritized == Priority.error else 16
+        due = round(config.updates_per_step * (self.steps - config.collector.random_steps), 6)
+        while (count := int(min(due - self.counts["updates"], most))) > 0:
+            self.counts["updates"] += count
+            yield count
+
+    def ends(self, interval: int) -> bool:
+        """Whether an interval of steps ends here. All end with the run."""
+        return self.steps % interval == 0 or self.steps >= self.config.total_steps
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock."""
+        self.counts["seconds"] += time.perf_counter() - self._start
+        yield
+        self._start = time.perf_counter()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the seconds of training, and the successes since the last log."""
+        successes, self._successes = torch.cat(self._successes), []
+        return {"seconds": self.counts["seconds"]} | ({"success": successes} if len(successes) else {})
+
+
+class Log:
+    """Writes metrics to the loggers, and keeps them for resumed runs and pictures."""
+
+    def __init__(self, config: Settings, folder: Path):
+        self.config, self.folder = config, folder
+        self.history: dict[str, list[list[float]]] = {}  # of each metric: [step, value]
+        self.loggers: list[Any] = []
+
+    def open(self) -> None:
+        """Make the loggers, and write what a resumed run logged until its checkpoint."""
+        logs = self.folder / "logs"
+        shutil.rmtree(logs, ignore_errors=True)
+        self.loggers = [get_logger(kind.name, str(logs), kind.name) for kind in self.config.logger.kinds]
+        for name, values in self.history.items():
+            for step, value in values:
+                self._write(name, value, int(step))
+
+    def __call__(self, group: str, metrics: Mapping[str, Any], step: int) -> None:
+        """Log the means of metrics, as ``group/name``."""
+        for name, values in metrics.items():
+            value = float(torch.as_tensor(values).float().mean())
+            self.history.setdefault(f"{group}/{name}", []).append([step, value])
+            self._write(f"{group}/{name}", value, step)
+
+    def _write(self, name: str, value: float, step: int) -> None:
+        for logger in self.loggers:
+            logger.log_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Draw the curves, and say what was reached."""
+        draw_training(self.history, self.folder / "training.png", f"{self.config.algorithm}, {self.config.env.name}")
+        for logger in self.loggers:
+            if hasattr(logger, "close"):
+                logger.close()
+        step, success = self.history["evaluation/success"][-1]
+        print(f"{int(step):,} steps: success {success:.2f}. See {self.folder}/")
+
+
+class Checkpoints:
+    """Saves a run, and loads it.
+
+    Simulators cannot be saved. So environments start new episodes after each checkpoint, with seeds that depend on the
+    step, and a resumed run does exactly what a run that was not interrupted does.
+    """
+
+    def __init__(self, config: Settings, folder: Path, collector: Collector, hindsight: Any, **components: Any):
+        self.config, self.folder, self.collector, self.hindsight = config, folder, collector, hindsight
+        self.components = components | {"rng": GlobalRNGState()}
+        self.checkpoint = Checkpoint(**self.components)
+        self.rotation = CheckpointRotation(folder / "checkpoints", keep_last=config.checkpoint.keep)
+
+    def start(self) -> None:
+        """Load the last checkpoint of a resumed run, or take the folder for a new run."""
+        path, steps = self.folder / "config.yaml", [int(path.name[-12:]) for path in self.rotation.checkpoints()]
+        if self.config.resume is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                path.touch(exist_ok=False)  # of two runs that start at once, one finds it
+            except FileExistsError:
+                raise SystemExit(
+                    f"{self.folder}/ has a run: {f'go on with resume={self.folder}, ' if steps else ''}delete it, or "
+                    "name another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
+                ) from None
+        elif not steps:
+            raise SystemExit(f"The run in {self.folder}/ has no checkpoint: delete it and start again.")
+        elif steps[-1] > self.config.total_steps:
+            raise SystemExit(f"The run in {self.folder}/ has {steps[-1]:,} steps already: give it more total_steps.")
+        else:
+            for unfinished in self.rotation.directory.glob(".checkpoint-*"):  # of a killed process
+                shutil.rmtree(unfinished)
+            self.rotation.load_latest(self.checkpoint)
+            # Its other state is saved already (the policy) or can change (exploration), or breaks a ParallelEnv.
+            self.collector.load_state_dict({"frames": steps[-1], "iter": 0}, strict=False)
+            self._end_episodes(steps[-1])
+        OmegaConf.save(OmegaConf.structured(replace(self.config, resume=None, hydra=None)), path)
+
+    def __call__(self, step: int) -> None:
+        """Save a checkpoint."""
+        self.rotation.save(self.checkpoint, step=step)
+        self._end_episodes(step)
+
+    def _end_episodes(self, step: int) -> None:
+        self.hindsight.flush()
+        if step < self.config.total_steps:
+            self.collector.set_seed(int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]))
+            self.collector.reset()
