@@ -23,7 +23,7 @@ STEPS, COPIES = 5_000, 4
 TASKS = {  # title: script, overrides
     "BitFlipping, 15 bits, DQN": ("dqn", []),
     "BitFlipping, 15 bits, prioritized DQN": ("dqn", ["buffer.prioritized=error"]),
-    "PointReach, DDPG": ("ddpg", []),
+    "PointReach, DDPG": ("ddpg", ["normalization.enabled=false"]),
 }
 WAYS = {"sampling": ("HERTransform", "#d62728", "-"), "writing": ("HindsightAugmentation", "#9467bd", "--")}
 

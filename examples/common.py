@@ -126,7 +126,7 @@ class Inputs(TensorDictModuleBase):
         super().__init__()
         self.config, self.in_keys, self.out_keys = config, list(config.inputs), ["inputs"]
         self.width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
-        self.register_buffer("sums", torch.zeros(3, self.width, dtype=torch.float64))  # of 1, values and their squares
+        self.register_buffer("sums", torch.zeros(3, self.width, dtype=torch.float64))  # count, sum and sum of squares
         self.register_buffer("mean", torch.zeros(self.width, device=config.device))
         self.register_buffer("scale", torch.ones(self.width, device=config.device))
 
@@ -142,7 +142,7 @@ class Inputs(TensorDictModuleBase):
         return tensordict
 
     def update(self, data: TensorDictBase) -> None:
-        """Add collected transitions ``[*batch]``, also with what they achieved as their goal."""
+        """Add collected transitions ``[*batch]``, once as they are and once with the achieved goal as desired goal."""
         env = self.config.env
         data = data["next"].select(*self.in_keys, env.achieved_goal_key, env.desired_goal_key).flatten()  # [n]
         if env.goal_fn is None:
@@ -184,7 +184,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
     longest = make_env(env).base_env.spec.max_episode_steps
-    # Episodes of 64 steps and more are published as they grow. Goals of running episodes are late.
+    # Episodes of 64 steps and more are published as they grow. Goals of unfinished episodes need room, too.
     capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
     return HERTransform(reward, her_ratio=her_ratio, capacity=capacity, **arguments)

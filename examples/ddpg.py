@@ -13,7 +13,6 @@ large actions have a cost, so that the actor's tanh does not saturate::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -56,7 +55,7 @@ ConfigStore.instance().store("ddpg", Config)
 
 
 def check_rewards(config: Config, env: EnvBase) -> None:
-    """Check that returns have the bounds that targets are clipped to."""
+    """Check that rewards, also those of reached goals, sum up to returns between the bounds of the targets."""
     steps = env.rollout(100)
     goals = steps[config.env.desired_goal_key]
     at_goal = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
@@ -115,7 +114,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     inputs = Inputs(config, env)
     policy = make_policy(config, env, inputs)
-    actor, spec = policy[1:], env.action_spec.to(config.device)
+    actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples have already
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
     critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
 
@@ -127,10 +126,9 @@ def train(config: Config, folder: Path) -> Checkpoints:
     hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
-    @partial(speed_up, speedup=config.speedup)
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
-        total = losses["loss_actor"] + losses["loss_value"]
+        total = losses["loss_actor"] + losses["loss_value"]  # neither has gradients for the other's network
         if config.action_penalty:
             action = actor(batch.select("inputs"))["action"]
             total = total + config.action_penalty * action.square().mean()
@@ -143,24 +141,26 @@ def train(config: Config, folder: Path) -> Checkpoints:
         losses = losses.select("loss_actor", "loss_value", "pred_value", "target_value")
         return losses.rename_key_("pred_value", "q_value").set("td_error", batch["td_error"]).detach()
 
+    fast_update = speed_up(update, config.speedup)
     collector = make_collector(config, policy, gaussian=True)
     evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
     save = Checkpoints(
         config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
         progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
-    save.start()
-    log.open()
-    if not progress.steps:
-        log("evaluation", evaluate(policy), 0)
+    with progress.paused():
+        save.start()
+        log.open()
+        if not progress.steps:
+            log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(as_rows(config, data))
         inputs.update(data)
         progress.add(data)
-        for count in progress.updates_due():
+        for count in progress.updates_due():  # several batches in one call of the buffer
             for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
-                losses.update(update(batch))
+                losses.update(fast_update(batch))
                 if config.buffer.prioritized == Priority.error:
                     replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
         with progress.paused():

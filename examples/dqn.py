@@ -12,7 +12,6 @@ first experiment this is: flipping bits)::
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -86,7 +85,6 @@ def train(config: Config, folder: Path) -> Checkpoints:
     hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
-    @partial(speed_up, speedup=config.speedup)
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
         losses["loss"].backward()
@@ -95,24 +93,26 @@ def train(config: Config, folder: Path) -> Checkpoints:
         target_updater.step()
         return TensorDict(loss=losses["loss"], td_error=batch["td_error"]).detach()
 
+    fast_update = speed_up(update, config.speedup)
     collector = make_collector(config, policy)
     evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
     save = Checkpoints(
         config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
         progress=progress.counts, optimizer=optimizer,
     )  # fmt: skip
-    save.start()
-    log.open()
-    if not progress.steps:
-        log("evaluation", evaluate(policy), 0)
+    with progress.paused():
+        save.start()
+        log.open()
+        if not progress.steps:
+            log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(as_rows(config, data))
         inputs.update(data)
         progress.add(data)
-        for count in progress.updates_due():
+        for count in progress.updates_due():  # several batches in one call of the buffer
             for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
-                losses.update(update(batch))
+                losses.update(fast_update(batch))
                 if config.buffer.prioritized == Priority.error:
                     replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
         with progress.paused():

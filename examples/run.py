@@ -39,7 +39,9 @@ class Progress:
     def __init__(self, config: Settings):
         self.config = config
         self.counts: dict[str, Any] = {"steps": 0, "updates": 0, "seconds": 0.0}
-        self.bar = tqdm(desc=f"{config.algorithm} {config.env.name}", total=config.total_steps, unit=" steps")
+        self.bar = tqdm(
+            desc=f"{config.algorithm} {config.env.name}", total=config.total_steps, unit=" steps", delay=1e-3
+        )
         self.close = self.bar.close
         self._successes: list[Tensor] = []  # since the last log
         self._start = time.perf_counter()
@@ -124,7 +126,7 @@ class Checkpoints:
     """Saves a run, and loads it.
 
     Simulators cannot be saved. So environments start new episodes after each checkpoint, with seeds that depend on the
-    step, and a resumed run does exactly what a run that was not interrupted does.
+    step. An interrupted run that is resumed has the same results, bit for bit, as one that was not interrupted.
     """
 
     def __init__(self, config: Settings, folder: Path, collector: Collector, hindsight: Any, **components: Any):
@@ -139,7 +141,7 @@ class Checkpoints:
         if self.config.resume is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                path.touch(exist_ok=False)  # of two runs that start at once, one finds it
+                path.touch(exist_ok=False)  # only one of two runs that start at once succeeds
             except FileExistsError:
                 raise SystemExit(
                     f"{self.folder}/ has a run: {f'go on with resume={self.folder}, ' if steps else ''}delete it, or "
@@ -148,7 +150,7 @@ class Checkpoints:
         elif not steps:
             raise SystemExit(f"The run in {self.folder}/ has no checkpoint: delete it and start again.")
         elif steps[-1] > self.config.total_steps:
-            raise SystemExit(f"The run in {self.folder}/ has {steps[-1]:,} steps already: give it more total_steps.")
+            raise SystemExit(f"The run in {self.folder}/ has {steps[-1]:,} steps already: set total_steps above that.")
         else:
             for unfinished in self.rotation.directory.glob(".checkpoint-*"):  # of a killed process
                 shutil.rmtree(unfinished)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -112,7 +111,6 @@ def train(config: Config, folder: Path) -> Checkpoints:
     hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
-    @partial(speed_up, speedup=config.speedup)
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
         (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
@@ -123,24 +121,26 @@ def train(config: Config, folder: Path) -> Checkpoints:
         losses.set("q_value", -(losses["loss_actor"] + losses["alpha"] * losses["entropy"]))
         return losses.set("td_error", batch["td_error"]).detach()
 
+    fast_update = speed_up(update, config.speedup)
     collector = make_collector(config, policy)
     evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
     save = Checkpoints(
         config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
         progress=progress.counts, optimizer=optimizer,
     )  # fmt: skip
-    save.start()
-    log.open()
-    if not progress.steps:
-        log("evaluation", evaluate(policy), 0)
+    with progress.paused():
+        save.start()
+        log.open()
+        if not progress.steps:
+            log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(as_rows(config, data))
         inputs.update(data)
         progress.add(data)
-        for count in progress.updates_due():
+        for count in progress.updates_due():  # several batches in one call of the buffer
             for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
-                losses.update(update(batch))
+                losses.update(fast_update(batch))
                 if config.buffer.prioritized == Priority.error:
                     replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
         with progress.paused():

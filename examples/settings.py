@@ -50,7 +50,8 @@ class Exploration:
 class Buffer:
     size: int = 1_000_000
     n_steps: int = 1
-    prioritized: Priority | None = None  # error: of the last update; movement: of the achieved goal
+    # error: of the last update; movement: of the achieved goal, in chunks of whole episodes
+    prioritized: Priority | None = None
     alpha: float = 0.3  # exponent of priorities, which are squared errors (SAC: 0.6, absolute errors)
     beta: float = 0.4  # exponent of the correction
     far: float = 0.1  # the movement of the highest priority, in units of the goal
@@ -91,7 +92,7 @@ class Logging:
 
 @dataclass
 class Saving:
-    interval: int = 5_000  # episodes end there
+    interval: int = 5_000  # steps; running episodes are cut at a checkpoint
     keep: int = 2
 
 
@@ -136,7 +137,7 @@ AT_LEAST_ONE = [
     "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval", "checkpoint.interval",
 ]  # fmt: skip
 CHUNK = "collector.steps_per_chunk"
-MULTIPLES = {  # intervals end between two chunks, and nothing is left to log at a checkpoint
+MULTIPLES = {  # intervals end with a chunk, and nothing is left to log at a checkpoint
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
     "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
 }  # fmt: skip
@@ -148,12 +149,12 @@ CHANGEABLE = [
 
 
 def start(config: DictConfig) -> tuple[Any, Path]:
-    """Return the settings and the folder of a run. Those of a resumed run are in its folder."""
+    """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
     if config.resume is None:
         return check(config), Path(HydraConfig.get().runtime.output_dir)
     saved = read_settings(Path(config.resume))
     if saved.algorithm != config.algorithm:
-        raise SystemExit(f"The run in {config.resume} is one of {saved.algorithm}.py.")
+        raise SystemExit(f"The run in {config.resume} is one of {saved.algorithm}.py: resume it with that script.")
     return check(change(saved, config, HydraConfig.get().overrides.task)), Path(config.resume)
 
 

@@ -111,16 +111,17 @@ def train(config: Config, folder: Path) -> Checkpoints:
         config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
         progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
-    save.start()
-    log.open()
-    if not progress.steps:
-        log("evaluation", evaluate(policy), 0)
+    with progress.paused():
+        save.start()
+        log.open()
+        if not progress.steps:
+            log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(as_rows(config, data))
         inputs.update(data)
         progress.add(data)
-        for count in progress.updates_due():
+        for count in progress.updates_due():  # several batches in one call of the buffer
             batches = replay_buffer.sample(count * config.batch_size).split(config.batch_size)
             for number, batch in enumerate(batches, progress.counts["updates"] - count):
                 losses.update(update_critics(batch) if number % config.actor_interval else update_all(batch))

@@ -137,7 +137,7 @@ def test_a_finished_run_can_be_resumed(folder):
 
 
 def test_a_run_does_not_go_back(folder):
-    with pytest.raises(SystemExit, match="has 200 steps already: give it more total_steps"):
+    with pytest.raises(SystemExit, match="has 200 steps already: set total_steps above that"):
         train(f"dqn total_steps=100 resume={folder}", folder)
     assert read_settings(folder).total_steps == 200
 
