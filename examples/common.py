@@ -60,7 +60,7 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     """Make an environment with the entries of info that are needed, and with floats of single precision."""
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+    except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
         raise SystemExit(
             f"The environment {config.name!r} cannot be made: {error}. Environments of Gymnasium-Robotics need\n    "
             "pip install -c constraints.txt gymnasium-robotics mujoco\nName others as module:Name-v0."
@@ -98,9 +98,14 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     env = make_env(config.env)
     name, keys, space = config.env.name, set(env.observation_spec.keys()), env.base_env.action_space
     if missing := {*config.inputs, config.env.achieved_goal_key, config.env.desired_goal_key} - keys:
-        raise SystemExit(f"Observations of {name} have no {sorted(missing)}, but {sorted(keys)}.")
+        raise SystemExit(
+            f"Observations of {name} have no {sorted(missing)}, but {sorted(keys - {config.env.success})}: set inputs, "
+            "env.achieved_goal_key and env.desired_goal_key."
+        )
     if not discrete and not (isinstance(space, gymnasium.spaces.Box) and space.is_bounded()):
-        raise SystemExit(f"Actions of {name} are {space}, and this script needs bounded vectors; dqn.py, Discrete(n).")
+        raise SystemExit(
+            f"Actions of {name} are {space}, and this script needs a bounded Box. dqn.py has Discrete ones."
+        )
     if discrete and not (isinstance(space, gymnasium.spaces.Discrete) and space.start == 0):
         raise SystemExit(
             f"Actions of {name} are {space}, and dqn.py needs Discrete(n). Others: ddpg.py, td3.py, sac.py."
@@ -108,7 +113,9 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     env.base_env.unwrapped.reset(seed=config.seed)
     info = {"terminated", *env.base_env.unwrapped.step(space.sample())[-1]}
     if missing := {config.env.success, *config.env.info_keys} - info:
-        raise SystemExit(f"A step of {name} has no info entry {sorted(missing)}, but {sorted(info)}: see env.success.")
+        raise SystemExit(
+            f"A step of {name} has no info entry {sorted(missing)}, but {sorted(info)}: set env.success, env.info_keys."
+        )
     return env
 
 

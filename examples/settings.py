@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -133,8 +134,9 @@ class Settings:
 
 
 AT_LEAST_ONE = [
-    "batch_size", "actor_interval", "env.num_envs", "collector.steps_per_chunk", "buffer.size", "buffer.n_steps",
-    "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval", "checkpoint.interval",
+    "batch_size", "actor_interval", "num_critics", "env.num_envs", "collector.steps_per_chunk", "buffer.size",
+    "buffer.n_steps", "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval",
+    "checkpoint.interval",
 ]  # fmt: skip
 CHUNK = "collector.steps_per_chunk"
 MULTIPLES = {  # intervals end with a chunk, and nothing is left to log at a checkpoint
@@ -192,6 +194,8 @@ def check(config: DictConfig) -> Any:
         raise SystemExit("inputs=[] must have an entry of the observations: [observation,desired_goal], for example.")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
         raise SystemExit("logger.kinds has wandb, which is not installed: pip install wandb")
+    if settings.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SystemExit(f"device={settings.device}, and PyTorch finds no CUDA device: use device=cpu.")
     if settings.speedup == Speedup.cudagraph and not settings.device.startswith("cuda"):
         raise SystemExit(f"speedup=cudagraph needs device=cuda, not {settings.device}.")
     if settings.hindsight.when == When.writing and settings.hindsight.enabled:

@@ -75,7 +75,9 @@ gymnasium.register("Endless-v0", PointReach)
 
 
 REFUSED = [
-    *((f"td3 {name}=0", rf"{name}=0 must be 1 or more") for name in AT_LEAST_ONE),
+    *((f"td3 {name}=0", rf"{name}=0 must be 1 or more") for name in AT_LEAST_ONE if name != "num_critics"),
+    ("sac num_critics=0", "num_critics=0 must be 1 or more"),
+    ("ddpg +env.kwargs.n_bits=5", r"'torchrl_her/PointReach-v0' cannot be made: .*unexpected keyword argument"),
     *((f"td3 {name}=120", rf"{name}=120 must be a multiple of") for name in MULTIPLES if name != CHUNK),
     ("td3 env.num_envs=3", r"collector\.steps_per_chunk=50 must be a multiple of env\.num_envs=3"),
     ("td3 checkpoint.interval=150", r"checkpoint\.interval=150 must be a multiple of logger\.interval=100"),
@@ -98,12 +100,12 @@ REFUSED = [
     ("ddpg env.name=CartPole-v1", r"Observations of CartPole-v1 have no \['achieved_goal', 'desired_goal'\]"),
     ("ddpg env.name=torchrl_her/PointReach-v7", r"'torchrl_her/PointReach-v7' cannot be made: .*"),
     ("ddpg env.name=no_such_module:Env-v0", r"'no_such_module:Env-v0' cannot be made: No module named"),
-    ("sac env.name=torchrl_her/BitFlipping-v0", r"are Discrete\(15\), and this script needs bounded vectors; dqn\.py"),
+    ("sac env.name=torchrl_her/BitFlipping-v0", r"are Discrete\(15\), and this script needs a bounded Box\. dqn\.py"),
     ("dqn env.name=torchrl_her/PointReach-v0", r"are Box\(.*, and dqn\.py needs Discrete\(n\)\. Others: ddpg\.py"),
     ("dqn env.name=OtherSpaces-v0 +env.kwargs.actions=pairs", r"MultiDiscrete.*, and dqn\.py needs Discrete\(n\)"),
     ("dqn env.name=OtherSpaces-v0 '+env.kwargs.actions=from one'", r"Discrete\(4, start=1\), and dqn\.py needs"),
-    ("ddpg env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "and this script needs bounded vectors"),
-    ("td3 env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "and this script needs bounded vectors"),
+    ("ddpg env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "and this script needs a bounded Box"),
+    ("td3 env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "and this script needs a bounded Box"),
     (
         "ddpg env.name=OtherScale-v0 +env.kwargs.shift=1.0",
         r"OtherScale-v0 gives 0 to 1 \(gamma=0.95\): use",
@@ -115,6 +117,12 @@ REFUSED = [
         r"no info entry \['is_success'\], but \['at_goal', .*env\.s",
     ),
 ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="device=cuda, and PyTorch finds no CUDA device: use device=cpu"):
+        train("ddpg device=cuda", tmp_path)
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED)
