@@ -24,7 +24,7 @@ class MovementPriority(BufferTransform):
     Each written transition gets an entry ``"movement"``, ``float32 [*batch]``: ``lowest + min(path / far, 1)``, where
     ``path`` is the length of the path of the achieved goal in the transition's episode. List the transform before
     `HERTransform`, which identifies the episodes, and pass ``priority_key="movement"`` to the buffer. Write whole
-    episodes where possible: each write counts by itself.
+    episodes if possible, since the path is computed for each write.
 
     Args:
         far (float): the length of the path that gives the highest priority, in units of the goal.
