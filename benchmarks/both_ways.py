@@ -1,9 +1,8 @@
 """Hindsight when sampling and when writing: success against steps, on BitFlipping and PointReach.
 
 Both ways train with the settings of `examples/dqn.py` and `examples/ddpg.py` (DDPG without normalization), and differ
-in `hindsight.when` alone;
-with `--prioritized`, BitFlipping is trained with prioritized replay, too. The storage holds all 5,000 transitions,
-and for hindsight when writing their four copies. Every 500 steps 100 greedy episodes are played.
+in `hindsight.when` alone. With `--prioritized`, BitFlipping is trained with prioritized replay, too. The storage holds
+all 5,000 transitions, and for hindsight when writing their four copies. Every 500 steps 100 greedy episodes are played.
 
 Writes `both_ways.jsonl`, a line for each run, and `both_ways.png`. Runs that are in the file are not done again.
 """
