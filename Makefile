@@ -1,14 +1,13 @@
 # Every target makes what it needs: `make demo` and `make test` work on a fresh clone with Python and make.
 PYTHON ?= python3
 SEEDS ?= 1
-CONTROL ?=
 BIN := .venv/bin
 
-.PHONY: install demo test test-slow bench lint clean
+.PHONY: install demo test test-slow bench lint docs docs-serve dist clean
 
 install: .venv/.dev
 demo: .venv/.dev
-	$(BIN)/python examples/demo.py --seeds $(SEEDS) $(if $(CONTROL),--control $(CONTROL))
+	$(BIN)/python examples/demo.py --seeds $(SEEDS)
 test: .venv/.dev
 	$(BIN)/python -m pytest -m "not slow" --durations=10
 test-slow: .venv/.dev
@@ -26,8 +25,16 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+docs: .venv/.docs  # into site/; warnings and broken links are errors
+	CHECK_LINKS=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs-serve: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+dist: .venv/.dev  # REPOSITORY=https://... makes the links of the description absolute
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python release/check_dist.py dist
 clean:
-	rm -rf .venv outputs
+	rm -rf .venv outputs site dist
 
 # One stamp per extra: the environment is made once, and again where what it is made from has changed.
 .venv/.%: pyproject.toml constraints.txt

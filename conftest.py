@@ -3,30 +3,30 @@ import pytest
 import torch
 from torchrl import torchrl_logger
 
-torchrl_logger.setLevel("WARNING")  # it tells of each storage that TorchRL allocates
+torchrl_logger.setLevel("WARNING")  # it logs every storage that TorchRL allocates
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Two workers run tests at a time, on two cores; some that start processes set another number."""
+    """Use one thread, because two workers run tests at a time. Tests that start processes can change the number."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def the_same_draws():
-    """A test draws the same whichever ran before it in its worker."""
+    """Seed the generators, so that a test does not depend on earlier tests of its worker."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (prioritized sampling draws from it)
 
 
 @pytest.fixture(autouse=True)
 def time_to_play(monkeypatch):
-    """What check_goal_env finds must not depend on how busy the machine is."""
+    """Give check_goal_env enough time, so that its findings do not depend on the load of the machine."""
     monkeypatch.setattr("torchrl_her.diagnosis.goal_env.play.SECONDS", 600.0)
 
 
 def pytest_collection_modifyitems(items):
-    """An example has what it imports, and no name of the module that it stands in: so it runs where it is pasted."""
+    """Hide the names of a module from its doctests, so that examples also run where users paste them."""
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {"__name__": "__main__"}
@@ -35,4 +35,6 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter, config):
     """Mention the tests that a default run leaves out."""
     if config.option.markexpr == "not slow":
-        terminalreporter.write_line("Slow tests are left out (trainings, killed processes, Ray): make test-slow")
+        terminalreporter.write_line(
+            "Slow tests were skipped (training, killed processes, Ray): run them with make test-slow"
+        )

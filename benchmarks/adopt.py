@@ -1,10 +1,9 @@
-"""What adopting a data set takes: time and memory for a million transitions.
+"""Time and memory to adopt a data set of a million transitions.
 
-A transition has a 25-float observation, 3-float goals and a 4-float action. Each data set is made in one process and
-adopted in another, on one thread. Memory is what that process needs beyond the data set at its peak: pages that it has
-touched (`RssAnon`, and `VmHWM` for data in memory), and memory that it has reserved (`VmData`), read every millisecond
-after free memory was given back. A goal takes 12 bytes, and the target is that and 40 more for each transition. Linux
-only.
+A transition has a 25-float observation, 3-float goals and a 4-float action. Each data set is created in one process and
+adopted in another, on one thread. Memory is the peak of the adopting process beyond the data set: touched pages
+(`RssAnon`, and `VmHWM` for data in memory) and reserved memory (`VmData`). It is read every millisecond, after free
+memory was returned to the system. A goal takes 12 bytes, and the target is 40 more bytes per transition. Linux only.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from torchrl_her import HERTransform, ReachedReward, SparseReward
 
 ROWS = 1_000_000
 SECONDS, BYTES = 5.0, 12 + 40
-LENGTHS = {  # of episodes, in steps
+LENGTHS = {  # steps of an episode
     "ends by flag": 50,
     "ends by id": 50,
     "1,000 steps": 1000,
@@ -74,11 +73,11 @@ def make_data(kind: str) -> TensorDict:
 
 
 class Peak:
-    """The highest memory of this process in a block, beyond that at its beginning, in bytes by name."""
+    """Measures the peak memory of this process in a block, beyond the memory at its start, in bytes by name."""
 
     def __enter__(self) -> "Peak":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that is free already would hide what is needed
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise free memory would be reused and not be counted
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self.before = self.highest = self.read()
         self.goes_on = True
         self.thread = threading.Thread(target=self.watch)
@@ -101,14 +100,14 @@ class Peak:
 
     @staticmethod
     def read() -> dict[str, int]:
-        """The memory of this process now."""
+        """Return the current memory of this process, in bytes by name."""
         text = Path("/proc/self/status").read_text()
         return {
             name: 1024 * int(re.search(rf"{name}:\s+(\d+)", text).group(1)) for name in (*MEASURED, "VmHWM", "VmRSS")
         }
 
     def extra(self) -> dict[str, int]:
-        """The highest memory beyond that at the beginning."""
+        """Return the peak memory beyond the memory at the start."""
         values = {name: self.highest[name] - self.before[name] for name in MEASURED}
         return values | {"VmHWM": self.highest["VmHWM"] - self.before["VmRSS"]}
 
@@ -118,7 +117,7 @@ def save_data(kind: str, folder: str) -> None:
 
 
 def measure(kind: str, folder: str, mapped: bool) -> tuple[float, dict[str, int]]:
-    """Return the seconds that adopting takes, and the bytes for each transition."""
+    """Return the seconds to adopt the data set, and the bytes per transition by name."""
     torch.set_num_threads(1)
 
     def transform() -> HERTransform:
@@ -128,7 +127,7 @@ def measure(kind: str, folder: str, mapped: bool) -> tuple[float, dict[str, int]
     data = TensorDict.load_memmap(folder)
     if not mapped:
         data = data.clone()
-    transform().adopt(data.reshape(-1)[:1000].clone())  # imports, and the first calls
+    transform().adopt(data.reshape(-1)[:1000].clone())  # warm-up: imports and first calls
     her = transform()
     with Peak() as peak:
         start = time.perf_counter()
@@ -141,7 +140,7 @@ def measure(kind: str, folder: str, mapped: bool) -> tuple[float, dict[str, int]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.parse_args()
-    print(f"{ROWS:,} transitions; targets: {SECONDS} s, {BYTES} bytes for each beyond the data set")
+    print(f"{ROWS:,} transitions; targets: {SECONDS} s, {BYTES} bytes per transition beyond the data set")
     print(f"{'':<28}{'':<14}{'s':>8}{'RssAnon':>10}{'VmHWM':>10}{'VmData':>10}")
     new_process = multiprocessing.get_context("spawn").Pool
     for kind in LENGTHS:
@@ -151,7 +150,7 @@ def main() -> None:
             for mapped in (False, True):
                 with new_process(1) as pool:
                     seconds, memory = pool.apply(measure, (kind, folder, mapped))
-                # The high-water mark counts the pages of mapped files, too.
+                # The high-water mark also counts the pages of mapped files.
                 columns = memory["RssAnon"], "" if mapped else memory["VmHWM"], memory["VmData"]
                 place = "memory-mapped" if mapped else "in memory"
                 print(f"{kind:<28}{place:<14}{seconds:>8.2f}" + "".join(f"{column:>10}" for column in columns))

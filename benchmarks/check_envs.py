@@ -1,6 +1,6 @@
-"""What check_goal_env finds in published environments, and how long it takes.
+"""Findings of check_goal_env in published environments, and its run time.
 
-It needs the benchmarks extra and prints a table::
+Prints a table. Needs the extra `benchmarks`. Pass ids to check other environments:
 
     python benchmarks/check_envs.py
     python benchmarks/check_envs.py FetchReach-v4 AntMaze_UMaze-v5

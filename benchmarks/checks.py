@@ -1,7 +1,7 @@
-"""What the checks of HERTransform cost, which tell a user that hindsight does not work.
+"""Cost of the checks with which HERTransform warns when hindsight does not work.
 
-Two transforms over the same kind of buffer write and sample the same transitions in turn, on one thread: one with its
-checks, and one without. The transitions are those of PointReach with random actions, in episodes of 50 steps.
+A transform with its checks and one without them take turns. Both write and sample the same transitions with the same
+kind of buffer, on one thread. The transitions come from PointReach with random actions, in episodes of 50 steps.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class NoChecks(Diagnosis):
 
 
 def make_buffer(*, checks: bool) -> TensorDictReplayBuffer:
-    """Return a buffer whose transform has its checks, or none."""
+    """Return a buffer whose transform runs its checks, or skips them."""
     transform = HERTransform(SparseReward(0.05), capacity=100_000)
     if not checks:
         transform._diagnosis = NoChecks(transform.reward, transform.keys)
@@ -66,7 +66,7 @@ def measure(rounds: int) -> dict[str, dict[bool, list[float]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=3000, help="number of measurements")
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def main() -> None:
     print("| µs of CPU time | without checks | with checks | ratio | target |\n|---|---|---|---|---|")
     for name, of_checks in measure(rounds).items():
         without, with_checks = (median(of_checks[checks]) for checks in (False, True))
-        # The mean, too: some samples are counted, and most are not.
+        # The mean shows the cost of the few samples that are counted.
         means = [sum(sorted(of_checks[checks])[: -len(of_checks[checks]) // 50]) for checks in (False, True)]
         ratio = f"{with_checks / without:.3f} (mean {means[1] / means[0]:.3f})"
         print(f"| {name} | {without:.0f} | {with_checks:.0f} | {ratio} | {1 + TARGETS[name]:.2f} |")

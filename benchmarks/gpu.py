@@ -1,18 +1,19 @@
 """Measures sampling and training on a GPU, and runs the tests that need one, in about 8 minutes.
 
-It needs a CUDA device and PyTorch 2.11 or newer::
+Needs a CUDA device and PyTorch 2.11 or newer:
 
     python benchmarks/gpu.py --out outputs/gpu
-    python benchmarks/gpu.py --out outputs/gpu --device cpu    # a small version of the same, in less than a minute
+    python benchmarks/gpu.py --out outputs/gpu --device cpu    # a small version, in less than a minute
 
-1. ``synchronization``: sampling with hindsight never waits for the device.
-2. ``sampling``: samples per second, for storages of 1 and 10 million transitions and batches of 256 to 65,536, with and
-   without hindsight, call by call and captured in one CUDA graph together with an update of DDPG.
-3. ``training``: PointReach with everything on the device, 10 million steps with an update of batch 256 for each 16.
-4. ``tests``: the tests marked ``gpu``, in the time that is left.
+1. ``synchronization``: checks that sampling with hindsight never waits for the device.
+2. ``sampling``: measures samples per second, for storages of 1 and 10 million transitions and batches of 256 to 65,536,
+   with and without hindsight, call by call and captured in one CUDA graph together with an update of DDPG.
+3. ``training``: trains on PointReach with everything on the device, for 10 million steps, with an update of batch 256
+   every 16 steps.
+4. ``tests``: runs the tests marked ``gpu`` in the remaining time.
 
 Writes ``synchronization.csv``, ``tests.txt``, ``sampling.csv``, ``sampling.png``, ``training.csv`` and ``summary.csv``.
-Fails if a test fails, or if sampling waits for the device. ``docs/gpu.md`` describes the columns.
+Fails if a test fails, or if sampling waits for the device. ``docs/how-to/gpu.md`` describes the columns.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ ROOT = Path(__file__).parents[1]
 PARTS = "synchronization", "sampling", "training", "tests"
 JAXGCRL = 600  # seconds for 10 million steps, as published
 WHOLE = 465.0  # seconds for all parts
-FOR_TRAINING, FOR_TESTS = 240.0, 100.0  # the most seconds, and the fewest; tests get all that is left
+FOR_TRAINING, FOR_TESTS = 240.0, 100.0  # maximum and minimum seconds; tests get all remaining time
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of what is measured."""
+    """The sizes of all measurements."""
 
-    samples: int  # of each storage and strategy, of which none may synchronise
+    samples: int  # per storage and strategy; none of them may synchronise
     stored: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     budget: float  # seconds of one measurement
-    sampling_limit: float  # seconds of all of them
+    sampling_limit: float  # seconds of all measurements of sampling
     steps: int
     num_envs: int
     buffer_size: int
@@ -82,7 +83,7 @@ ON_CPU = Plan(
 
 
 class Report:
-    """What is printed at the end, and written into ``summary.csv``."""
+    """The lines printed at the end, and the rows of ``summary.csv``."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -165,13 +166,13 @@ def train(plan: Plan, device: torch.device, out: Path, report: Report, left: flo
     report.add("success rate", last["success_rate"], "share of episodes")
     if device.type == "cuda":
         whole = seconds * 10_000_000 / steps
-        kind = "measured" if steps >= plan.steps else "extrapolated from the steps that it had time for"
+        kind = "measured" if steps >= plan.steps else "extrapolated from the completed steps"
         report.lines.append(f"10 million steps: {whole:.0f} s ({kind}). JaxGCRL: {JAXGCRL} s.")
         report.add("10 million steps, " + kind, round(whole, 1), "s")
 
 
 def save(rows: Iterator[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Write rows as they come, so that those before an error are kept, and return them."""
+    """Write each row as soon as it is measured, so that an error loses no rows, and return all rows."""
     saved = []
     for row in rows:
         saved.append(row)
@@ -180,14 +181,14 @@ def save(rows: Iterator[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return what the device is called."""
+    """Return the name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU (sizes of the small version)"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Synchronisation, tests, sampling and training on a GPU.")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a small version of the same")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: run a small version")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     return parser.parse_args()
 
@@ -196,7 +197,7 @@ def main() -> None:
     start = time.monotonic()
     arguments = parse_arguments()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device. The small version runs with --device cpu.", file=sys.stderr)
+        print("There is no CUDA device. Run the small version with --device cpu.", file=sys.stderr)
         sys.exit(2)
     torchrl.torchrl_logger.setLevel("WARNING")
     torch.manual_seed(0)
@@ -219,7 +220,7 @@ def main() -> None:
     for name in arguments.parts:
         try:
             parts[name](start + WHOLE - time.monotonic())
-        except Exception as error:  # the other parts run nevertheless
+        except Exception as error:  # the other parts still run
             traceback.print_exc()
             report.failures.append(f"{name} failed: {type(error).__name__}: {error}")
     report.add("whole command", round(time.monotonic() - start, 1), "s")

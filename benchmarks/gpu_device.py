@@ -1,6 +1,6 @@
-"""What the parts of ``gpu.py`` share: time on a device, one CUDA graph, no synchronisation, and CSV files.
+"""Functions of ``gpu.py``: timing on a device, CUDA graphs, detection of synchronisation, and CSV files.
 
-The same code runs on a CPU, which has neither CUDA graphs nor a synchronisation to detect.
+On a CPU, the same code runs without CUDA graphs and detects nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-REPEATS = 5  # of each measurement, of which the median counts
+REPEATS = 5  # of each measurement; the median is reported
 
 
 def wait_for(device: torch.device) -> None:
@@ -27,7 +27,7 @@ def wait_for(device: torch.device) -> None:
 def seconds_per_call(call: Callable[[], Any], device: torch.device, budget: float) -> float:
     """Return the median time of a call, in seconds, from about ``budget`` seconds of calls in `REPEATS` groups.
 
-    The calls of a group follow each other without waiting for the device, as those of a training do.
+    The calls of a group do not wait for the device in between, as in training.
     """
     call()
     once = _seconds(call, 1, device)
@@ -47,17 +47,17 @@ def _seconds(call: Callable[[], Any], calls: int, device: torch.device) -> float
 class Captured:
     """A function without arguments, captured in one CUDA graph. On a CPU, calling it calls the function.
 
-    The function must read and write tensors that stay in place. Python numbers keep their value: the graph of
-    ``rb.sample()`` draws from the rows that were filled when it was captured.
+    The function must read and write tensors that stay in place. Python numbers are constants of the graph:
+    ``rb.sample()`` keeps drawing from the rows that were filled when it was captured.
 
     Args:
         function (Callable): the function.
         device (torch.device): the device of its tensors.
-        warm_up (int): the number of calls before, which allocate what the first calls of a function allocate (the
-            state of optimizers, for example). The capture itself runs nothing.
+        warm_up (int): the number of calls before the capture. The first calls can allocate memory, such as the state
+            of optimizers. The capture itself executes nothing.
 
     Attributes:
-        calls (int): the number of these calls; 0 on a CPU.
+        calls (int): the number of calls before the capture; 0 on a CPU.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, warm_up: int = 3):
@@ -73,7 +73,7 @@ class Captured:
 
     def _capture(self, function: Callable[[], Any]) -> Callable[[], None]:
         if self.calls:
-            stream = torch.cuda.Stream()  # capturing is not possible on the default stream, so warming up is not either
+            stream = torch.cuda.Stream()  # a capture cannot use the default stream, so neither does the warm-up
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(self.calls):
@@ -81,13 +81,13 @@ class Captured:
             torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._result = function()  # kept: it is in the memory of the graph
+            self._result = function()  # kept alive, because the graph owns its memory
         return graph.replay
 
 
 @contextlib.contextmanager
 def no_synchronization(device: torch.device) -> Iterator[None]:
-    """Make PyTorch raise an error where the host waits for the device. On a CPU, nothing is checked."""
+    """Make PyTorch raise an error if the host waits for the device. On a CPU, nothing is checked."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""DDPG with the settings of ``examples/ddpg.py``, without normalization. A CUDA graph can capture its update."""
+"""DDPG with the settings of ``examples/ddpg.py``, without normalization, with an update for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ RANDOM_ACTIONS = 0.2  # share of uniformly random actions
 
 
 class ClippedTarget(TD0Estimator):
-    """The target of one step, clipped to the possible sums of rewards of -1 and 0."""
+    """The one-step target, clipped to the range of returns with rewards of -1 and 0."""
 
     def value_estimate(self, *args, **kwargs) -> Tensor:  # noqa: D102
         return super().value_estimate(*args, **kwargs).clamp(-1 / (1 - GAMMA), 0.0)
 
 
 class Learner:
-    """The networks of DDPG, and their update.
+    """The networks of DDPG and their update.
 
     Args:
-        transitions (TensorDictBase): transitions of the environment ``[n]``, whose entries give sizes and device.
+        transitions (TensorDictBase): transitions of the environment ``[n]``, which determine sizes and device.
 
     Attributes:
         actor (TensorDictSequential): the greedy policy.
-        explorer (TensorDictSequential): the same with noise.
+        explorer (TensorDictSequential): the policy with exploration noise.
     """
 
     def __init__(self, transitions: TensorDictBase):
@@ -67,7 +67,7 @@ class Learner:
 
 
 def explore(action: Tensor) -> Tensor:
-    """Return actions ``[n, actions]`` with Gaussian noise, some of them replaced by uniformly random ones."""
+    """Add Gaussian noise to actions ``[n, actions]``, and replace some of them by uniformly random ones."""
     noisy = (action + NOISE * torch.randn_like(action)).clamp(-1.0, 1.0)
     is_random = torch.rand(*action.shape[:-1], 1, device=action.device) < RANDOM_ACTIONS
     return torch.where(is_random, 2 * torch.rand_like(action) - 1, noisy)

@@ -1,4 +1,4 @@
-"""The picture of ``gpu.py``: samples per second against the batch size."""
+"""The picture of ``gpu.py``: samples per second against batch size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-# Blue and vermilion of Okabe and Ito's palette, which colour-blind people can tell apart.
+# Blue and vermilion of Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLOURS = {"LazyTensorStorage": "#0072b2", "PackedStorage": "#d55e00"}
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw a row of panels for samples alone and one for samples with an update, a column for each size."""
+    """Draw one row of panels for sampling and one for sampling with an update, with a column per size."""
     sizes = list(dict.fromkeys(row["stored"] for row in rows))
     graph = "one CUDA graph" if any(row["captured"] for row in rows) else "as one function, without a graph"
     kinds = {("sample", "eager"): "rb.sample()", ("sample and update", "graph"): f"sample and update,\n{graph}"}

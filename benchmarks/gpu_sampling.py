@@ -1,7 +1,7 @@
-"""Sampling on a device: that it does not synchronise, and how many transitions per second it gives.
+"""Sampling on a device: a check that it does not synchronise, and its throughput.
 
-Transitions are those of ``sampling.py``: a 25-float observation, 3-float goals, a 4-float action, episodes of 50 steps,
-reward 0 within 0.05 of the goal and -1 elsewhere.
+Transitions have the same entries as in ``sampling.py``: a 25-float observation, 3-float goals, a 4-float action,
+episodes of 50 steps, reward 0 within 0.05 of the goal and -1 elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrl_her.episodes.stamps import STAMP
 
 EPISODE_STEPS = 50
 THRESHOLD = 0.05
-CHUNK = 10_000  # episodes that are made and written at a time
+CHUNK = 10_000  # episodes created and written at a time
 STRATEGIES = {
     "future": "future",
     "final": "final",
@@ -35,14 +35,14 @@ STRATEGIES = {
 }
 STORAGES = {"LazyTensorStorage": LazyTensorStorage, "PackedStorage": PackedStorage}
 PRIORITIZED = "LazyTensorStorage, prioritized"
-# The errors of TorchRL's PrioritizedSampler if its compiled part, or that for CUDA, is missing.
+# Errors of TorchRL's PrioritizedSampler if its compiled extension, or the one for CUDA, is missing.
 NOT_COMPILED = "is not available", "require a TorchRL CUDA wheel"
 
 Row = dict[str, Any]
 
 
 class Contender(NamedTuple):
-    """A filled buffer that is measured."""
+    """A filled buffer to measure."""
 
     storage: str
     hindsight: bool
@@ -68,7 +68,7 @@ def make_transitions(episodes: int, device: torch.device) -> TensorDict:
 
 
 def make_buffer(storage: str, size: int, device: torch.device, **transform: Any) -> TensorDictReplayBuffer:
-    """Make an empty buffer, with hindsight if ``transform`` has its arguments."""
+    """Make an empty buffer, with hindsight if arguments of the transform are given."""
     hindsight = HERTransform(SparseReward(THRESHOLD), capacity=size, **transform) if transform else None
     return TensorDictReplayBuffer(storage=STORAGES[storage](size, device=device), transform=hindsight)
 
@@ -83,14 +83,14 @@ def fill(buffer: TensorDictReplayBuffer, size: int, device: torch.device) -> Non
 
 
 def check_synchronization(device: torch.device, samples: int) -> list[Row]:
-    """Sample from each storage with each strategy; on a GPU, fail where the host waits for it."""
+    """Sample from each storage with each strategy. On a GPU, raise an error if the host waits for it."""
     if device.type == "cuda":
         check_that_synchronization_is_found(device)
     rows = []
     for storage, (name, strategy) in product(STORAGES, STRATEGIES.items()):
         buffer = make_buffer(storage, 2_000, device, strategy=strategy, info=True)
         fill(buffer, 2_000, device)
-        buffer.sample(256)  # moves the goal table if it is elsewhere
+        buffer.sample(256)  # moves the goal table to the device
         with no_synchronization(device):
             for _ in range(samples):
                 buffer.sample(256)
@@ -99,14 +99,14 @@ def check_synchronization(device: torch.device, samples: int) -> list[Row]:
 
 
 def check_that_synchronization_is_found(device: torch.device) -> None:
-    """Raise an error unless reading a value of the device is an error while synchronisation is forbidden."""
+    """Check that reading a value of the device raises an error while synchronisation is forbidden."""
     value = torch.ones((), device=device)
     try:
         with no_synchronization(device):
             value.item()
     except RuntimeError:
         return
-    raise RuntimeError('set_sync_debug_mode("error") did not detect .item(): nothing can be concluded.')
+    raise RuntimeError('set_sync_debug_mode("error") did not detect .item(), so the check would miss synchronisation.')
 
 
 # Samples per second
@@ -117,21 +117,22 @@ def measure_sampling(
 ) -> Iterator[Row]:
     """Measure all buffers, and yield a row for each measurement.
 
-    ``budget`` are the seconds for one measurement. After ``limit`` seconds the rest is left out, with a line.
+    ``budget`` is the time of one measurement in seconds. After ``limit`` seconds, a message says that the remaining
+    measurements are skipped.
     """
     deadline = time.monotonic() + limit
     total = len(sizes) * len(STORAGES) * 2 * len(batch_sizes)
     with tqdm(total=total, desc="sampling", unit="batch size") as progress:
         for size in sizes:
             if not has_room(size, device):
-                tqdm.write(f"{size:,} transitions are left out: less than 10 GB of the device are free.")
+                tqdm.write(f"{size:,} transitions are skipped: less than 10 GB of the device are free.")
                 continue
             for contender in contenders(size, device):
                 learner = Learner(contender.buffer.sample(2))
                 progress.set_postfix_str(f"{contender.storage}, {size:,} stored")
                 for batch_size in batch_sizes:
                     if time.monotonic() > deadline:
-                        tqdm.write(f"Sampling took more than {limit:.0f} s: the other measurements are left out.")
+                        tqdm.write(f"Sampling took more than {limit:.0f} s: the remaining measurements are skipped.")
                         return
                     yield from measure_batch_size(contender, learner, batch_size, device, budget)
                     progress.update()
@@ -143,7 +144,7 @@ def has_room(size: int, device: torch.device) -> bool:
 
 
 def contenders(size: int, device: torch.device) -> Iterator[Contender]:
-    """Yield buffers with the same transitions, which are written with hindsight once, and copied."""
+    """Yield buffers with the same transitions, which are written once with hindsight and then copied."""
     first = make_buffer("LazyTensorStorage", size, device, strategy="future")
     fill(first, size, device)
     yield Contender("LazyTensorStorage", True, first)
@@ -179,7 +180,7 @@ def measure_batch_size(
 def make_row(
     contender: Contender, batch_size: int, operation: str, mode: str, seconds: float, device: torch.device
 ) -> Row:
-    """Return one row of the table; a CPU has no graph, so the function is called there."""
+    """Return one row of the table. On a CPU, the mode "graph" calls the function without a graph."""
     return {
         "device": device.type,
         "stored": len(contender.buffer),
@@ -197,7 +198,7 @@ def make_row(
 def measure_prioritized(
     device: torch.device, size: int, batch_sizes: Sequence[int], budget: float
 ) -> tuple[list[Row], str]:
-    """Measure a prioritized buffer, without a graph; return no rows and the reason if TorchRL cannot make one."""
+    """Measure a prioritized buffer call by call. If TorchRL cannot create one, return no rows and the reason."""
     hindsight = HERTransform(SparseReward(THRESHOLD), capacity=size)
     storage = LazyTensorStorage(size, device=device)
     try:

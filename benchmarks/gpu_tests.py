@@ -1,4 +1,4 @@
-"""Runs the tests that need a CUDA device, also where packages of the extra 'dev' are missing."""
+"""Runs the tests that need a CUDA device, even if packages of the extra 'dev' are missing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_tests(root: Path, limit: float) -> Outcome:
 
 
 def read_outcome(output: str) -> Outcome:
-    """Read what pytest printed."""
+    """Parse the output of pytest."""
     lines = output.strip().splitlines() or ["pytest printed nothing"]
     summary = lines[-1].strip("= ")
     counts = {name.removesuffix("s"): int(count) for count, name in re.findall(COUNT, summary)}

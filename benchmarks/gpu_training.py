@@ -1,6 +1,6 @@
 """Trains DDPG on PointReach with everything on one device: environments, replay buffer, hindsight and updates.
 
-Environments play whole episodes. A CUDA graph holds several updates, and one sample for all of them.
+Environments play whole episodes. One CUDA graph contains several updates and a single sample for all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batched_point_reach import BatchedPointReach
 
 BATCH_SIZE = 256
 STEPS_PER_UPDATE = 16
-UPDATES_PER_CALL = 25  # of a CUDA graph
+UPDATES_PER_CALL = 25  # updates in one CUDA graph
 EVALUATION_EPISODES = 1000
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The size of a training. A round of ``num_envs`` episodes must be a multiple of 400 steps."""
+    """The size of a training run. A round of ``num_envs`` episodes must be a multiple of 400 steps."""
 
     steps: int
     num_envs: int
@@ -56,7 +56,7 @@ class TrainingPlan:
 
 
 class Clock:
-    """The seconds of each part of the training, without those of evaluations."""
+    """Measures the seconds of each part of the training, without evaluations."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -77,15 +77,15 @@ class Clock:
 
 
 class Updates:
-    """The updates after each round, with a graph that is captured again when the buffer has grown."""
+    """Runs the updates after each round with a graph, which is captured again when the buffer has grown."""
 
     def __init__(self, buffer: TensorDictReplayBuffer, learner: Learner, device: torch.device):
         self.buffer, self.learner, self.device = buffer, learner, device
         self._captured: Captured | None = None
-        self._rows = 0  # of the buffer when the graph was captured
+        self._rows = 0  # number of rows in the buffer when the graph was captured
 
     def run(self, count: int) -> None:
-        """Do ``count`` updates."""
+        """Run ``count`` updates."""
         calls = count // UPDATES_PER_CALL
         if self._captured is None or self._rows != len(self.buffer):
             warm_up = 3 if self._captured is None else 0
@@ -102,7 +102,7 @@ class Updates:
 
 
 def train(plan: TrainingPlan, device: torch.device) -> Iterator[Row]:
-    """Train, and yield a row for each of ten evaluations; the last one says when the training ended or was stopped."""
+    """Train, and yield a row for each of ten evaluations, the last one at the end of the training."""
     env = BatchedPointReach(plan.num_envs, device=device, seed=1)
     test_env = BatchedPointReach(EVALUATION_EPISODES, device=device, seed=2)
     buffer = TensorDictReplayBuffer(

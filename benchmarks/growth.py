@@ -1,13 +1,13 @@
-"""Whether hindsight costs more per sample with ten million stored transitions than with ten thousand.
+"""Growth of the cost of hindsight per sample, from ten thousand to ten million stored transitions.
 
-A buffer with `HERTransform` and one without take turns at both sizes, with each storage: `extend(50)`, `sample(256)`
-and another `sample(256)`, on one thread (see `sampling.py`). Before each turn the processor's caches are emptied. The
-growth is that of the median of the differences within a round. Batches are checked as in `sampling.py`.
+For each storage, a buffer with `HERTransform` and one without take turns at both sizes: `extend(50)`, `sample(256)` and
+another `sample(256)`, on one thread (see `sampling.py`). The processor's caches are evicted before each turn. The cost
+is the median of the differences between both buffers within a round. Batches are checked as in `sampling.py`.
 
 Ten million transitions take 3.3 GB, and at most two buffers of that size are in memory at once: 7 GB in all. `--file`
 also measures `PackedStorage` in a memory-mapped file, with one million and ten million transitions (3.3 GB of disk).
 
-Writes `growth.csv`. Fails where a check fails, and not where a target is missed.
+Writes `growth.csv`. Fails if a check fails, but not if a target is missed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PAIRS = {"LazyTensorStorage": (PLAIN, OURS), "PackedStorage": (PACKED, PACKED_OU
 
 
 def print_samples(results: Results, names: tuple[str, ...], sizes: list[int]) -> None:
-    """Print the medians of a sample."""
+    """Print the median times of a sample."""
     rows = [
         (LABELS[name], [f"{np.median(times(results, SAMPLE, size, name)):.0f}" for size in sizes]) for name in names
     ]
@@ -34,7 +34,7 @@ def print_samples(results: Results, names: tuple[str, ...], sizes: list[int]) ->
 
 
 def ratio_of_sizes(results: Results, name: str, size: int, other: int) -> float:
-    """The time of a sample at a size to that at another: the median of the ratios within a round."""
+    """Return the ratio of the times of a sample at two sizes: the median of the ratios within a round."""
     return float(np.median(times(results, SAMPLE, size, name) / times(results, SAMPLE, other, name)))
 
 
@@ -44,10 +44,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=400, help="turns of each buffer at each size")
     parser.add_argument("--storages", nargs="*", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--file", action="store_true", help="also measure PackedStorage in a file")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
     arguments = parser.parse_args()
     if any(size < EPISODE_STEPS or size % EPISODE_STEPS for size in arguments.sizes):
-        parser.error(f"sizes are multiples of {EPISODE_STEPS}, the steps of an episode")
+        parser.error(f"sizes must be multiples of {EPISODE_STEPS}, the number of steps in an episode")
     return arguments
 
 
@@ -72,11 +72,11 @@ def main() -> None:
         plain, ours = PAIRS[storage]
         results = run((plain, ours), [small, large])
         growth = added(results, large, ours, plain) / added(results, small, ours, plain)
-        text = f"{storage}: what hindsight adds to a sample at {large:,}, ratio to {small:,}"
+        text = f"{storage}: cost of hindsight per sample at {large:,}, ratio to {small:,}"
         targets.append(Target(text, growth, 1.3))
         values = [f"{added(results, size, ours, plain):.0f}" for size in arguments.sizes]
         growths.append((f"`{storage}`", [*values, f"{growth:.2f}"]))
-        del results  # before the next buffers are filled
+        del results  # frees memory before the next buffers are filled
         gc.collect()
     if arguments.file:
         middle = large // 10

@@ -1,4 +1,4 @@
-"""The two libraries that the learning benchmark compares, and the settings that each is trained with.
+"""The two libraries of the learning benchmark, and the settings of each.
 
 ``Ours`` are the training scripts in ``examples/``; ``Stable-Baselines3`` is its HerReplayBuffer with its own SAC, DDPG
 or TD3. Both are evaluated by the same function, on episodes with the same starts and goals.
@@ -39,17 +39,17 @@ EPISODES = 100  # of an evaluation
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned, and in how many environment steps."""
+    """An environment, an algorithm, and the number of environment steps."""
 
     env: str
     algorithm: str
     steps: int
-    held: int = 1  # so many evaluations in a row have to be at 0.95 or above
+    held: int = 1  # evaluations in a row that must reach 0.95
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both libraries have; with what only ours has, as overrides of its configuration."""
+    """Settings of both libraries. ``ours`` are overrides of the example scripts' configuration."""
 
     hidden: tuple[int, ...] = (128, 128)
     batch_size: int = 256
@@ -58,18 +58,18 @@ class Settings:
     tau: float = 0.05
     gamma: float = 0.95
     random_steps: int = 500
-    noise: float = 0.2  # standard deviation, of DDPG and TD3
-    alpha: float = 0.1  # of SAC at first
-    n_sampled_goal: int = 4  # relabelled for each that is not
+    noise: float = 0.2  # standard deviation, for DDPG and TD3
+    alpha: float = 0.1  # initial value, for SAC
+    n_sampled_goal: int = 4  # relabelled transitions per original one
     num_envs: int = 1
-    random_actions: float = 0.0  # share of them after the first steps; ours alone
+    random_actions: float = 0.0  # share after the first steps; only in our scripts
     normalize: bool = False  # observations and goals
-    steps_per_chunk: int = 50  # collected, then the updates for them
+    steps_per_chunk: int = 50  # collected before their updates
     ours: tuple[str, ...] = ()
 
     @property
     def updates_per_chunk(self) -> int:
-        """Updates after each chunk."""
+        """The number of updates after each chunk."""
         return round(self.updates_per_step * self.steps_per_chunk)
 
 
@@ -80,14 +80,14 @@ TASKS = {
     "FetchReach, SAC": Task("FetchReach-v4", "sac", 3_000, held=3),
     "FetchReach, TD3": Task("FetchReach-v4", "td3", 3_000, held=3),
 }
-INPUTS = "inputs=[observation,achieved_goal,desired_goal]"  # what the networks of Stable-Baselines3 read
+INPUTS = "inputs=[observation,achieved_goal,desired_goal]"  # the inputs of Stable-Baselines3's networks
 EQUAL_TO_THEIRS = {"sac": (INPUTS,), "ddpg": (INPUTS, "clip_target=false"), "td3": (INPUTS,)}
-# Fetch is normalized, as in the original experiments (arXiv:1802.09464) and in Stable-Baselines3's own settings for it.
+# Fetch is normalized, as in the original experiments (arXiv:1802.09464) and in Stable-Baselines3's own settings.
 EQUAL_SETTINGS = {
     name: Settings(ours=EQUAL_TO_THEIRS[task.algorithm], normalize="Fetch" in task.env) for name, task in TASKS.items()
 }
 TUNING_SEEDS = 10, 11, 12  # the first for all candidates, the others for the best
-# What `tuning.py` found, of 24 candidates for each and then around these (of seven on FetchReach).
+# The best settings of `tuning.py`: of 24 candidates for each, and then of their neighbours (of seven on FetchReach).
 FAST = Settings(
     hidden=(64, 64), batch_size=128, learning_rate=2e-3, tau=0.1, num_envs=5, normalize=True, ours=(INPUTS,)
 )
@@ -98,7 +98,7 @@ TUNED_SETTINGS["PointReach, TD3", SB3] = replace(BEST["PointReach, TD3"], learni
 
 
 def settings_of(way: str, task: str, library: str) -> Settings:
-    """Return what a library is trained with."""
+    """Return the settings of a library."""
     return EQUAL_SETTINGS[task] if way == EQUAL else TUNED_SETTINGS[task, library]
 
 
@@ -108,7 +108,7 @@ Act = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 
 class Evaluations:
-    """Greedy episodes at an interval, with the same starts and goals every time, and a clock that they stop."""
+    """Evaluates greedy episodes with the same starts and goals at an interval, and stops the clock meanwhile."""
 
     def __init__(self, env: str, interval: int, episodes: int):
         self.envs = gymnasium.make_vec(env, num_envs=episodes, vectorization_mode="sync")
@@ -120,8 +120,8 @@ class Evaluations:
         self.began = 0.0, 0.0  # the clocks at the end of the last evaluation
 
     def __call__(self, act: Act) -> float:
-        """Return the success rate: the share of the episodes whose last step is at the goal."""
-        if self.curve:  # what comes before the first one is no training
+        """Return the success rate: the share of episodes whose last step is at the goal."""
+        if self.curve:  # time before the first evaluation is not training
             self.seconds += time.perf_counter() - self.began[0]
             self.cpu_seconds += time.process_time() - self.began[1]
         observation, _ = self.envs.reset(seed=self.seeds)
@@ -130,7 +130,7 @@ class Evaluations:
         while not ended.any():
             observation, _, terminated, truncated, info = self.envs.step(act(observation))
             ended = terminated | truncated
-        assert ended.all()  # the episodes have one length, and this was the last step
+        assert ended.all()  # all episodes have the same length
         success = float(np.mean(info["is_success"], dtype=np.float64))
         steps = len(self.curve) * self.interval
         times = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
@@ -145,7 +145,7 @@ class Evaluations:
 def train_ours(task: Task, settings: Settings, seed: int, evaluations: Evaluations) -> None:
     """Train one of the example scripts."""
 
-    class Evaluation:  # in place of the scripts' own
+    class Evaluation:  # replaces the class of the scripts
         def __init__(self, config: Any):
             pass
 
@@ -191,7 +191,7 @@ def train_ours(task: Task, settings: Settings, seed: int, evaluations: Evaluatio
 
 
 class EvaluateSB3(BaseCallback):
-    """Evaluates before the first step of a chunk, when all updates of the last are done, and at the end."""
+    """Evaluates before each chunk, after all updates of the previous one, and at the end of the training."""
 
     def __init__(self, evaluations: Evaluations):
         super().__init__()
@@ -249,21 +249,21 @@ LIBRARIES = {OURS: train_ours, SB3: train_sb3}
 def learn(
     library: str, task: Task, settings: Settings, seed: int, interval: int, episodes: int = EPISODES
 ) -> Evaluations:
-    """Train, and return the evaluations."""
+    """Train a library, and return the evaluations."""
     evaluations = Evaluations(task.env, interval, episodes)
     LIBRARIES[library](task, settings, seed, evaluations)
     return evaluations
 
 
 def check_steps(steps: int, interval: int, settings: Settings) -> None:
-    """Check that evaluations come after whole chunks, and the last one at the end."""
+    """Check that evaluations follow whole chunks, and that the last one is at the end."""
     if steps % interval or interval % settings.steps_per_chunk:
         sys.exit(
-            f"{steps} steps have to be a multiple of the interval, {interval}, and that of {settings.steps_per_chunk}, "
-            "which are collected at a time."
+            f"The number of steps ({steps}) must be a multiple of the interval ({interval}), and the interval of "
+            f"{settings.steps_per_chunk}, the number of steps in a chunk: change --steps or --interval."
         )
 
 
 def smaller(task: Task, steps: int) -> Task:
-    """Return the task with another budget."""
+    """Return the task with another number of steps."""
     return replace(task, steps=steps)

@@ -1,10 +1,11 @@
-"""How fast agents learn with hindsight: the training scripts in `examples/` and Stable-Baselines3, side by side.
+"""Learning speed with hindsight: the training scripts in `examples/` and Stable-Baselines3, side by side.
 
-Each run is a process of its own, one after the other, on one thread. The two libraries take turns within a seed, and
-who is first alternates, so that a drift of the machine hits both. They are compared in two ways: `equal` (the same
-network, batch size, updates per step, learning rate, gamma, tau, random steps and noise) and `each tuned` (each with
-the best settings that were found for it; all are in `learners.py`). The evaluations are the same episodes for both,
-and their time does not count. CPU seconds tell what a run costs where other processes make its wall time longer.
+Each run is a separate process on one thread, one after the other. The two libraries take turns within a seed, and the
+first one alternates, so that a drift of the machine affects both. They are compared in two ways: `equal` uses the same
+network, batch size, updates per step, learning rate, gamma, tau, random steps and noise, and `each tuned` uses the best
+settings that were found for each library. All settings are in `learners.py`. Both libraries are evaluated on the same
+episodes, and evaluations do not count as training time. CPU seconds measure the cost of a run even if other processes
+increase its wall time.
 
 Writes `learning.csv` (every evaluation), `learning-summary.csv` and `learning.md` (the table), and a picture.
 """
@@ -44,8 +45,8 @@ from torchrl import torchrl_logger
 from tqdm import tqdm
 
 SUCCESS = 0.95
-TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # of the time to that success, ours to theirs
-COLOURS = {OURS: "#d62728", SB3: "#1f77b4"}
+TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # ratio of our time to that success to theirs
+COLOURS = {OURS: "#0072B2", SB3: "#D55E00"}  # blue and vermilion of Okabe and Ito
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # task, way, library
@@ -54,7 +55,7 @@ Key = tuple[str, str, str]  # task, way, library
 
 
 def plan(tasks: list[str], ways: list[str], seeds: list[int]) -> list[tuple[str, str, str, int]]:
-    """Return the runs in their order: task, way, library and seed."""
+    """Return the runs in order: task, way, library and seed."""
     runs = []
     for (i, seed), (j, task), (k, way) in product(enumerate(seeds), enumerate(tasks), enumerate(ways)):
         libraries = [OURS, SB3] if (i + j + k) % 2 else [SB3, OURS]
@@ -63,21 +64,21 @@ def plan(tasks: list[str], ways: list[str], seeds: list[int]) -> list[tuple[str,
 
 
 def run(task: str, way: str, library: str, seed: int, steps: int | None, interval: int, episodes: int) -> Evaluations:
-    """Train in this process, which does nothing else."""
+    """Train in this process, and return the evaluations."""
     torchrl_logger.setLevel("WARNING")
     what = smaller(TASKS[task], steps) if steps else TASKS[task]
-    with open(os.devnull, "w") as silence:  # the progress is that of the runs
+    with open(os.devnull, "w") as silence:  # only the progress of all runs is shown
         sys.stdout = sys.stderr = silence
         evaluations = learn(library, what, settings_of(way, task, library), seed, interval, episodes)
     evaluations.envs.close()
-    del evaluations.envs  # they stay in this process
+    del evaluations.envs  # environments cannot be sent to the main process
     return evaluations
 
 
 def run_all(
     runs: list[tuple[str, str, str, int]], steps: int | None, interval: int, episodes: int, path: Path
 ) -> tuple[list[Row], list[list[dict[str, np.ndarray]]]]:
-    """Return the evaluations of all runs, and with what starts and goals they began; keep the former in a file."""
+    """Return the evaluations of all runs, which are also written to a file, and their starts and goals."""
     rows, starts = [], []
     for task, way, library, seed in (progress := tqdm(runs, unit="run")):
         progress.set_postfix_str(f"{task}, {way}, {library}, seed {seed}")
@@ -94,7 +95,7 @@ def run_all(
 
 
 def first_success(curve: list[Row], held: int) -> Row | None:
-    """Return the first of ``held`` evaluations in a row that are good enough."""
+    """Return the first of ``held`` successful evaluations in a row, or None."""
     good = [row["success"] >= SUCCESS for row in curve]
     for i in range(len(curve) - held + 1):
         if all(good[i : i + held]):
@@ -103,7 +104,7 @@ def first_success(curve: list[Row], held: int) -> Row | None:
 
 
 def curves(rows: list[Row]) -> dict[Key, dict[int, list[Row]]]:
-    """Return the evaluations by task, settings and library, and there by seed."""
+    """Return the evaluations by task, settings and library, and then by seed."""
     found: dict[Key, dict[int, list[Row]]] = {}
     for row in rows:
         found.setdefault((row["task"], row["settings"], row["library"]), {}).setdefault(row["seed"], []).append(row)
@@ -111,7 +112,7 @@ def curves(rows: list[Row]) -> dict[Key, dict[int, list[Row]]]:
 
 
 def spread(values: list[float], digits: int) -> str:
-    """Return median and range; what is not finite was not reached."""
+    """Return median and range; infinity means "not reached"."""
     texts = [
         f"{value:,.{digits}f}" if np.isfinite(value) else "not reached"
         for value in (np.median(values), min(values), max(values))
@@ -120,13 +121,13 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def reached(by_seed: dict[int, list[Row]], held: int, what: str) -> list[float]:
-    """Return steps or seconds to the success, one for each seed."""
+    """Return steps or seconds to the success for each seed, infinity if it was not reached."""
     firsts = [first_success(curve, held) for curve in by_seed.values()]
     return [np.inf if first is None else first[what] for first in firsts]
 
 
 def ratios(found: dict[Key, dict[int, list[Row]]], task: str, way: str, what: str) -> list[float]:
-    """Return our time to theirs, one for each seed; where only they did not get there, theirs is that of their run."""
+    """Return the ratio of our time to theirs for each seed. If they fail, theirs is the time of the whole run."""
     ours, theirs = found[task, way, OURS], found[task, way, SB3]
     ends = [curve[-1][what] for curve in theirs.values()]
     held = TASKS[task].held
@@ -205,7 +206,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the evaluations of a file, of those seeds with which both libraries were trained."""
+    """Return the evaluations in a file, for the seeds with which both libraries were trained."""
     numbers = {"seed": int, "steps": int, "success": float, "seconds": float, "cpu_seconds": float}
     with path.open(newline="") as file:
         rows = [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
@@ -216,21 +217,21 @@ def read(path: Path) -> list[Row]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How fast agents learn: the training scripts and Stable-Baselines3.")
+    parser = argparse.ArgumentParser(description="Learning speed of the training scripts and of Stable-Baselines3.")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "Point" in name])
     parser.add_argument("--settings", nargs="+", choices=[EQUAL, TUNED], default=[EQUAL, TUNED])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="of each run, in place of the task's own")
+    parser.add_argument("--steps", type=int, help="environment steps of each run (default: set by the task)")
     parser.add_argument("--interval", type=int, default=500, help="environment steps between evaluations")
-    parser.add_argument("--episodes", type=int, default=EPISODES, help="of an evaluation")
-    parser.add_argument("--results", type=Path, help="train nothing: show this learning.csv, of a run that may go on")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
-    parser.add_argument("--picture", type=Path, help="by default learning.png in that folder")
+    parser.add_argument("--episodes", type=int, default=EPISODES, help="episodes per evaluation")
+    parser.add_argument("--results", type=Path, help="do not train: show this learning.csv, even of an unfinished run")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
+    parser.add_argument("--picture", type=Path, help="file of the picture (default: learning.png in the output folder)")
     return parser.parse_args()
 
 
 def train_all(arguments: argparse.Namespace) -> list[Row]:
-    """Do the runs that are asked for, and return their evaluations."""
+    """Do the requested runs, and return their evaluations."""
     runs = plan(arguments.tasks, arguments.settings, arguments.seeds)
     if TUNED in arguments.settings and (known := set(arguments.seeds) & set(TUNING_SEEDS)):
         sys.exit(f"The tuned settings were chosen with the seeds {sorted(known)}: leave these out.")
@@ -260,7 +261,7 @@ def main() -> None:
 
     print(markdown(table))
     found = curves(rows)
-    print("\nTargets, of the median ratio of CPU seconds to 0.95")
+    print("\nTargets for the median ratio of CPU seconds to a success of 0.95")
     for task, way in dict.fromkeys((row["task"], row["settings"]) for row in rows):
         value = float(np.median(ratios(found, task, way, "cpu_seconds")))
         print(

@@ -1,4 +1,4 @@
-"""Turns of replay buffers: what each operation takes, and whether the sampled batches are right."""
+"""Measures replay buffers in turns: the time of each operation, and checks of the sampled batches."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from torchrl import torchrl_logger
 from tqdm import tqdm
 
 WARM_UP = 50  # batches that are sampled and checked before the clock starts
-ROUNDS_TO_MANY = 4  # several batches in one call are drawn in one round of so many: they take as long as the rest
+ROUNDS_TO_MANY = 4  # one round in this many also draws several batches in one call, which is slow
 
 SAMPLE, EXTEND, BOTH, MANY = "sample", "extend", "extend + sample", f"{BATCHES} batches per call, per batch"
 OPERATIONS = SAMPLE, MANY, BOTH, EXTEND
@@ -22,7 +22,7 @@ _scratch = np.zeros(2**25, dtype=np.uint8)
 
 
 def set_up() -> None:
-    """Seed the generators, use one thread, and leave out TorchRL's messages."""
+    """Seed the generators, use one thread, and silence TorchRL's log."""
     random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -30,13 +30,13 @@ def set_up() -> None:
 
 
 def evict_caches() -> None:
-    """Write 32 MiB, so that what follows finds the processor's caches as cold as after an update."""
+    """Write 32 MiB, so that the processor's caches are as cold as after an update."""
     np.add(_scratch, 1, out=_scratch)
 
 
 @dataclass
 class Measured:
-    """One contender at one size: its times in µs, round by round, and counts of what its batches held."""
+    """One contender at one size, with its times in µs by round and the counts of its checks."""
 
     name: str
     size: int
@@ -57,7 +57,7 @@ class Measured:
             self.check(batch)
 
     def turn(self, transitions: Transitions, many: bool) -> None:
-        """`extend`, `sample`, `sample`, and ``many`` batches in one call."""
+        """Time `extend`, `sample`, another `sample` and, if ``many``, several batches in one call."""
         data = self.contender.prepare(transitions)
         start = time.perf_counter_ns()
         self.contender.extend(data)
@@ -78,12 +78,12 @@ class Measured:
             self.check(batch)
 
     def check(self, batch: Any) -> None:
-        """Count the relabelled transitions and the wrong rewards, reading only the batch."""
+        """Count the relabelled transitions and the wrong rewards of a batch."""
         data = self.contender.read(batch)
         relabelled = data.desired_goal[:, 0] < UNREACHABLE
         difference = data.next_achieved_goal.astype(np.float64) - data.desired_goal
         distance = np.sqrt((difference**2).sum(-1))
-        # At the threshold itself, the contenders' rounding in float32 decides.
+        # At the threshold, the reward depends on rounding in float32.
         clear = np.abs(distance - THRESHOLD) > 1e-6
         expected = np.where(distance > THRESHOLD, -1.0, 0.0)
         self.sampled += len(relabelled)
@@ -94,20 +94,20 @@ class Measured:
         self.relabelled_rewards.update(np.unique(data.reward[relabelled]).tolist())
 
     def share(self, low: float, high: float) -> tuple[float, float]:
-        """The limits of the share of relabelled transitions, which is 0 without hindsight."""
+        """Return the limits for the share of relabelled transitions, which is 0 without hindsight."""
         return (0.0, 0.0) if self.name in WITHOUT_HINDSIGHT else (low, high)
 
     def failures(self) -> list[str]:
-        """What is wrong with the sampled batches, in words."""
+        """Describe the failed checks of the sampled batches."""
         low, high = self.share(0.78, 0.82)
         fraction = self.relabelled / self.sampled
         failures = []
         if not low <= fraction <= high:
             failures.append(f"{fraction:.3f} of the transitions are relabelled, not {low} to {high}")
         if self.uneven_batches:
-            failures.append(f"{self.uneven_batches} batches have a share that differs much from the others")
+            failures.append(f"{self.uneven_batches} batches have a very different share of relabelled transitions")
         if self.wrong_rewards:
-            failures.append(f"{self.wrong_rewards} of {self.sampled} rewards are not those of their goals")
+            failures.append(f"{self.wrong_rewards} of {self.sampled} rewards do not match their goals")
         if self.name not in WITHOUT_HINDSIGHT and self.relabelled_rewards != {0.0, -1.0}:
             failures.append(f"relabelled transitions have the rewards {self.relabelled_rewards}, not 0 and -1")
         return [f"{self.name}, {self.size:,} stored: {failure}" for failure in failures]
@@ -117,9 +117,9 @@ Results = dict[tuple[str, int], Measured]
 
 
 def measure(names: list[str], sizes: list[int], rounds: int, evict: bool = False) -> Results:
-    """Fill all buffers, and give them turns in shuffled order.
+    """Fill all buffers, and measure them in turns, in shuffled order.
 
-    With ``evict``, the caches are emptied before each turn, which the turns of a few buffers alone do not do.
+    ``evict`` evicts the caches before each turn. Use it for few buffers, whose turns leave the caches warm.
     """
     measured = {(name, size): Measured(name, size, CONTENDERS[name](size)) for size in sizes for name in names}
     for each in (progress := tqdm(measured.values(), desc="filling", unit="buffer")):
@@ -138,23 +138,23 @@ def measure(names: list[str], sizes: list[int], rounds: int, evict: bool = False
 
 
 def times(results: Results, operation: str, size: int, name: str) -> np.ndarray:
-    """The times by round in µs; one NaN where this was not measured."""
+    """Return the times by round in µs, or a single NaN if they were not measured."""
     if (name, size) not in results:
         return np.array([np.nan])
     return np.array(results[name, size].times[operation])
 
 
 def ratio(results: Results, operation: str, size: int, name: str, other: str = PLAIN) -> float:
-    """Name's time to the other's: the median of the ratios within a round; NaN where one was not measured."""
+    """Return the median ratio of the times of two contenders within a round, or NaN if one was not measured."""
     return float(np.median(times(results, operation, size, name) / times(results, operation, size, other)))
 
 
 def ratio_of_many(results: Results, size: int, name: str) -> float:
-    """The time of a batch that is one of several in a call, to one of its own: the median of the ratios."""
+    """Return the median ratio of the time per batch of several in a call to the time of a single batch."""
     one = times(results, SAMPLE, size, name)[::ROUNDS_TO_MANY]
     return float(np.median(times(results, MANY, size, name) / one))
 
 
 def added(results: Results, size: int, name: str, plain: str) -> float:
-    """What hindsight adds to a sample, in µs: the median of the differences within a round."""
+    """Return the cost of hindsight per sample in µs: the median of the differences within a round."""
     return float(np.median(times(results, SAMPLE, size, name) - times(results, SAMPLE, size, plain)))

@@ -1,11 +1,11 @@
-"""What a buffer of 100 k holds in memory while ten million transitions go through it, with hindsight and without.
+"""Memory of a buffer of 100,000 transitions while ten million are written, with and without hindsight.
 
-Both buffers get the same transitions, each in a process of its own: a 25-float observation, 3-float goals, a 4-float
-action, from 64 environments whose episodes have 60 steps on average. One reset in eight is told of by nothing, and
-16 more environments each write the beginning of an episode that nobody goes on with, so that lanes are left open all
-the time. The buffer is sampled after every 10,000 transitions.
+Both buffers get the same transitions, each in its own process: a 25-float observation, 3-float goals and a 4-float
+action, from 64 environments with episodes of 60 steps on average. One reset in eight is silent: it carries no done flag
+and no new trajectory id. For each chunk, 16 more environments write the beginning of an episode that is never
+continued, so there are always open lanes. The buffer is sampled after every 10,000 transitions.
 
-Writes `memory.csv` and `memory.png`. Fails where memory still grows after the first million. Linux only.
+Writes `memory.csv` and `memory.png`. Fails if memory still grows after the first million transitions. Linux only.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from tqdm import tqdm
 from torchrl_her import HERTransform, SparseReward
 
 SIZE = 100_000
-LANES, STEPS = 64, 150  # a chunk has so many steps of each of these
-STRAYS, STRAY_STEPS = 16, 25  # and so many of lanes that are left open
+LANES, STEPS = 64, 150  # environments, and steps of each in a chunk
+STRAYS, STRAY_STEPS = 16, 25  # lanes that are left open, and steps of each in a chunk
 CHUNK = LANES * STEPS + STRAYS * STRAY_STEPS
 BUFFERS = {"with hindsight": True, "without": False}
-COLOURS = {"with hindsight": "#d62728", "without": "#8c8c8c"}
+COLOURS = {"with hindsight": "#0072B2", "without": "#000000"}  # blue and black of Okabe and Ito
 TOLERANCE = 8.0  # MiB by which the memory of a process varies
 
 Measured = list[tuple[int, float]]  # transitions written, MiB
@@ -52,15 +52,16 @@ class Lanes:
         self.trajectory = np.zeros((count, 1), dtype=np.int64)
 
     def next(self, steps: int) -> TensorDict:
-        """The next transitions ``[count * steps]``, lane after lane."""
+        """Return the next transitions ``[count * steps]``, lane after lane."""
         ends = self.rng.random((len(self.numbers), steps)) < 1 / 60
-        told = ends & (self.rng.random(ends.shape) < 7 / 8)
-        # Where an episode ends, the next transition starts elsewhere.
+        flagged = ends & (self.rng.random(ends.shape) < 7 / 8)
+        # After the end of an episode, the next transition starts elsewhere.
         counter = self.counter + np.arange(steps) + np.cumsum(ends, axis=1) - ends
         episode = self.episode + np.cumsum(ends, axis=1) - ends
-        trajectory = self.trajectory + np.cumsum(told, axis=1) - told
+        trajectory = self.trajectory + np.cumsum(flagged, axis=1) - flagged
         self.counter, self.episode, self.trajectory = (
-            column[:, -1:] + step[:, -1:] for column, step in ((counter, 1 + ends), (episode, ends), (trajectory, told))
+            column[:, -1:] + step[:, -1:]
+            for column, step in ((counter, 1 + ends), (episode, ends), (trajectory, flagged))
         )
 
         def goals(of: np.ndarray) -> torch.Tensor:
@@ -68,7 +69,7 @@ class Lanes:
             return torch.from_numpy(parts.reshape(-1, 3).astype(np.float32))
 
         count = ends.size
-        desired, done = goals(-1 - episode), torch.from_numpy(told.reshape(-1, 1))
+        desired, done = goals(-1 - episode), torch.from_numpy(flagged.reshape(-1, 1))
         return TensorDict(
             {
                 "observation": torch.zeros(count, 25),
@@ -91,12 +92,12 @@ class Lanes:
 
 
 def resident() -> float:
-    """What this process holds in memory, in MiB."""
+    """Return the resident memory of this process in MiB."""
     return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) / 1024
 
 
 def measure(name: str, transitions: int) -> tuple[Measured, float]:
-    """Write and sample; returns how the memory went on, and the relabelled share of what was sampled."""
+    """Write and sample. Return the memory over time, and the relabelled share of sampled transitions."""
     torch.set_num_threads(1)
     torchrl_logger.setLevel("WARNING")
     warnings.filterwarnings("ignore", message=".*left the goal table")
@@ -119,13 +120,13 @@ def measure(name: str, transitions: int) -> tuple[Measured, float]:
 
 
 def at(measured: Measured, millions: float) -> float:
-    """The memory around a time: the median over a tenth of a million."""
+    """Return the memory at a time: the median over a tenth of a million transitions."""
     near = [mib for count, mib in measured if abs(count / 1e6 - millions) <= 0.05]
     return float(np.median(near))
 
 
 def growth(measured: Measured) -> float:
-    """By how much it grew from the first million to the end."""
+    """Return the growth of memory from the first million to the end, in MiB."""
     return at(measured, measured[-1][0] / 1e6) - at(measured, 1.0)
 
 
@@ -135,7 +136,7 @@ def draw(results: dict[str, Measured], path: Path) -> None:
         counts, mib = np.array(measured).T
         panel.plot(counts / 1e6, mib, color=COLOURS[name], label=name)
     panel.set(xlabel="transitions written, millions", ylabel="memory beyond the libraries, MiB", ylim=(0, None))
-    panel.set_title(f"A buffer of {SIZE:,}")
+    panel.set_title(f"A buffer of {SIZE:,} transitions")
     panel.grid(axis="y", alpha=0.25)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
@@ -144,12 +145,14 @@ def draw(results: dict[str, Measured], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Memory while many transitions go through a buffer of 100 k.")
-    parser.add_argument("--millions", type=int, default=10, help="of transitions")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    parser = argparse.ArgumentParser(
+        description="Memory of a buffer of 100,000 transitions while many more are written."
+    )
+    parser.add_argument("--millions", type=int, default=10, help="transitions to write, in millions")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
     arguments = parser.parse_args()
     if arguments.millions < 2:
-        parser.error("the first million is the warm-up: two are needed, and ten make a picture")
+        parser.error("--millions must be at least 2, because the first million is the warm-up")
     return arguments
 
 
@@ -170,7 +173,7 @@ def main() -> None:
         writer.writerows((name, count, round(mib, 2)) for name in results for count, mib in results[name])
     draw(results, arguments.output / "memory.png")
 
-    print("\nResident memory beyond that of the imported libraries in MiB, by millions of transitions written")
+    print("\nResident memory in MiB without the imported libraries, by millions of transitions written")
     print(" " * 16 + "".join(f"{millions:>8}" for millions in range(1, arguments.millions + 1)))
     for name, measured in results.items():
         cells = "".join(f"{at(measured, millions):>8.1f}" for millions in range(1, arguments.millions + 1))

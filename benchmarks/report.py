@@ -1,4 +1,4 @@
-"""What the benchmarks of buffers print and write: tables in Markdown, checks, targets, a CSV file and a picture."""
+"""Output of the benchmarks of buffers: Markdown tables, checks, targets, a CSV file and a picture."""
 
 import csv
 from collections.abc import Iterable
@@ -13,7 +13,6 @@ from contenders import (
     CPPRB,
     FILE,
     FLOOR,
-    FLOORS,
     NO_OP,
     OURS,
     PACKED,
@@ -43,16 +42,17 @@ LABELS = {
     PACKED_FLOOR: "the same with `PackedStorage`",
     FILE: "`PackedStorage` in a file",
 }
-COLOURS = {
-    PLAIN: "#6e6e6e",
-    OURS: "#b2182b",
-    PACKED: "#bdbdbd",
-    PACKED_OURS: "#ef6548",
-    AUGMENTATION: "#7b4ea3",
-    PACKED_AUGMENTATION: "#c5a6e0",
-    TORCHRL: "#1f77b4",
-    SB3: "#e69f00",
-    CPPRB: "#56b4a0",
+# Colours that colour-blind readers can distinguish (Okabe and Ito 2008). Packed buffers have open markers.
+STYLES = {
+    PLAIN: ("#000000", "o"),
+    PACKED: ("#000000", "o"),
+    OURS: ("#0072B2", "s"),
+    PACKED_OURS: ("#0072B2", "s"),
+    AUGMENTATION: ("#CC79A7", "D"),
+    PACKED_AUGMENTATION: ("#CC79A7", "D"),
+    TORCHRL: ("#D55E00", "^"),
+    SB3: ("#E69F00", "v"),
+    CPPRB: ("#009E73", "P"),
 }
 TITLES = {
     SAMPLE: f"`sample({BATCH_SIZE})`",
@@ -63,7 +63,7 @@ TITLES = {
 
 
 def short(size: int) -> str:
-    """A size as tables have it: 10 k, 1 M."""
+    """Return a size in the form of the tables: 10 k, 1 M."""
     for unit, word in ((10**6, "M"), (1000, "k")):
         if size >= unit and size % unit == 0:
             return f"{size // unit} {word}"
@@ -79,7 +79,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, It
 
 
 def print_times(results: Results, operation: str, names: Iterable[str]) -> None:
-    """Print medians in µs, and the median of the ratios to no hindsight in the same round."""
+    """Print median times in µs, and the median of the ratios to no hindsight within a round."""
     sizes = list(dict.fromkeys(size for _, size in results))
     rows = []
     for name in names:
@@ -90,7 +90,7 @@ def print_times(results: Results, operation: str, names: Iterable[str]) -> None:
 
 
 def print_checks(results: Results) -> None:
-    print("\nChecked in every sampled batch: relabelled fraction, rewards that differ from those recomputed")
+    print("\nChecks of every sampled batch: relabelled fraction, and rewards that differ from the recomputed ones")
     for (name, size), each in results.items():
         print(
             f"{name:<22} {size:>10,} stored: {each.relabelled / each.sampled:.3f} relabelled, "
@@ -99,7 +99,7 @@ def print_checks(results: Results) -> None:
 
 
 class Target(NamedTuple):
-    """A value, and the limit that it is to reach; by default the value is at most that."""
+    """A value and its upper limit, or its lower limit with ``at_least``."""
 
     text: str
     value: float
@@ -116,7 +116,7 @@ def print_targets(targets: Iterable[Target]) -> None:
 
 
 def summarize(results: Results) -> list[dict[str, Any]]:
-    """One row per operation, size and contender. Times and ratios of several batches per call are of one batch."""
+    """Return one row per operation, size and contender. Times of several batches per call are per batch."""
     rows = []
     for operation, (name, size) in product(OPERATIONS, results):
         each = results[name, size]
@@ -146,22 +146,24 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writerows(rows)
 
 
-def draw(results: Results, path: Path) -> None:
-    """Draw the medians by contender and size, in a panel for each operation that samples."""
-    names, sizes = (list(dict.fromkeys(keys)) for keys in zip(*results, strict=True))
-    names = [name for name in names if name not in FLOORS]
-    figure, panels = plt.subplots(1, 3, figsize=(14, 4.4), sharey=True, layout="constrained")
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the medians of `summarize` by contender and size, in a panel for each operation that samples."""
+    names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("contender", "stored"))
+    names = [name for name in STYLES if name in names]
+    cells = {(row["operation"], row["contender"], row["stored"]): row for row in rows}
+    figure, panels = plt.subplots(3, 1, figsize=(7.2, 8.4), sharex=True, layout="constrained")
     width = 0.8 / max(1, len(names))
     for panel, operation in zip(panels, (SAMPLE, MANY, BOTH), strict=True):
         for i, name in enumerate(names):
-            low, median, high = np.transpose(
-                [np.percentile(results[name, size].times[operation], (10, 50, 90)) for size in sizes]
-            )
+            colour, marker = STYLES[name]
+            of_sizes = [cells[operation, name, size] for size in sizes]
+            low, median, high = (np.array([row[key] for row in of_sizes]) for key in ("p10_us", "median_us", "p90_us"))
             left = np.arange(len(sizes)) + (i - (len(names) - 1) / 2) * width
-            label = name if operation == SAMPLE else None
-            spread = median - low, high - median
-            panel.errorbar(left, median, yerr=spread, fmt="o", ms=4.5, color=COLOURS[name], label=label)
-        panel.set(title=TITLES[operation].replace("`", ""), xlabel="rows stored", yscale="log")
+            is_packed = "packed" in name
+            style = {"fmt": marker, "ms": 5.5, "color": colour, "mfc": "white" if is_packed else colour}
+            panel.errorbar(left, median, yerr=(median - low, high - median), label=name, **style)
+        panel.set(yscale="log", ylabel="µs")
+        panel.set_title(TITLES[operation].replace("`", ""), fontsize=11)
         panel.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -169,6 +171,7 @@ def draw(results: Results, path: Path) -> None:
         panel.grid(axis="y", alpha=0.25)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("µs: median, 10th to 90th percentile")
-    figure.legend(loc="outside upper center", ncols=(len(names) + 1) // 2, frameon=False)
-    figure.savefig(path, dpi=110)
+    panels[-1].set_xlabel("transitions stored")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)

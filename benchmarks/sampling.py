@@ -1,22 +1,21 @@
-"""What hindsight costs: `sample(256)` and `extend(50)` of replay buffers, side by side in one run.
+"""Cost of hindsight: `sample(256)` and `extend(50)` of several replay buffers, measured side by side.
 
-Every contender holds the same kind of transitions: a 25-float observation, 3-float goals, a 4-float action,
-50-step episodes, reward 0 within 0.05 of the goal and -1 elsewhere. All buffers of all sizes are filled.
-Then each round visits every size, and there every contender, both in shuffled order, so that a drift of the
-machine hits all alike. One turn is `extend(50)`, `sample(256)` and another `sample(256)`, on one thread; in every
-fourth round, 16 batches of 256 that are drawn in one call follow.
-The turns of the others between leave the processor's caches cold, as an update does in training: the same
-calls in a tight loop are faster, and plain sampling most of all.
+All contenders store the same kind of transitions: a 25-float observation, 3-float goals, a 4-float action, 50-step
+episodes, reward 0 within 0.05 of the goal and -1 elsewhere. First, all buffers of all sizes are filled. Then each round
+visits every size, and every contender at this size, in shuffled order, so that a drift of the machine affects all
+alike. A turn is `extend(50)`, `sample(256)` and another `sample(256)`, on one thread. In every fourth round, each turn
+also draws 16 batches of 256 in one call. The turns of the other contenders leave the processor's caches cold, as an
+update does in training. The same calls in a tight loop are faster, plain sampling most of all.
 
-Ratios are medians of the ratios within a round. Every sampled batch is checked outside the clock: how much of
-it is relabelled, and whether its rewards are those of the goals that it came with. The tables are those of
-`docs/cost.md`. They end with the memory of a stored transition, with and without `CompactGoals`, and of a row of the
-goal table.
+Ratios are medians of the ratios within a round. Every sampled batch is checked outside the measured time: the share of
+relabelled transitions, and whether the rewards match the goals. `docs/reference/results/speed.md` shows the tables. The
+last one is the memory of a stored transition, with and without `CompactGoals`, and of a row of the goal table, which is
+in `docs/reference/results/memory.md`.
 
-"packed" are the buffers with `PackedStorage`. "does nothing" and "draws nothing" are transforms that show what calling
-one costs, and what hindsight costs without its goals; they are not in the picture.
+"packed" marks the buffers with `PackedStorage`. "does nothing" and "draws nothing" are transforms that show the cost of
+calling a transform, and the cost of hindsight without drawing goals. They are not in the picture.
 
-Writes `sampling.csv` and `sampling.png`. Fails where a check fails, and not where a target is missed.
+Writes `sampling.csv` and `sampling.png`. Fails if a check fails, but not if a target is missed.
 """
 
 import argparse
@@ -66,7 +65,7 @@ SMALL, MIDDLE, HALF, LARGE = SIZES = 10_000, 100_000, 500_000, 1_000_000
 
 
 def targets(results: Results) -> Iterator[Target]:
-    """Yield the targets of sampling and writing."""
+    """Yield the targets for sampling and writing."""
 
     def to(operation: str, size: int, name: str, other: str, limit: float) -> Target:
         what = f"{name}: {operation} at {size:,}, ratio to {other}"
@@ -97,7 +96,7 @@ def targets(results: Results) -> Iterator[Target]:
 
 
 def print_tables(results: Results) -> None:
-    """Print the tables of `docs/cost.md` and `docs/several-batches-per-call.md`."""
+    """Print the tables of `docs/reference/results/speed.md` and `docs/how-to/several-batches-per-call.md`."""
     names, sizes = (list(dict.fromkeys(keys)) for keys in zip(*results, strict=True))
     compared = [name for name in names if name not in FLOORS]
     print("\nMedian time in µs, and the median of the ratios to no hindsight in the same round")
@@ -121,7 +120,7 @@ def print_memory() -> None:
 
 
 def stored_bytes(storage: type[Storage], compact: bool) -> float:
-    """What the storage of a full buffer takes for each transition."""
+    """Return the bytes per transition in the storage of a full buffer."""
     size = 1_000
     transitions = TorchRL(size).prepare(next(make_transitions(size)))
     transitions.update(dict.fromkeys(("done", "terminated", "truncated"), torch.zeros(size, 1, dtype=torch.bool)))
@@ -134,7 +133,7 @@ def stored_bytes(storage: type[Storage], compact: bool) -> float:
 
 
 def table_bytes() -> float:
-    """What the goal table takes for each transition besides the goal."""
+    """Return the bytes per transition in the goal table, without the goal."""
     size = 100_000
     transform = HERTransform(SparseReward(THRESHOLD), capacity=size)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform)
@@ -147,15 +146,15 @@ def table_bytes() -> float:
 
 def parse_arguments() -> argparse.Namespace:
     in_memory = [name for name in CONTENDERS if name != FILE]
-    parser = argparse.ArgumentParser(description="What hindsight costs, in several replay buffers.")
+    parser = argparse.ArgumentParser(description="Cost of hindsight in several replay buffers.")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--rounds", type=int, default=1000, help="turns of every contender at every size")
     parser.add_argument("--contenders", nargs="+", choices=in_memory, default=in_memory)
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
     arguments = parser.parse_args()
     whole = EPISODE_STEPS * (K + 1)
     if any(size < whole or size % whole for size in arguments.sizes):
-        parser.error(f"sizes are multiples of {whole}, so that whole episodes fill every buffer")
+        parser.error(f"sizes must be multiples of {whole}, so that whole episodes fill every buffer")
     return arguments
 
 
@@ -167,8 +166,9 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {arguments.rounds} rounds")
 
     results = measure(arguments.contenders, list(arguments.sizes), arguments.rounds)
-    write_csv(summarize(results), arguments.output / "sampling.csv")
-    draw(results, arguments.output / "sampling.png")
+    rows = summarize(results)
+    write_csv(rows, arguments.output / "sampling.csv")
+    draw(rows, arguments.output / "sampling.png")
     print_tables(results)
     print_checks(results)
     print_memory()

@@ -1,4 +1,4 @@
-"""The training scripts in ``examples/``, and their settings."""
+"""Imports the training scripts in ``examples/`` and their settings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What strategies cost: `sample(256)` and `sample(4096)` with each, with mixtures, extra goals and `info=True`.
+"""Cost of strategies: `sample(256)` and `sample(4096)` with each, with mixtures, extra goals and `info=True`.
 
-Every contender is a buffer with the transitions of the other benchmarks, and a transform that relabels all of them. All
-buffers are filled. Then each round visits every contender in shuffled order, on one thread; times are CPU times, and
-ratios are medians of the ratios to `Future()` within a round. Every batch is checked outside the clock: all of it is
-relabelled, and has the entries that were asked for.
+Every contender is a buffer with the transitions of the other benchmarks, and a transform that relabels all of them.
+First, all buffers are filled, and 20 batches of each are checked: all transitions are relabelled, and the requested
+entries are present. Then each round visits every contender in shuffled order, on one thread. Times are CPU times, and
+ratios are medians of the ratios to `Future()` within a round.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from torchrl_her import (
 
 BATCH_SIZES = 256, 4096
 PLAIN, SINGLE, OGBENCH = "no hindsight", "Future()", "OGBench's mixture"
-TARGET = 1.3  # of a mixture, to a single strategy
+TARGET = 1.3  # ratio of a mixture to a single strategy
 
 
 def ogbench() -> Mixture:
@@ -64,7 +64,7 @@ CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-# The goal table has empty rows where episodes were published as they grew: those of 64 steps and more.
+# The goal table has empty rows if it contains episodes of 64 steps or more, which are published while they grow.
 WITH_GAPS = "Random(), long episodes", "OGBench's mixture, long episodes"
 CONTENDERS |= {name: CONTENDERS[name.split(", ")[0]] for name in WITH_GAPS}
 
@@ -78,12 +78,12 @@ def make_buffer(size: int, transform: HERTransform | None, data: list[TensorDict
 
 
 def make_transform(size: int, reward: Any = None, **options: Any) -> HERTransform:
-    """Return a transform that relabels everything; there is room for a desired goal of each episode."""
+    """Return a transform that relabels everything, with room for the desired goal of each episode."""
     return HERTransform(reward or SparseReward(THRESHOLD), her_ratio=1.0, capacity=2 * size, **options)
 
 
 def check(batch: TensorDict, options: dict[str, Any]) -> None:
-    """Check that a batch is relabelled and has the entries that were asked for."""
+    """Check that a batch is relabelled and has the requested entries."""
     assert batch["hindsight", "relabelled"].float().mean() > 0.999
     expected = {*options.get("extra_goals", {}), *[("hindsight", "steps_to_goal")] * options.get("info", False)}
     assert expected <= set(batch.keys(True))
@@ -117,7 +117,7 @@ def ratio(times: dict[str, np.ndarray], name: str, other: str = SINGLE) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", type=int, default=100_000, help="transitions stored")
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1000, help="number of measurements")
     arguments = parser.parse_args()
     set_up()
     times = measure(arguments.size, arguments.rounds)

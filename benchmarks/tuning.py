@@ -1,12 +1,12 @@
 """Finds the settings with which each library learns a task fastest, for `learning.py --settings "each tuned"`.
 
-A search that is the same for both libraries. The candidates are the settings of "equal", some that were picked by hand,
-and others drawn from `SPACE` (but for what only one library has, `OURS_ALONE`); with `--around`, the settings that
-`learners.py` has, and their neighbours. Each is trained with one seed until its success is 0.95, and the best of them
-with two more seeds. The best is the one that gets there with all seeds in the fewest CPU seconds on the average.
-`learning.py` refuses these seeds, so that it measures on others.
+The search is the same for both libraries. Candidates are the settings of "equal", settings chosen by hand, and
+settings drawn from `SPACE` (except for `OURS_ALONE`, which only one library has). With `--around`, candidates are the
+settings in `learners.py` and their neighbours. Each candidate is trained with one seed until its success is 0.95, and
+the best ones with two more seeds. The result is the candidate that succeeds with all seeds in the fewest CPU seconds on
+average. `learning.py` refuses these seeds, so that it measures with other ones.
 
-Writes `tuning.csv`, a row for each run, and prints the best settings, which then stand in `learners.py`.
+Writes `tuning.csv`, with one row per run, and prints the best settings. Copy them to `learners.py`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ SPACE: dict[str, list[Any]] = {
     "random_actions": [0.0, 0.2],
     "normalize": [False, True],
 }
-# Of "equal", what is changed.
+# Changes of the settings of "equal".
 BY_HAND: list[dict[str, Any]] = [{}, {"hidden": (64, 64), "learning_rate": 2e-3, "random_actions": 0.2}]
-# Of the best that were found, what is changed with --around.
+# Changes of the settings in `learners.py`, for --around.
 AROUND: list[dict[str, Any]] = [
     {},
     {"updates_per_step": 0.5},
@@ -75,15 +75,19 @@ AROUND: list[dict[str, Any]] = [
     {"gamma": 0.9},
 ]
 OURS_ALONE = {"random_actions"}
-UNUSED = {"sac": {"noise", "random_actions"}, "ddpg": {"alpha"}, "td3": {"alpha"}}  # by the algorithms
+UNUSED = {
+    "sac": {"noise", "random_actions"},
+    "ddpg": {"alpha"},
+    "td3": {"alpha"},
+}  # settings that an algorithm does not use
 
 
 class Reached(Exception):
-    """The success is high enough: the run is over."""
+    """Raised to end a run when the success is high enough."""
 
 
 class UntilSuccess(Evaluations):
-    """Evaluations that end the training, when ``held`` in a row were good enough."""
+    """Evaluations that end the training after ``held`` successful ones in a row."""
 
     held = 1
 
@@ -96,7 +100,7 @@ class UntilSuccess(Evaluations):
 
 
 def make_candidates(task: str, library: str, count: int) -> list[Settings]:
-    """Make the candidates of a library: the other's are the same, but for what only one has."""
+    """Make the candidates of a library. Both get the same ones, except for settings that only one has."""
     chance = random.Random(0)
     drawn = [{name: chance.choice(values) for name, values in SPACE.items()} for _ in range(count)]
     unused = UNUSED[TASKS[task].algorithm] | (OURS_ALONE if library == SB3 else set())
@@ -111,12 +115,12 @@ def make_candidates(task: str, library: str, count: int) -> list[Settings]:
 
 
 def make_neighbours(task: str, library: str) -> list[Settings]:
-    """Make candidates that differ in one setting from those that `learners.py` has."""
+    """Make candidates that differ in one setting from the settings in `learners.py`."""
     return [replace(TUNED_SETTINGS[task, library], **changed) for changed in AROUND]
 
 
 def run(task: Task, library: str, settings: Settings, seed: int, interval: int, episodes: int) -> float:
-    """Return the CPU seconds of training that it takes, infinity where the success is not reached."""
+    """Return the CPU seconds of training until the success, or infinity if it is not reached."""
     torchrl_logger.setLevel("WARNING")
     evaluations = UntilSuccess(task.env, interval, episodes)
     evaluations.held = task.held
@@ -129,9 +133,9 @@ def run(task: Task, library: str, settings: Settings, seed: int, interval: int, 
 
 
 def search(candidates: list[Settings], finalists: int, measure: Callable[[Settings, int], float]) -> list[float]:
-    """Return the mean seconds of each candidate over all seeds, infinity for those that are no finalists.
+    """Return the mean seconds of each candidate over all seeds, or infinity for candidates that are no finalists.
 
-    ``measure(settings, seed)`` trains.
+    ``measure(settings, seed)`` trains and returns the seconds.
     """
     first = [measure(settings, TUNING_SEEDS[0]) for settings in candidates]
     means = [math.inf] * len(candidates)
@@ -146,12 +150,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Find the settings with which each library learns fastest.")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "Point" in name])
     parser.add_argument("--libraries", nargs="+", choices=[OURS, SB3], default=[OURS, SB3])
-    parser.add_argument("--candidates", type=int, default=12, help="of each library and task")
-    parser.add_argument("--around", action="store_true", help="search around the settings that learners.py has")
-    parser.add_argument("--finalists", type=int, default=4, help="which are trained with all seeds")
+    parser.add_argument("--candidates", type=int, default=12, help="candidates for each library and task")
+    parser.add_argument("--around", action="store_true", help="search around the settings in learners.py")
+    parser.add_argument("--finalists", type=int, default=4, help="candidates that are trained with all seeds")
     parser.add_argument("--interval", type=int, default=500, help="environment steps between evaluations")
-    parser.add_argument("--episodes", type=int, default=EPISODES, help="of an evaluation")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="a folder")
+    parser.add_argument("--episodes", type=int, default=EPISODES, help="episodes per evaluation")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
     return parser.parse_args()
 
 
@@ -185,7 +189,7 @@ def main() -> None:
                 check_steps(TASKS[task].steps, arguments.interval, settings)
             means = search(candidates, finalists, partial(measure, task, library))
             seconds, best = min(zip(means, candidates, strict=True), key=lambda pair: pair[0])
-            found = f"{seconds:.1f} s with {best}" if math.isfinite(seconds) else "none got there with all seeds"
+            found = f"{seconds:.1f} s with {best}" if math.isfinite(seconds) else "no candidate succeeds with all seeds"
             tqdm.write(f"{task}, {library}: {found}")
 
 

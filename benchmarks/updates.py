@@ -1,7 +1,7 @@
-"""How long an update of the training scripts takes with each `speedup`: the ways of running it take turns.
+"""Time of an update of the training scripts with each `speedup`, measured in turns.
 
-Prints medians in milliseconds, and how much longer the first updates take: with `record`, the recording, and with
-`compile`, the compilation. Times are CPU time of this process; `compile` also starts compilers, which do not count.
+Prints medians in milliseconds, and the additional time of the first updates: recording with `record`, and compilation
+with `compile`. Times are CPU times of this process. `compile` also starts compiler processes, which are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensordict import TensorDictBase
 from common import Function, speed_up  # isort: skip (`scripts` finds it)
 from settings import Speedup  # isort: skip
 
-WARM_UP = 20  # first updates, which medians leave out
+WARM_UP = 20  # first updates, which are not part of the medians
 
 
 class TakeTurns:
@@ -59,16 +59,16 @@ def measure(algorithm: str, updates: int, speedups: list[str]) -> dict[str, list
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How long an update of the training scripts takes.")
+    parser = argparse.ArgumentParser(description="Time of an update of the training scripts.")
     parser.add_argument("--algorithms", nargs="+", default=["dqn", "ddpg", "td3", "sac"])
     parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--compile", action="store_true", help="measure speedup=compile, too")
+    parser.add_argument("--compile", action="store_true", help="also measure speedup=compile")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    warnings.filterwarnings("error", message="speedup=record")  # an update that was not recorded
+    warnings.filterwarnings("error", message="speedup=record")  # the update was not recorded
     torch.set_num_threads(1)
     speedups = ["none", "record"] + ["compile"] * arguments.compile
     header = ["ms of CPU time", *speedups, *(f"{name}, once" for name in speedups[1:])]

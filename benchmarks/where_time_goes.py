@@ -1,8 +1,8 @@
-"""Where the time of hindsight goes: in PyTorch's operators, or in the Python code between them.
+"""Time of hindsight in PyTorch's operators, and in the Python code between them.
 
-For calls of `sample` and `extend`: the time of the whole call and of hindsight in it (medians, in µs), the number of
-PyTorch operators that hindsight calls, and their share of its time, by PyTorch's profiler. The caches are emptied
-before each call, as an update empties them. One thread.
+For calls of `sample` and `extend`, the table shows the median times of the whole call and of hindsight in µs, the
+number of PyTorch operators that hindsight calls, and their share of its time according to PyTorch's profiler. The
+caches are evicted before each call, as after an update. Runs on one thread.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from tqdm import tqdm
 STORED = 100_000
 HINDSIGHT = "hindsight"
 
-Case = tuple[str, str, Callable[[], Any]]  # the name of a row, and of a method of HERTransform, and the call
+Case = tuple[str, str, Callable[[], Any]]  # row name, method of HERTransform, call
 
 
 def cases(name: str, contender: Transform) -> Iterator[Case]:
-    """Yield the calls that are measured."""
+    """Yield the calls to measure."""
     rng, buffer = np.random.default_rng(0), contender.buffer
 
     def write_next(size: int) -> Callable[[], Any]:
@@ -80,7 +80,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=300, help="number of measurements")
     arguments = parser.parse_args()
     set_up()
     rows = []

@@ -1,13 +1,13 @@
-"""What a transition costs to write with four relabelled copies, in chunks of several sizes.
+"""Cost of writing a transition with four relabelled copies, in chunks of several sizes.
 
-`HindsightAugmentation` and cpprb's `HindsightReplayBuffer` are written the same transitions in turn, in shuffled
-order and on one thread. Every chunk is whole episodes of 50 steps (see `contenders/transitions.py`). cpprb is written
-in two ways: an episode at a time, and a step at a time, as in its examples. Next to them, what TorchRL's buffer costs
-without hindsight.
+The same transitions are written to `HindsightAugmentation` and to cpprb's `HindsightReplayBuffer` in turn, in shuffled
+order and on one thread. Every chunk consists of whole episodes of 50 steps (see `contenders/transitions.py`). cpprb is
+written in two ways: an episode at a time, and a step at a time, as in its examples. The table also shows TorchRL's
+buffer without hindsight.
 
-Then what `add` of a single transition costs with `HERTransform` and without: episodes are written one transition after
-the other, with the trajectory ids of a collector, into each buffer in turn. As in a training loop, a `sample(256)`
-follows each `add`, outside the clock, so that caches are as cold as they are there.
+A second table shows the cost of `add` for a single transition, with and without `HERTransform`. Episodes are written
+one transition at a time, with the trajectory ids of a collector, into each buffer in turn. As in a training loop, a
+`sample(256)` follows each `add`, outside the measured time, so that the caches are equally cold.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CHUNKS = 1, 4, 20  # episodes
 
 
 class CpprbByStep(Cpprb):
-    """cpprb's buffer, which each step is added to."""
+    """cpprb's buffer, to which each step is added separately."""
 
     def extend(self, data: list[tuple]) -> None:
         """Write step by step, and relabel at the end of each episode."""
@@ -48,7 +48,7 @@ KINDS = {name: CONTENDERS[name] for name in (PLAIN, OURS, AUGMENTATION, CPPRB)} 
 
 
 def measure(rounds: int) -> dict[tuple[str, int], list[float]]:
-    """Return the times of writes by contender and episodes in a chunk, in µs per transition."""
+    """Return the times of writes by contender and episodes per chunk, in µs per transition."""
     contenders = {name: kind(ROWS) for name, kind in KINDS.items()}
     for each in tqdm(contenders.values(), desc="filling", unit="buffer"):
         each.fill()
@@ -99,8 +99,8 @@ def print_add(times: dict[str, np.ndarray]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--episodes", type=int, default=30, help="that are added one transition after the other")
+    parser.add_argument("--rounds", type=int, default=300, help="number of measurements")
+    parser.add_argument("--episodes", type=int, default=30, help="episodes that are added one transition at a time")
     arguments = parser.parse_args()
     set_up()
     times = measure(arguments.rounds)

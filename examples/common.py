@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -37,7 +39,7 @@ from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
 from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, MovementPriority, PackedStorage
 
-with contextlib.suppress(ImportError):  # an extra
+with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # prints a notice about Adroit
     import gymnasium_robotics
 
     gymnasium.register_envs(gymnasium_robotics)
@@ -61,9 +63,11 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
+        missing = importlib.util.find_spec("gymnasium_robotics") is None
+        robotics = "Fetch, PointMaze and other robots need: pip install -c constraints.txt gymnasium-robotics mujoco. "
         raise SystemExit(
-            f"The environment {config.name!r} cannot be made: {error}. Environments of Gymnasium-Robotics need\n    "
-            "pip install -c constraints.txt gymnasium-robotics mujoco\nName others as module:Name-v0."
+            f"The environment {config.name!r} cannot be made: {error}. {robotics if missing else ''}"
+            "Name environments of other packages module:Name-v0."
         ) from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     transforms = Compose()
@@ -84,7 +88,9 @@ def function(name: str | None) -> Callable | None:
     try:
         return get_method(name.replace(":", ".")) if name else None
     except (ImportError, ValueError) as error:
-        raise SystemExit(f"There is no function {name!r} (module:function): {error}. Is PYTHONPATH set?") from None
+        raise SystemExit(
+            f"{name!r} must name a function as module:function. The module must be on PYTHONPATH. {error}"
+        ) from None
 
 
 def make_reward(config: Env) -> EnvReward:
@@ -238,11 +244,8 @@ class RecordedPolicy(TensorDictModuleBase):
 
 def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: bool = False) -> Collector:
     """Make a collector. Its policy has Gaussian noise, if wanted, and some uniformly random actions."""
-    env, device, (noise, share) = (
-        config.env,
-        config.device,
-        (config.exploration.noise, config.exploration.random_actions),
-    )
+    env, device = config.env, config.device
+    noise, share = config.exploration.noise, config.exploration.random_actions
     envs = make_envs(env, env.num_envs, env.parallel) if env.num_envs > 1 else make_env(env)
     envs.set_seed(config.seed)
     spec, explorers = envs.action_spec.to(device), []

@@ -41,8 +41,8 @@ class Run(NamedTuple):
         return cls(OmegaConf.load(folder / "config.yaml"), logs)
 
     def group(self, entries: list[str]) -> str:
-        """Return the names and values of settings, as the name of a group."""
-        return ", ".join(f"{entry.rpartition('.')[2]} {OmegaConf.select(self.config, entry)}" for entry in entries)
+        """Return settings as on the command line, as the name of a group."""
+        return ", ".join(f"{entry}={OmegaConf.select(self.config, entry)}" for entry in entries)
 
     def has(self, entry: str) -> bool:
         """Whether the run has such a setting."""

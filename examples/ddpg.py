@@ -149,7 +149,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
         progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
     with progress.paused():
-        save.start()
+        save.resume_or_start()
         log.open()
         if not progress.steps:
             log("evaluation", evaluate(policy), 0)
@@ -164,12 +164,12 @@ def train(config: Config, folder: Path) -> Checkpoints:
                 if config.buffer.prioritized == Priority.error:
                     replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
         with progress.paused():
-            if progress.ends(config.logger.interval):
+            if progress.due(config.logger.interval):
                 log("train", progress.metrics() | losses, progress.steps)
                 losses.clear()
-            if progress.ends(config.evaluation.interval):
+            if progress.due(config.evaluation.interval):
                 log("evaluation", evaluate(policy), progress.steps)
-            if progress.ends(config.checkpoint.interval):
+            if progress.due(config.checkpoint.interval):
                 save(progress.steps)
     for tool in (evaluate, progress, log):
         tool.close()

@@ -5,44 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files, with no screen
-
 import numpy as np
 from matplotlib import pyplot as plt
+from plots import BLUE, VERMILION
 
-COLORS = {  # in the order they are drawn
-    "notebook, run here": "tab:green",
-    "shuffled goals": "tab:orange",
-    "without hindsight": "tab:red",
-    "with hindsight": "tab:blue",
+STYLES = {  # color and marker, in the order they are drawn
+    "without hindsight": ("black", "s"),
+    "with hindsight": (BLUE, "o"),
 }
-PUBLISHED_STEPS, PUBLISHED_SUCCESS = (6_250, 7_500), 0.12  # the notebook's training episodes 126 to 150
 ARROWS = 4  # from a sampled step to its new goal, in each panel
 
 
 def draw_success(results: list[Any], path: Path) -> None:
     """Draw success rates against environment steps: a thin line per seed, a thick one for their median."""
-    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
-    for name, color in COLORS.items():
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    for name, (color, marker) in STYLES.items():
         curves = [result.curve for result in results if result.config.name == name]
-        if not curves:
-            continue
         steps = list(curves[0])
         rates = np.array([list(curve.values()) for curve in curves])  # [seeds, evaluations]
         if len(curves) > 1:
             axes.plot(steps, rates.T, color=color, linewidth=0.8, alpha=0.4)
-        axes.plot(steps, np.median(rates, axis=0), color=color, linewidth=2.2, label=name, marker="o", markersize=3)
-    axes.axhline(PUBLISHED_SUCCESS, color="tab:green", linewidth=1, linestyle=":")
-    axes.plot(
-        PUBLISHED_STEPS,
-        [PUBLISHED_SUCCESS] * 2,
-        color="tab:green",
-        linewidth=2.2,
-        linestyle="--",
-        label="notebook, published: 0.12 while training",
-    )
+        axes.plot(steps, np.median(rates, axis=0), color=color, linewidth=2.2, label=name, marker=marker, markersize=4)
     seeds = len({result.seed for result in results})
     axes.set(
         title="PointReach: DDPG with and without hindsight" + (f", median of {seeds} seeds" if seeds > 1 else ""),
@@ -53,22 +36,22 @@ def draw_success(results: list[Any], path: Path) -> None:
     )
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
     """Draw stored episodes, their goals, and the goals that sampled transitions were relabelled with."""
-    figure, panels = plt.subplots(1, len(episodes), figsize=(9, 3.9), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, len(episodes), figsize=(8, 4.0), layout="constrained", sharey=True)
     for axes, episode in zip(panels, episodes, strict=True):
         way, goals = episode["path"], episode["relabelled_goals"]
         axes.plot(*way.T, color="0.65", linewidth=2, label="stored trajectory", zorder=1)
         axes.scatter(*way[0], color="0.3", marker="s", s=30, label="its start", zorder=3)
-        axes.scatter(*episode["desired_goal"], color="tab:red", marker="*", s=150, label="its original goal", zorder=3)
-        axes.scatter(*goals.T, color="tab:blue", s=16, label="goals after relabelling", zorder=2)
+        axes.scatter(*episode["desired_goal"], color=VERMILION, marker="*", s=150, label="its original goal", zorder=3)
+        axes.scatter(*goals.T, color=BLUE, s=16, label="goals after relabelling", zorder=2)
         for position, goal in list(zip(episode["positions"], goals, strict=True))[:ARROWS]:
-            bend = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.5", "color": "tab:blue"}
+            bend = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.5", "color": BLUE}
             axes.annotate("", xy=goal, xytext=position, arrowprops=bend)
         last = episode["first_step"] + len(way) - 2
         axes.set(title=f"steps {episode['first_step']:,} to {last:,}", xlabel="x", aspect="equal")
@@ -76,7 +59,7 @@ def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
     panels[0].set_ylabel("y")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
-        "Hindsight: stored steps get goals that their episode reached later (arrows: from a step to its goal)"
+        "Stored steps get goals that their episode reached later (arrows: from a step to its goal)", fontsize=11
     )
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from plots import BLUE, GREEN, VERMILION
 from tensordict import TensorDict
+from torchrl import torchrl_logger
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from torchrl_her import (
@@ -31,14 +35,9 @@ from torchrl_her import (
     Subgoal,
 )
 
-matplotlib.use("Agg")  # draws into files, without a screen
-
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-
 EPISODES, STEPS, STEP = 4, 50, 15  # the transition of this step is drawn
 DRAWS = 100_000
-OWN, OTHER, DESIRED = "#0072B2", "#D55E00", "#009E73"
+OWN, OTHER, DESIRED = BLUE, VERMILION, GREEN
 STRATEGIES: list[GoalStrategy] = [
     Current(),
     Future(),
@@ -86,34 +85,40 @@ def make_episode(episode: int) -> TensorDict:
 def draw_panel(panel: Axes, strategy: GoalStrategy) -> None:
     own, other, desired = draw_goals(strategy)
     panel.bar(np.arange(STEPS), own, width=1.0, color=OWN)
-    panel.bar([58], [other], width=5, color=OTHER)
-    panel.bar([65], [desired], width=5, color=DESIRED)
+    panel.bar([58], [other], width=6, color=OTHER)
+    panel.bar([67], [desired], width=6, color=DESIRED)
     panel.axvline(STEP, color="black", linestyle=":", linewidth=1)
-    panel.set_title(repr(strategy).replace(", ", ",\n"), fontsize=10)
-    panel.set_xlim(-1, 69)
-    panel.set_yscale("symlog", linthresh=0.1, linscale=1.5)
-    panel.set_ylim(0, 1.2)
-    panel.set_yticks([0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.3, 1], ["0", "0.02", "", "0.06", "", "0.1", "0.3", "1"])
-    panel.set_xticks([0, STEP, STEPS - 1], ["0", f"t={STEP}", f"T-1={STEPS - 1}"])
+    panel.set_title(repr(strategy), fontsize=9.5, family="monospace")
+    panel.set(xlim=(-2, 72), ylim=(1e-3, 1.4), yscale="log")
+    panel.set_yticks([0.001, 0.01, 0.1, 1], ["0.001", "0.01", "0.1", "1"])
+    panel.set_xticks([0, STEP, STEPS - 1], ["0", f"t = {STEP}", f"T-1 = {STEPS - 1}"])
+    panel.tick_params(labelsize=9)
     panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("path", type=Path, help="the picture to write")
     path = parser.parse_args().path
+    torchrl_logger.setLevel("WARNING")
     torch.manual_seed(0)
-    figure, axes = plt.subplots(2, 5, figsize=(14, 5.6), layout="constrained", sharex=True, sharey=True)
-    for panel, strategy in zip(axes.flat, STRATEGIES, strict=True):
+    figure = plt.figure(figsize=(7.2, 7.4), layout="constrained")
+    grid = figure.add_gridspec(4, 3)
+    places = [grid[row, column] for row in range(3) for column in range(3)] + [grid[3, :]]
+    for number, (place, strategy) in enumerate(zip(places, STRATEGIES, strict=True)):
+        panel = figure.add_subplot(place)
         draw_panel(panel, strategy)
-    for panel in axes[:, 0]:
-        panel.set_ylabel("probability (log above 0.1)")
-    figure.supxlabel("step whose outcome becomes the goal of the transition at step t", fontsize=11)
-    names = ("a step of its own episode", "any step of another episode", "the desired goal of another episode")
-    patches = [matplotlib.patches.Patch(color=color) for color in (OWN, OTHER, DESIRED)]
-    figure.legend(patches, names, loc="outside upper center", ncols=3, frameon=False)
+        if number % 3:
+            panel.set_yticklabels([])
+    figure.supylabel("probability", fontsize=10)
+    figure.supxlabel(f"step whose outcome becomes the goal of the transition at step t = {STEP}", fontsize=10)
+    names = ("step of the same episode", "any step of another episode", "desired goal of another episode")
+    patches = [Patch(color=color) for color in (OWN, OTHER, DESIRED)]
+    figure.legend(patches, names, loc="outside upper center", ncols=3, frameon=False, fontsize=9, columnspacing=1.5)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=180)
     print(f"Wrote {path}.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -18,6 +19,7 @@ from matplotlib.ticker import EngFormatter
 # Colours that colour-blind readers can tell apart (Okabe and Ito 2008).
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 plt.rcParams["axes.prop_cycle"] = cycler(color=[BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "black"])
+MARKERS = "osD^vPX"
 PANELS = {  # title: the y axis, and the metrics that are drawn
     "Success": ("success rate", ["evaluation/success", "train/success"]),
     "Return": ("return of an episode", ["evaluation/return"]),
@@ -56,21 +58,27 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
 
 def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], path: Path, title: str) -> None:
     """Draw the success of groups of runs, median and range: steps ``[n]`` and success ``[runs, n]`` of each."""
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(max(5.5, 3 * len(panels)), 3.8), layout="constrained", sharey=True, squeeze=False
-    )
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    size = (max(5.5, 3.6 * columns), 2.8 * rows + 1)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", sharey=True, squeeze=False)
     names = sorted({group for groups in panels.values() for group in groups})
-    colours = {name: f"C{number}" for number, name in enumerate(names)}
-    for panel, (title_of_panel, groups) in zip(axes[0], panels.items(), strict=True):
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": f"C{number}", "marker": MARKERS[number % len(MARKERS)]} for number, name in enumerate(names)
+    }
+    for panel in axes.flat[len(panels) :]:
+        panel.set_axis_off()
+    for panel, (title_of_panel, groups) in zip(axes.flat, panels.items(), strict=False):
         for group, (steps, success) in groups.items():
-            panel.plot(steps, np.median(success, axis=0), color=colours[group], marker="o", ms=3)
-            panel.fill_between(steps, success.min(0), success.max(0), color=colours[group], alpha=0.15, lw=0)
+            panel.plot(steps, np.median(success, axis=0), **styles[group], ms=4)
+            panel.fill_between(steps, success.min(0), success.max(0), color=styles[group]["color"], alpha=0.15, lw=0)
         panel.set(title=title_of_panel, xlabel="environment steps", ylim=(-0.03, 1.03))
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("success rate")
+    for panel in axes[:, 0]:
+        panel.set_ylabel("success rate")
     if len(names) > 1:
-        lines = [Line2D([], [], color=colours[name], marker="o", ms=3) for name in names]
+        lines = [Line2D([], [], **styles[name], ms=4) for name in names]
         columns = int(11 * figure.get_figwidth() / (max(map(len, names)) + 6))  # that the figure has room for
         figure.legend(lines, names, loc="outside lower center", ncols=min(max(columns, 1), 4), frameon=False)
     save(figure, path, title)
@@ -79,5 +87,5 @@ def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]],
 def save(figure: Figure, path: Path, title: str) -> None:
     """Write a picture, and forget the figure."""
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -5,7 +5,7 @@ stops the cluster and prints the success rate::
 
     python examples/ray_point_reach.py
 
-What runs where, and what to change for a cluster of several machines: ``docs/ray.md``.
+What runs where, and what to change for a cluster of several machines: ``docs/how-to/ray.md``.
 """
 
 from __future__ import annotations

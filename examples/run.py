@@ -67,8 +67,8 @@ class Progress:
             self.counts["updates"] += count
             yield count
 
-    def ends(self, interval: int) -> bool:
-        """Whether an interval of steps ends here. All end with the run."""
+    def due(self, interval: int) -> bool:
+        """Whether something is due that is done once per interval of steps, and at the end of the run."""
         return self.steps % interval == 0 or self.steps >= self.config.total_steps
 
     @contextmanager
@@ -135,8 +135,8 @@ class Checkpoints:
         self.checkpoint = Checkpoint(**self.components)
         self.rotation = CheckpointRotation(folder / "checkpoints", keep_last=config.checkpoint.keep)
 
-    def start(self) -> None:
-        """Load the last checkpoint of a resumed run, or take the folder for a new run."""
+    def resume_or_start(self) -> None:
+        """Load the last checkpoint of a resumed run, or reserve the folder for a new run."""
         path, steps = self.folder / "config.yaml", [int(path.name[-12:]) for path in self.rotation.checkpoints()]
         if self.config.resume is None:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from dataclasses import dataclass, field
 from enum import Enum
@@ -129,6 +130,8 @@ class Settings:
         default_factory=lambda: {
             "run": {"dir": "outputs/${hydra:job.name}/${env.name}/${now:%Y-%m-%d_%H-%M-%S}"},
             "sweep": {"dir": "outputs/${hydra:job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
+            "output_subdir": None,  # config.yaml of the run has its settings
+            "job_logging": {"handlers": {"file": {"delay": True}}},  # no empty file
         }
     )
 
@@ -152,8 +155,11 @@ CHANGEABLE = [
 
 def start(config: DictConfig) -> tuple[Any, Path]:
     """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # Hydra makes it, also for commands that are refused or resume another folder
     if config.resume is None:
-        return check(config), Path(HydraConfig.get().runtime.output_dir)
+        return check(config), folder
     saved = read_settings(Path(config.resume))
     if saved.algorithm != config.algorithm:
         raise SystemExit(f"The run in {config.resume} is one of {saved.algorithm}.py: resume it with that script.")
@@ -190,6 +196,8 @@ def check(config: DictConfig) -> Any:
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
             raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
     settings = cast(Settings, OmegaConf.to_object(config))
+    if not 0 <= settings.hindsight.her_ratio <= 1:
+        raise SystemExit(f"hindsight.her_ratio={settings.hindsight.her_ratio} must be from 0 to 1: it is a share.")
     if not settings.inputs:
         raise SystemExit("inputs=[] must have an entry of the observations: [observation,desired_goal], for example.")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:

@@ -1,4 +1,4 @@
-"""HindsightAugmentation against an oracle in plain Python, in real buffers."""
+"""HindsightAugmentation in real buffers, compared with an oracle in plain Python."""
 
 import copy
 import pickle
@@ -55,7 +55,7 @@ from torchrl_her.goals.reservoir import GoalReservoir
     patience=st.sampled_from([0, 10, 1000]),
     flushes=st.sets(st.integers(0, 11)),
 )
-def test_however_the_data_arrives_each_episode_is_written_once_with_k_copies(draw, layout, **options):
+def test_however_the_data_arrives_each_episode_is_stored_once_with_k_copies(draw, layout, **options):
     run(random_stream(draw, layout, least_chunk=1), **options)
 
 
@@ -63,12 +63,12 @@ def test_however_the_data_arrives_each_episode_is_written_once_with_k_copies(dra
 
 
 def make(kind=TensorDictReplayBuffer, storage=LazyTensorStorage, size=1000, transform=None, **options):
-    """A buffer with the given transform, or with an augmentation that has the given options."""
+    """Return a buffer with the given transform, or with an augmentation with the given options."""
     return kind(storage=storage(size), transform=transform or make_augmentation(**options), batch_size=32)
 
 
 def written_by_one_lane(lengths, writes, chunk):
-    """What each write takes of one environment's transitions."""
+    """Return the transitions of one environment in each write."""
     return [rows for (rows,) in Stream(1, lengths, chunk, writes, "flat with ids")]
 
 
@@ -84,7 +84,7 @@ STORAGES = [LazyTensorStorage, PackedStorage, LazyMemmapStorage, ListStorage, La
 
 
 def growing(rb, *lane):
-    """Write a lane, check what each write stores, and yield the rows of the storage and the episodes that were due."""
+    """Write a lane, check the result of each write, and yield the rows of the storage and the stored episodes."""
     oracle = AugmentationOracle()
     for rows in written_by_one_lane(*lane):
         index = rb.extend(make_tensordict(rows))
@@ -122,13 +122,13 @@ def test_a_full_buffer_holds_the_last_transitions_and_their_copies(kind):
     for index, due in growing(rb, ((5, "terminated"), (2, "truncated"), (8, "silent")), 60, 7):
         written |= dict.fromkeys(index, due)
     assert len(rb) == 100
-    assert rb[:][RELABELLED].float().mean() == 0.8  # an original is evicted together with its copies
+    assert rb[:][RELABELLED].float().mean() == 0.8  # a transition is evicted together with its copies
     for index, due in written.items():
         assert int(rb[:]["uid"][index]) in {row.uid for row in rows_of(due)}
 
 
 def check_not_written(rb, write, match):
-    """Check that a write is refused and changes neither the rows nor the transform; priorities cannot be compared."""
+    """Check that a write is refused and changes neither the number of rows nor the transform."""
     before = len(rb), copy.deepcopy(rb.transform.state_dict())
     with pytest.raises(ValueError, match=match):
         write()
@@ -174,16 +174,16 @@ def test_a_warning_says_that_nothing_is_stored_if_all_writes_are_single_transiti
     rb, data = make(), make_tensordict(EPISODE)
     for row in (*data.split(1), *data[:4].split(1)):
         rb.extend(row)
-    with pytest.warns(UserWarning, match=r"2 episodes have ended .* cannot tell such a write from rb\.add"):
+    with pytest.warns(UserWarning, match=r"2 episodes have ended .* cannot distinguish such a write from rb\.add"):
         rb.extend(data[4:])
     for row in data.split(1):
-        rb.extend(row)  # with no further warning
+        rb.extend(row)  # no second warning
 
 
 @pytest.mark.parametrize(
     ("ndim", "change", "match"),
     [
-        (2, lambda data: data.reshape(1, 5), r"as \[1, 5\].*HERTransform"),
+        (2, lambda data: data.reshape(1, 5), r"got the batch size \[1, 5\].*HERTransform"),
         (1, lambda data: data.set("steps_to_next_obs", torch.ones(5, 1)), "n-step transitions"),
     ],
     ids=["several dimensions", "n steps"],
@@ -203,13 +203,13 @@ KEEP_ONE = "keep one HERTransform, or one HindsightAugmentation"
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        (lambda: envs.MultiStepTransform(3, 0.9), "n-step returns under a new goal use HERTransform"),
+        (lambda: envs.MultiStepTransform(3, 0.9), "n-step returns under a new goal, use HERTransform"),
         (make_transform, KEEP_ONE),
         (make_augmentation, KEEP_ONE),
         (lambda: envs.Reward2GoTransform(out_keys=["reward_to_go"]), "Reward2GoTransform sums the rewards"),
     ],
 )
-def test_transforms_that_it_would_spoil_are_refused_in_either_order(other, match, first):
+def test_conflicting_transforms_are_refused_in_either_order(other, match, first):
     pair = (other(), make_augmentation()) if first else (make_augmentation(), other())
     rb = make(transform=envs.Compose(*pair))
     with pytest.raises(ValueError, match=match):
@@ -230,7 +230,7 @@ def test_transforms_of_samples_see_the_relabelled_transitions_in_either_order(fi
 def test_a_transform_that_changes_written_data_must_come_after_it():
     cast = envs.DTypeCastTransform(torch.float32, torch.float64, in_keys_inv=["observation"])
     rb = make(transform=envs.Compose(cast, make_augmentation()))
-    with pytest.raises(ValueError, match="list it after HindsightAugmentation"):
+    with pytest.raises(ValueError, match="Place it after HindsightAugmentation"):
         rb.extend(make_tensordict(EPISODE))
     rb = make(transform=envs.Compose(make_augmentation(), envs.DoubleToFloat()))
     assert len(rb.extend(make_tensordict(EPISODE))) == 25
@@ -283,7 +283,7 @@ def test_rewards_are_computed_in_one_call_per_write():
     for number, chunk in enumerate(written_by_one_lane(((5, "terminated"), (2, "truncated")), writes=6, chunk=20)):
         calls.clear()
         index = rb.extend(make_tensordict(chunk))
-        # Rewards are compared with the stored ones when the first transitions are written, and when these have doubled.
+        # Rewards are compared with stored rewards at the first write, and again when the number of transitions doubles.
         assert len(calls) in ((1, 3) if number else (3,))
         assert calls[-1] == len(index)
 
@@ -332,14 +332,14 @@ def test_padding_is_not_stored():
         data = make_tensordict(chunk)
         padding = data.apply(torch.zeros_like)
         data["mask"], padding["mask"] = torch.ones(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
-        assert len(rb.extend(padding[:1])) == 0  # also in the first write
+        assert len(rb.extend(padding[:1])) == 0  # padding may come first
         index = rb.extend(torch.stack([data, padding], dim=1).reshape(-1))
         oracle.check(oracle.write(chunk), rb.storage[index])
         assert len(rb.extend(padding)) == 0
     assert len(rb) == 80
 
 
-@pytest.mark.parametrize("chunk", [9, 1], ids=["episodes at once", "one after the other"])
+@pytest.mark.parametrize("chunk", [9, 1], ids=["in one write", "step by step"])
 @pytest.mark.parametrize(
     ("ahead", "expected"),
     [
@@ -347,10 +347,10 @@ def test_padding_is_not_stored():
         (-2, [-1, -1, -1, 0, -1, 1, -1, 2, -1, -1, -1, 0, -1, 1]),
     ],
 )
-def test_a_strategy_that_leaves_the_episode_makes_no_copies_there(ahead, expected, chunk):
+def test_steps_outside_the_episode_make_no_copies(ahead, expected, chunk):
     class Wrong(GoalStrategy):
         def select(self, choice):
-            return choice.start + choice.step + ahead  # past the end, or before the start
+            return choice.start + choice.step + ahead  # beyond the end or before the start
 
     rb = make(strategy=Wrong(), n_sampled_goal=1)
     for part in written_by_one_lane(((5, "terminated"), (4, "terminated")), 9 // chunk, chunk):
@@ -362,7 +362,7 @@ def test_a_strategy_that_leaves_the_episode_makes_no_copies_there(ahead, expecte
 @pytest.mark.filterwarnings("ignore:ReachedReward gives 0 and -1, and a stored reward is")
 @pytest.mark.parametrize("strategy", ["future", "random", Mixture({Current(): 0.5, Geometric(0.5): 0.5})], ids=repr)
 def test_copies_have_extra_goals_and_rewards_of_reached_steps(strategy):
-    """Outcomes are (episode, step + 1), and the desired goals of an episode (episode, -1)."""
+    """Achieved goals are (episode, step + 1), and desired goals are (episode, -1)."""
     lengths = [6, 1, 3]
     extra_goals = {"actor_goal": Future(own=False), "subgoal": Subgoal(2)}
     rb = make(reward=ReachedReward(), strategy=strategy, extra_goals=extra_goals, n_sampled_goal=20)
@@ -390,7 +390,7 @@ def test_copies_have_extra_goals_and_rewards_of_reached_steps(strategy):
 
 
 @pytest.mark.parametrize("strategy", [PastDesired(), Mixture({Future(): 0.5, PastDesired(): 0.5})], ids=repr)
-def test_strategies_of_goals_that_are_not_kept_are_refused(strategy):
+def test_strategies_that_need_goals_which_are_not_kept_are_refused(strategy):
     for options in ({"strategy": strategy}, {"extra_goals": {"actor_goal": strategy}}):
         with pytest.raises(ValueError, match="desired goals of episodes, which only HERTransform keeps"):
             make_augmentation(**options)
@@ -401,7 +401,7 @@ class Seen:
     image: torch.Tensor
 
 
-@pytest.mark.parametrize("parts", [[5], [2, 3]], ids=["at once", "held back"])
+@pytest.mark.parametrize("parts", [[5], [2, 3]], ids=["in one write", "held back"])
 def test_nested_entries_keep_their_batch_sizes(parts):
     data = make_tensordict(EPISODE)
     data["agents"] = TensorDict(position=torch.rand(5, 3, 2), batch_size=[5, 3])
@@ -417,7 +417,7 @@ def test_nested_entries_keep_their_batch_sizes(parts):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 60])
-def test_each_goal_that_was_ever_achieved_is_equally_likely_to_be_in_the_reservoir(chunk):
+def test_all_past_goals_are_equally_likely_to_be_in_the_reservoir(chunk):
     torch.manual_seed(0)
     number = torch.arange(60)
     kept = torch.zeros(60)
@@ -431,12 +431,12 @@ def test_each_goal_that_was_ever_achieved_is_equally_likely_to_be_in_the_reservo
         assert torch.equal(reservoir.goals.squeeze(-1).long(), places)
         assert torch.equal(reservoir.steps, places + 1)
         kept[places] += 1
-    # In one run a goal is there at most once: the variance of a count is runs * p * (1 - p).
+    # A run adds at most 1 to each count, so the variance of a count is runs * p * (1 - p).
     statistic = float(((kept - runs / 3) ** 2).sum() / (runs / 3 * 2 / 3)) * 59 / 60
     assert 1e-3 < stats.chi2.sf(statistic, 59) < 1 - 1e-3
 
 
-def test_random_goals_come_from_past_episodes_too_long_after_these_have_left_the_buffer():
+def test_random_goals_also_come_from_episodes_that_have_left_the_buffer():
     rb = make(strategy="random", reservoir_size=100, size=50)
     for chunk in written_by_one_lane(((5, "truncated"),), writes=200, chunk=5):
         index = rb.extend(make_tensordict(chunk))
@@ -451,13 +451,13 @@ def test_random_goals_come_from_past_episodes_too_long_after_these_have_left_the
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"n_sampled_goal": -1}, "n_sampled_goal must be a whole number of at least 0, got -1"),
+        ({"n_sampled_goal": -1}, "n_sampled_goal must be an integer of at least 0, got -1"),
         ({"max_episode_steps": 0}, "max_episode_steps must be"),
         ({"reservoir_size": 2.5}, "reservoir_size must be"),
         ({"strategy": "past"}, "Unknown strategy 'past'"),
     ],
 )
-def test_wrong_arguments_are_named(options, match):
+def test_wrong_arguments_are_named_in_the_error(options, match):
     with pytest.raises(ValueError, match=match):
         make_augmentation(**options)
 
@@ -477,15 +477,15 @@ BAD = {
     "another shape": (
         with_entry("observation", torch.zeros(5, 3)),
         ValueError,
-        r"entries differ from those of earlier transitions: 'observation' is torch.float32 \[3\] and was",
+        r"entries differ from earlier transitions: 'observation' is torch.float32 \[3\] and was",
     ),
     "text": (
         with_entry("text", NonTensorStack(*"abcde")),
         TypeError,
-        "'text' is a NonTensorStack: exclude.* and HERTransform",
+        "'text' is a NonTensorStack: exclude.* with HERTransform",
     ),
-    "an entry more": (with_entry("more", torch.zeros(5, 1)), ValueError, "'more' is new"),
-    "goals of another kind": (with_double_goals, ValueError, "float64"),
+    "an additional entry": (with_entry("more", torch.zeros(5, 1)), ValueError, "'more' is new"),
+    "goals of another dtype": (with_double_goals, ValueError, "float64"),
 }
 
 
@@ -509,7 +509,7 @@ def holding_back_three():
 
 
 def loaded():
-    """A buffer whose transform has loaded three transitions that were held back."""
+    """Return a buffer whose transform has loaded three transitions that were held back."""
     rb = make()
     rb.transform[0].load_state_dict(holding_back_three().state_dict())
     return rb
@@ -518,7 +518,7 @@ def loaded():
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [(with_double_goals, "entries differ"), (lambda data: data[3:].exclude("observation"), "'observation'")],
-    ids=["goals of another kind", "an entry less"],
+    ids=["goals of another dtype", "a missing entry"],
 )
 def test_bad_writes_after_loading_lose_nothing(spoil, match):
     rb, data = loaded(), make_tensordict(EPISODE)
@@ -526,7 +526,7 @@ def test_bad_writes_after_loading_lose_nothing(spoil, match):
     assert len(rb.extend(data[3:])) == 25
 
 
-def test_while_nothing_is_held_back_other_entries_may_come():
+def test_entries_may_change_while_nothing_is_held_back():
     rb = make(storage=ListStorage)
     more = make_tensordict(EPISODE).set("more", torch.zeros(5, 1))
     for data in (more, make_tensordict(EPISODE), more):
@@ -560,7 +560,7 @@ WAYS = WAYS_TO_COPY | {
 @pytest.mark.parametrize("strategy", ["future", "random"])
 @pytest.mark.parametrize("flushed", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_held_back_transitions_survive(way, flushed, strategy, tmp_path):
+def test_transitions_that_are_held_back_are_copied_and_saved(way, flushed, strategy, tmp_path):
     chunks = [rows_of(lanes) for lanes in Stream(3, ((5, "truncated"), (9, "terminated")), 4, 8, "flat with ids")]
     rb = make(strategy=strategy)
     for chunk in chunks[:5]:
@@ -579,7 +579,7 @@ def test_held_back_transitions_survive(way, flushed, strategy, tmp_path):
     assert same(rb.transform[0].get_extra_state()["held"], twin.transform[0].get_extra_state()["held"])
 
 
-def test_numbers_may_be_numpys(tmp_path):
+def test_integer_arguments_may_be_numpy_integers(tmp_path):
     options = {name: np.int64(5) for name in ("n_sampled_goal", "max_episode_steps", "reservoir_size")}
     rb, twin = (make(strategy="random", **options) for _ in range(2))
     rb.extend(make_tensordict(EPISODE))
@@ -602,28 +602,28 @@ def test_loading_a_reservoir_draws_nothing():
     assert same(loaded.reservoir.state_dict(), saved.reservoir.state_dict())
 
 
-def test_flush_right_after_loading_writes_the_transitions_that_were_held_back():
+def test_flush_directly_after_loading_stores_the_transitions_that_were_held_back():
     rb = loaded()
     assert len(rb.extend(rb.transform[0].flush())) == 15
     assert len(rb.extend(rb.transform[0].flush())) == 0
 
 
-def test_a_copy_for_another_process_leaves_the_transitions_held_back_to_this_one():
+def test_a_copy_for_another_process_does_not_contain_the_transitions_held_back():
     hindsight = holding_back_three()
     assert pickle.loads(pickle.dumps(hindsight)).held_back == 3
     hindsight.share_memory_()
     assert pickle.loads(pickle.dumps(hindsight)).held_back == 0
     copied = copy.deepcopy(hindsight)
     assert copied.held_back == hindsight.held_back == 3
-    assert pickle.loads(pickle.dumps(copied)).held_back == 3, "it is not shared"
+    assert pickle.loads(pickle.dumps(copied)).held_back == 3, "a deep copy is not shared"
 
 
 @pytest.mark.parametrize(("is_shared", "left"), [(True, 0), (False, 3)])
-def test_a_forked_process_leaves_the_transitions_held_back_to_its_parent(is_shared, left):
+def test_a_forked_process_drops_the_transitions_that_its_parent_holds_back(is_shared, left):
     hindsight = holding_back_three()
     if is_shared:
         hindsight.share_memory_()
-    hindsight._process = -1  # as in a fork, which has another number
+    hindsight._process = -1  # as in a fork, whose process id differs
     hindsight.flush()
     assert hindsight.held_back == left
 
@@ -633,7 +633,7 @@ def test_a_first_write_of_one_transition_names_a_missing_key():
         make().extend(make_tensordict(EPISODE)[:1].exclude("achieved_goal"))
 
 
-def test_an_empty_nested_entry_may_come_and_go():
+def test_an_empty_nested_entry_may_appear_and_disappear():
     rb, data = make(), make_tensordict(EPISODE)
     rb.extend(data[:2])
     assert len(rb.extend(data[2:].set("more", TensorDict(batch_size=[3])))) == 25

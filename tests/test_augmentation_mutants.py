@@ -1,4 +1,4 @@
-"""Wrong versions of HindsightAugmentation that its oracle must find, each with a function replaced."""
+"""Tests of the oracle of HindsightAugmentation: it must detect mutants, in each of which one function is replaced."""
 
 import functools
 import random
@@ -16,7 +16,7 @@ from torchrl_her.goals import draw as drawing
 
 
 def augmented_with(name, change):
-    """A mutant in which an attribute is changed while episodes are augmented."""
+    """Return a mutant that changes an attribute while episodes are augmented."""
 
     def make(augment):
         def mutated(self, ended):
@@ -45,8 +45,8 @@ MUTANTS = COMMON | {
     "reads the achieved goal at the root": augmented_with(
         "keys", lambda keys: keys._replace(next_achieved=keys.achieved)
     ),
-    "takes all episodes to start at the first row": followed_by(drawing, "_columns_of", starts_at_the_first_row),
-    "stores a copy less": augmented_with("n_sampled_goal", lambda copies: copies - 1),
+    "assumes that all episodes start at the first row": followed_by(drawing, "_columns_of", starts_at_the_first_row),
+    "stores one copy less": augmented_with("n_sampled_goal", lambda copies: copies - 1),
     "relabels the originals": replaced(
         HindsightAugmentation,
         "_set_goals",
@@ -60,15 +60,15 @@ MUTANTS = COMMON | {
     "stores the step after the one that achieved the goal": drawn_and(
         lambda drawn, *_: drawn._replace(steps=drawn.steps + 1)
     ),
-    "writes episodes that run": PUBLISHED_AT_EVERY_WRITE,
+    "writes running episodes": PUBLISHED_AT_EVERY_WRITE,
     "never cuts long episodes": replaced(
         augmentation,
         "EpisodeTracker",
         lambda tracker: lambda steps, *others, **options: tracker(10**9, *others, **options),
     ),
-    "forgets what was flushed": followed_by(HindsightAugmentation, "flush", forgets_what_was_flushed),
+    "forgets flushed transitions": followed_by(HindsightAugmentation, "flush", forgets_what_was_flushed),
     "stores ended episodes twice": replaced(HeldTransitions, "take_ended", lambda take: lambda self: list(self.ended)),
-    "stores what a single transition completes at once": replaced(
+    "drops episodes that end in a write of one transition": replaced(
         HeldTransitions, "warn_if_episodes_wait", lambda _: lambda self: self.ended.clear()
     ),
 }

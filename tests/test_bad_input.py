@@ -1,4 +1,4 @@
-"""Bad input is a clear error at the earliest moment, and leaves the buffer as it was."""
+"""Bad input raises a clear error as early as possible and leaves the buffer unchanged."""
 
 import math
 import re
@@ -54,20 +54,20 @@ NAN_AT_103 = both(changed(lambda goals: goals * torch.tensor([0.0, 1.0]), NEXT_A
 OTHER_GOAL_LATER = changed(lambda goals: goals - (torch.arange(10) == 7)[:, None].float(), NEXT_DESIRED)
 LEFT_OUT = r"compact_obs=True leaves it out \(use False\), and so does NextObservationDelta"
 
-BAD_WRITES = {  # the change of a good write, the error and its message
+BAD_WRITES = {  # the change that spoils a good write, the error and its message
     "no achieved goal": (without("achieved_goal"), KeyError,
-        r"no entry 'achieved_goal'.*achieved_goal_key=.*present: .*desired_goal"),
+        r"no entry 'achieved_goal'.*achieved_goal_key=.*Present entries: .*desired_goal"),
     "no desired goal": (without("desired_goal"), KeyError,
-        r"no entry 'desired_goal'.*desired_goal_key=.*present: .*achieved_goal"),
+        r"no entry 'desired_goal'.*desired_goal_key=.*Present entries: .*achieved_goal"),
     "no achieved goal anywhere": (without(*ACHIEVED_GOALS), KeyError, r"no entry 'achieved_goal'.*achieved_goal_key="),
     "no next achieved goal": (without(NEXT_ACHIEVED), KeyError, rf"\('next', 'achieved_goal'\).*{LEFT_OUT}"),
     "no next desired goal": (without(NEXT_DESIRED), KeyError, rf"\('next', 'desired_goal'\).*{LEFT_OUT}"),
     "compact observations": (without(NEXT_ACHIEVED, NEXT_DESIRED), KeyError,
         rf"\('next', 'achieved_goal'\).*{LEFT_OUT}"),
     "no done": (without(("next", "done")), KeyError, r"\('next', 'done'\).*done_key="),
-    "a goal in parts": (IN_PARTS, TypeError, "'achieved_goal' is a TensorDict, and one tensor is needed.*CatTensors"),
-    "achieved goals between the integers of desired ones": (INTEGERS_AND_HALVES, ValueError,
-        r"Achieved goals are torch\.float32 and desired ones torch\.int64.*goal_fn|Goals are torch\.int64, but"),
+    "a goal in parts": (IN_PARTS, TypeError, "'achieved_goal' must be a tensor, got a TensorDict.*CatTensors"),
+    "achieved goals that are fractions, with integer desired goals": (INTEGERS_AND_HALVES, ValueError,
+        r"Achieved goals are torch\.float32 and desired goals torch\.int64.*goal_fn|Goals are torch\.int64, but"),
     "achieved goals of two shapes": (changed(wider, NEXT_ACHIEVED), ValueError,
         r"achieved goal has the shape \(10, 2\) at the root and \(10, 3\) under 'next'"),
     "desired goals of two shapes": (changed(wider, NEXT_DESIRED), ValueError,
@@ -75,7 +75,7 @@ BAD_WRITES = {  # the change of a good write, the error and its message
     "achieved goals of two dtypes": (changed(torch.Tensor.double, NEXT_ACHIEVED), ValueError,
         r"achieved goal is torch\.float32 at the root and torch\.float64 under"),
     "achieved goals unlike desired goals": (changed(wider, *ACHIEVED_GOALS), ValueError,
-        r"achieved goal has the shape \(3,\) and one desired goal \(2,\).*goal_fn"),
+        r"achieved goal has the shape \(3,\) and a desired goal \(2,\).*goal_fn"),
     "a NaN goal": (with_nan(7), ValueError, "achieved goal of transition 7 of this write is NaN"),
     "a NaN goal in the last row": (with_nan(-1), ValueError, "achieved goal of transition 9 of this write is NaN"),
     "a NaN goal in one of two lanes": (both(with_nan(7), lambda data: data.reshape(2, 5)), ValueError,
@@ -88,25 +88,25 @@ BAD_WRITES = {  # the change of a good write, the error and its message
     "n-step transitions": (set_entry("steps_to_next_obs", torch.full((10, 1), 3)), ValueError,
         r"n-step transitions.*Compose\(MultiStepTransform\("),
     "added alone, no achieved goal": (both(without("achieved_goal"), first), KeyError,
-        r"no entry 'achieved_goal'.*achieved_goal_key=.*present: .*desired_goal"),
+        r"no entry 'achieved_goal'.*achieved_goal_key=.*Present entries: .*desired_goal"),
     "added alone, compact observations": (both(without(NEXT_ACHIEVED, NEXT_DESIRED), first), KeyError,
         rf"\('next', 'achieved_goal'\).*{LEFT_OUT}"),
     "added alone, achieved goals unlike desired goals": (both(changed(wider, *ACHIEVED_GOALS), first), ValueError,
-        r"achieved goal has the shape \(3,\) and one desired goal \(2,\).*goal_fn"),
+        r"achieved goal has the shape \(3,\) and a desired goal \(2,\).*goal_fn"),
     "added alone, achieved goals of two shapes": (both(changed(wider, NEXT_ACHIEVED), first), ValueError,
         r"\(2,\) at the root and \(3,\) under 'next'"),
     "added alone, a NaN goal": (both(with_nan(0), first), ValueError, "transition 0 of this write is NaN"),
 }  # fmt: skip
-BAD_WITH_OPTIONS = {  # also the arguments of the transform
+BAD_WITH_OPTIONS = {  # the same, and arguments of the transform
     "a goal that goal_fn makes NaN": (NAN_AT_103, ValueError, "transition 4 of this write is NaN.*goal_fn",
         {"goal_fn": lambda state: state / (state[:, 1:] != 103)}),
     "compact, a goal that changes": (OTHER_GOAL_LATER, ValueError,
-        r"CompactGoals leaves \('next', 'desired_goal'\) out, and it differs from 'desired_goal'.*leave CompactGoals",
+        r"CompactGoals leaves \('next', 'desired_goal'\) out, but it differs from 'desired_goal'.*Remove CompactGoals",
         {"compact": True}),
     "compact, done at the root": (set_entry("done", FOURTH), ValueError,
-        r"CompactGoals leaves 'done' out, and it is True.*leave CompactGoals out", {"compact": True}),
+        r"CompactGoals leaves 'done' out, but it is True.*remove CompactGoals", {"compact": True}),
     "compact, truncated at the root": (set_entry("truncated", FOURTH), ValueError,
-        r"CompactGoals leaves 'truncated' out, and it is True", {"compact": True}),
+        r"CompactGoals leaves 'truncated' out, but it is True", {"compact": True}),
     "compact, no next desired goal": (*BAD_WRITES["no next desired goal"], {"compact": True}),
 }  # fmt: skip
 
@@ -133,16 +133,16 @@ def other_dtype(dtype):
     return rf"torch\.{dtype}.*torch\.float32|torch\.float32.*torch\.{dtype}"
 
 
-REFUSED_OPTIONS = {  # an argument with which the first write is refused
+REFUSED_OPTIONS = {  # an argument and a value with which the first write is refused
     "no mask": ("mask_key", "mask", KeyError, "no entry 'mask'.*mask_key="),
     "a key given with next": ("done_key", ("next", "done"), KeyError,
-        "Give done_key without 'next', which is added"),
+        "Pass done_key without 'next', which is added"),
     "goal_fn that returns another shape": ("goal_fn", lambda state: state[:, :1], ValueError,
-        r"achieved goal has the shape \(1,\) and one desired goal \(2,\).*goal_fn"),
+        r"achieved goal has the shape \(1,\) and a desired goal \(2,\).*goal_fn"),
     "goal_fn that returns nothing": ("goal_fn", lambda state: None, TypeError,
         "goal_fn must return a tensor.*returned NoneType"),
     "goal_spec of another shape": ("goal_spec", Unbounded((3,)), ValueError,
-        r"Goals have the shape \(2,\), but goal_spec or an earlier write has \(3,\)\. goal_spec is"),
+        r"Goals have the shape \(2,\), but goal_spec or an earlier write has \(3,\)\. Pass the goal_spec"),
     "goal_spec of a batch of environments": ("goal_spec", Unbounded((4, 2)), ValueError,
         r"or an earlier write has \(4, 2\)\. .*without the batch of environments"),
     "goal_spec of a number": ("goal_spec", Unbounded(()), ValueError, r"or an earlier write has \(\)\."),
@@ -162,7 +162,7 @@ def test_goals_and_masks_that_the_arguments_do_not_describe_are_refused(case, ho
 def test_a_goal_fn_that_loses_rows_is_refused_in_any_write():
     rb = make_small_buffer(goal_fn=lambda state: state[:10])
     rb.extend(transitions())
-    message = r"goal_fn returned .*\(10, 2\) for 15 rows"
+    message = r"goal_fn must return one goal per row, .*\(10, 2\) for 15 rows"
     check_refused(rb, lambda: rb.extend(transitions(10, 15)), ValueError, message)
 
 
@@ -176,7 +176,7 @@ class Transitions:
 def test_a_tensorclass_is_refused_with_the_remedy():
     rb = ReplayBuffer(storage=LazyTensorStorage(100), transform=HERTransform(distance))
     written = Transitions.from_tensordict(transitions())
-    check_refused(rb, lambda: rb.extend(written), TypeError, "a Transitions takes none: .*its to_tensordict")
+    check_refused(rb, lambda: rb.extend(written), TypeError, "must be a TensorDict, got a Transitions.*to_tensordict")
     rb.extend(written.to_tensordict())
     assert len(rb) == 10
 
@@ -205,7 +205,7 @@ def test_a_list_of_transitions_is_a_write(monkeypatch):
     assert same(state_of(rb), state_of(twin))
 
 
-def test_whole_numbers_that_are_stored_as_floats_are_goals_among_integers():
+def test_achieved_goals_that_are_integers_in_float_dtype_are_accepted():
     rb = make_small_buffer(her_ratio=1.0)
     rb.extend(changed(torch.Tensor.long, *DESIRED_GOALS)(transitions(count=25)))
     batch = rb.sample(50)
@@ -220,7 +220,7 @@ PADDING = {
 
 
 @pytest.mark.parametrize("name", PADDING)
-def test_padding_may_hold_anything(name):
+def test_padding_may_have_any_values(name):
     rb = make_small_buffer(mask_key="mask")
     chunk = transitions().set("mask", torch.arange(10) < 8)
     chunk["observation"], chunk["next", "observation"] = torch.ones(10, 3), torch.zeros(10, 3)
@@ -230,7 +230,7 @@ def test_padding_may_hold_anything(name):
     assert len(rb) == 10
 
 
-# Last steps that are lost
+# Lost final observations
 
 
 def test_a_vectorized_environment_that_forgets_last_steps_is_refused():
@@ -238,10 +238,10 @@ def test_a_vectorized_environment_that_forgets_last_steps_is_refused():
     data = VectorizedInProcess(POINT_REACH, num_envs=4).rollout(60, break_when_any_done=False)
     rb.extend(data[:, :40].reshape(-1))
     later = data[:, 40:].reshape(-1)
-    check_refused(rb, lambda: rb.extend(later), ValueError, "the environment dropped it.*SerialEnv")
+    check_refused(rb, lambda: rb.extend(later), ValueError, "the environment dropped it, .*SerialEnv")
 
 
-LAST_STEPS = {  # the goal before the last step, other observations after it, and whether that is refused
+LAST_STEPS = {  # the desired goal at the last step, other observations after it, and whether the write is refused
     "lost": (1e-30, {"observation": 0.0}, True),
     "a goal at the origin": (0.0, {"observation": 0.0}, False),
     "a new goal, at the origin": (1.0, {"observation": 0.0, "velocity": 1e-30}, False),
@@ -259,7 +259,7 @@ def test_an_episode_that_ends_at_the_origin_is_refused_if_its_last_step_is_lost(
     for name, value in observed.items():
         chunk[name], chunk["next", name] = torch.ones(25, 3), torch.full((25, 3), value)
     if refused:
-        check_refused(rb, lambda: rb.extend(chunk), ValueError, "the environment dropped it.*SerialEnv")
+        check_refused(rb, lambda: rb.extend(chunk), ValueError, "the environment dropped it, .*SerialEnv")
     else:
         rb.extend(chunk)
         assert rb[:]["hindsight", "relabelled"][-1]
@@ -268,13 +268,13 @@ def test_an_episode_that_ends_at_the_origin_is_refused_if_its_last_step_is_lost(
 # Arguments
 
 NO_WHOLE_NUMBER = [0, -1, 2.5, 1e6, math.nan, "10", True]
-BAD_ARGUMENTS = [  # the argument, its values, the error and its message; {} is the value
+BAD_ARGUMENTS = [  # the argument, its values, the error and its message, in which {} is the value
     ("her_ratio", [-0.1, 1.0001, 4, math.nan, math.inf, -math.inf, "0.8", None], ValueError,
         r"her_ratio .*in \[0, 1\], got {}\..*k / \(k \+ 1\)"),
     ("strategy", ["futur", "", "Futures", "future "], ValueError,
         "Unknown strategy {}: use one of 'current', 'future', .*, or a GoalStrategy"),
     ("strategy", [Future, None, 3], TypeError, r"a GoalStrategy, got {}.*strategy=Future\(\)"),
-    *[(name, values, ValueError, name + " must be a whole number of at least 1, got {}")
+    *[(name, values, ValueError, name + " must be an integer of at least 1, got {}")
         for name, values in (("capacity", [*NO_WHOLE_NUMBER, None]), ("max_episode_steps", NO_WHOLE_NUMBER),
                              ("sequence_length", NO_WHOLE_NUMBER))],
     ("goal_fn", [5, "achieved"], TypeError, "goal_fn must be a function.*got {}"),
@@ -362,6 +362,6 @@ def test_sampling_transitions_that_were_written_before_the_transform_was_added_i
 def test_a_sample_that_is_not_made_of_whole_sequences_is_refused(count):
     rb = make_small_buffer(sequence_length=4)
     rb.extend(transitions(count=25))
-    message = f"sequence_length=4 and the sampled batch has {count} transitions.*slice length of the sampler"
+    message = f"batch has {count} transitions, .* multiple of sequence_length=4.*slice length of the sampler"
     check_refused(rb, lambda: rb.sample(count), ValueError, message)
     assert len(rb.sample(12)) == 12

@@ -1,4 +1,4 @@
-"""CompactGoals: redundant entries are not stored, and are in samples again."""
+"""CompactGoals: redundant entries are not stored, and are restored in samples."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LEFT_OUT = {*FLAGS, ("next", "desired_goal")}
 
 
 def written(count=50):
-    """Transitions with flags at the root, as collectors write them."""
+    """Return transitions with flags at the root, as collectors write them."""
     data = transitions(count=count)
     return data.update(dict.fromkeys(FLAGS, torch.zeros(count, 1, dtype=torch.bool)))
 
@@ -42,7 +42,7 @@ def test_redundant_entries_are_not_stored_and_restored_in_samples(n_step):
     assert sample["hindsight", "relabelled"].any()
 
 
-def test_the_copies_of_an_augmentation_are_stored_without_them_too():
+def test_copies_of_an_augmentation_are_stored_without_redundant_entries():
     rb = buffer(CompactGoals(), make_augmentation(n_sampled_goal=2))
     assert len(rb) == 150
     assert LEFT_OUT.isdisjoint(rb.storage[:].keys(True))
@@ -50,7 +50,7 @@ def test_the_copies_of_an_augmentation_are_stored_without_them_too():
     assert torch.equal(sample["desired_goal"], sample["next", "desired_goal"])
 
 
-def test_alone_it_changes_nothing_but_the_storage():
+def test_without_hindsight_it_changes_only_the_storage():
     rb = buffer(CompactGoals())
     expected = written()
     sample = rb[:]
@@ -58,7 +58,7 @@ def test_alone_it_changes_nothing_but_the_storage():
     assert (sample == expected).all()
 
 
-def test_a_sample_is_not_written_into():
+def test_the_input_of_forward_is_not_modified():
     compact = CompactGoals()
     stored = compact.inv(written())
     before = set(stored.keys(True, True))
@@ -69,12 +69,12 @@ def test_a_sample_is_not_written_into():
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
-        (lambda: (hindsight(), CompactGoals()), "listed after the transform that relabels .* list it before"),
+        (lambda: (hindsight(), CompactGoals()), "comes after the transform that relabels .* Place CompactGoals first"),
         (lambda: (CompactGoals(desired_goal_key="goal"), hindsight()), "the same desired_goal_key and done_key"),
         (lambda: (CompactGoals(done_key=("agents", "done")), hindsight()), "the same desired_goal_key and done_key"),
         (
             lambda: (RenameTransform(["done"], ["ended"]), CompactGoals(), hindsight()),
-            r"RenameTransform is listed before HERTransform and works on \['done'\]",
+            r"RenameTransform comes before HERTransform and works on \['done'\]",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_wrong_order_and_other_keys_are_refused(transforms, message):
         buffer(*transforms())
 
 
-def test_transforms_between_the_two_see_the_restored_entries():
+def test_transforms_after_it_see_the_restored_entries():
     rb = buffer(CompactGoals(), RenameTransform(["done"], ["ended"]), hindsight())
     assert "ended" in rb.sample()
 
@@ -106,7 +106,7 @@ def test_entries_that_are_not_redundant_are_refused_and_leave_no_trace(change, m
     check_refused(rb, lambda: rb.extend(change(written())), ValueError, message)
 
 
-def test_a_checkpoint_is_not_loaded_with_other_entries(tmp_path):
+def test_a_checkpoint_with_other_entries_is_refused(tmp_path):
     with_it, without = buffer(CompactGoals(), hindsight()), buffer(hindsight())
     with pytest.raises(ValueError, match="saved with CompactGoals"):
         without.load_state_dict(with_it.state_dict())
@@ -114,10 +114,10 @@ def test_a_checkpoint_is_not_loaded_with_other_entries(tmp_path):
         with_it.load_state_dict(without.state_dict())
 
 
-def test_rows_stored_with_it_are_not_sampled_without_it():
+def test_rows_stored_with_it_cannot_be_sampled_without_it():
     stored = buffer(CompactGoals(), hindsight()).storage
     rb = ReplayBuffer(storage=stored, transform=hindsight(), batch_size=64)
-    with pytest.raises(KeyError, match="list it here, too"):
+    with pytest.raises(KeyError, match="sample with it too"):
         rb.sample()
 
 
@@ -132,8 +132,8 @@ def test_an_augmentation_refuses_a_write_before_it_holds_anything_back():
 
 
 @pytest.mark.parametrize("make", [hindsight, make_augmentation])
-def test_it_is_used_once_before_the_other_and_never_in_an_environment(make):
-    with pytest.raises(ValueError, match="listed after the transform that relabels"):
+def test_it_comes_first_is_used_once_and_never_in_an_environment(make):
+    with pytest.raises(ValueError, match="comes after the transform that relabels"):
         buffer(make(), CompactGoals())
     with pytest.raises(ValueError, match="Several CompactGoals"):
         buffer(CompactGoals(), CompactGoals(), make())

@@ -14,7 +14,7 @@ MODULES = {
     for path in sorted(ROOT.rglob("*.py"))
     if path.name != "__init__.py"
 }
-# A module imports modules of earlier tiers, and of its own. Type-checking imports count.
+# A module imports only modules of earlier tiers and of its own tier, including imports for type checking.
 TIERS = [
     {"keys", "_torchrl"},
     {"storage"},
@@ -26,13 +26,13 @@ TIERS = [
     {"stamping"},
     {"transform", "augmentation", "__main__", "envs"},
 ]
-APART = {"episodes", "goals", "rewards"}  # these never import each other
-# Private names that are public API: NamedTuple's, and the extension points of transforms.
+APART = {"episodes", "goals", "rewards"}  # folders that never import each other
+# Names with an underscore that are public API: methods of NamedTuple and extension points of transforms.
 PUBLIC = {"_replace", "_asdict", "_fields", "_inv_call"}
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of the package that a file imports."""
+    """Return the modules of the package that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torchrl_her"):
@@ -77,7 +77,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 def test_private_attributes_of_other_libraries_are_used_in_one_module():
-    """An attribute with an underscore belongs to the package if the package assigns, annotates or defines it."""
+    """A private attribute belongs to the package if the package assigns, annotates or defines it."""
     own, used = set(PUBLIC), {}
     for name, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -96,7 +96,7 @@ def test_private_attributes_of_other_libraries_are_used_in_one_module():
 
 
 def test_folders_and_files_stay_small():
-    top = [path for path in ROOT.glob("*.py") if path.name != "__main__.py"]  # the command line, which nothing imports
+    top = [path for path in ROOT.glob("*.py") if path.name != "__main__.py"]  # __main__ is the command line
     assert len(top) <= 10, sorted(path.name for path in top)
     for path in MODULES.values():
         assert len(path.read_text().splitlines()) <= 350, path

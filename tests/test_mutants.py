@@ -1,4 +1,4 @@
-"""The oracles are tested: they distinguish the package from wrong versions of it, each with a function replaced."""
+"""Tests of the oracles: they must detect mutants of the package, in each of which one function is replaced."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ def goals_of_the_root(written, tensordict, keys, *_):
 
 
 def drawn_with(checks_owner, checks_length):
-    """`draw_from_table` without one of its checks."""
+    """Return a mutant in which `draw_from_table` lacks one of its checks."""
 
     def mutated(strategies, table, her_ratio, episode, step, _):
         (strategy,) = strategies.values()
@@ -78,7 +78,7 @@ MUTANTS = COMMON | {
     "draws the future from t-1 on": future_from(
         lambda given: (given.step - 1).clamp(min=0), lambda given: given.length
     ),
-    "takes the last step but one for the last": replaced(
+    "mistakes the last step but one for the last": replaced(
         Final, "select", lambda _: lambda self, given: given.start + (given.length - 2).clamp(min=0)
     ),
     "ignores lanes": read_as(
@@ -95,7 +95,7 @@ MUTANTS = COMMON | {
         lambda _, written, *others: [(row, row + 1) for row in reversed(range(len(written.done)))],
     ),
     "serves stale rows": drawn_with(checks_owner=False, checks_length=True),
-    "relabels what is not in the table yet": drawn_with(checks_owner=True, checks_length=False),
+    "relabels transitions that are not in the table yet": drawn_with(checks_owner=True, checks_length=False),
     "writes into the storage's own tensordict": followed_by(
         HERTransform, "_unpack", lambda unpacked, self, data: (replace(unpacked[0], data=data), unpacked[1])
     ),
@@ -110,7 +110,7 @@ MUTANTS = COMMON | {
     "restores another goal under next": restored_with(
         lambda sample, *_: sample.set(("next", "desired_goal"), sample["desired_goal"] * 0)
     ),
-    "stores entries that it says it leaves out": replaced(CompactGoals, "_inv_call", lambda _: lambda self, data: data),
+    "stores entries that should be left out": replaced(CompactGoals, "_inv_call", lambda _: lambda self, data: data),
     "publishes running episodes at every write": PUBLISHED_AT_EVERY_WRITE,
     "publishes goals in another order": replaced(
         GoalTable,
@@ -175,18 +175,18 @@ N_STEP_MUTANTS = {
     ),
     "sums over the outcomes of a step later": replaced(NStepReward, "available", outcomes_of_a_step_later),
     "keeps the flags of the first step": recomputed_and(keep_flags_of_first_step),
-    "takes one flag of the last step for another": followed_by(
+    "mistakes one flag of the last step for another": followed_by(
         NStepReward, "keep_flags", lambda _, self, data: data.set(LAST_FLAGS, data.get(LAST_FLAGS).flip(-1))
     ),
-    "truncates where the new goal ends it before": recomputed_and(truncate_after_the_end),
-    "sees an end at the first step alone": followed_by(NStepReward, "_evaluate", first_end_alone),
+    "truncates windows that the new goal ended earlier": recomputed_and(truncate_after_the_end),
+    "sees an end only at the first step": followed_by(NStepReward, "_evaluate", first_end_alone),
     "keeps the number of steps": stored_again(NStepReward, "recompute", lambda keys: STEPS),
     "keeps gamma of all steps": stored_again(NStepReward, "recompute", lambda keys: GAMMA),
-    "takes the last reward for the first": recomputed_and(take_last_reward),
-    "relabels windows that have left the table in part": followed_by(
+    "mistakes the last reward for the first": recomputed_and(take_last_reward),
+    "relabels windows that have partly left the table": followed_by(
         NStepReward, "available", available_by_the_last_step
     ),
-    "relabels windows whatever is in the table": followed_by(
+    "relabels windows without looking at the table": followed_by(
         NStepReward, "available", lambda whole, *_: torch.ones_like(whole)
     ),
 }
@@ -201,7 +201,7 @@ SHARE_MUTANTS = {
 
 
 def check_streams():
-    """Write in every layout a stream of which every transition must be relabelled, and a random one."""
+    """Write two streams in every layout: one whose transitions must all be relabelled, and a random one."""
     lengths = ((5, "truncated"), (8, "silent"), (3, "terminated"))
     strategies = itertools.cycle(("final", "episode", "random", "future"))
     for number, (layout, strategy) in enumerate(zip(LAYOUTS, strategies, strict=False)):

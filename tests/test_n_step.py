@@ -1,4 +1,4 @@
-"""n-step returns under the new goal, against the oracle in plain Python."""
+"""n-step returns under the new goal, compared with an oracle in plain Python."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ is_refused = functools.partial(check_refused, error=(ValueError, TypeError), mes
 
 
 def block(lanes: Lanes, with_ids: bool = True) -> TensorDict:
-    """The data of a write: [lanes, time]."""
+    """Return the data of a write, ``[lanes, time]``."""
     return make_tensordict(rows_of(lanes), with_ids).reshape(len(lanes), -1)
 
 
 def feed(rb: ReplayBuffer, oracle: NStepOracle, writes: Iterable[Lanes], change: Callable | None = None) -> None:
-    """Write to the buffer and to the oracle; ``change`` maps the data to what the buffer gets."""
+    """Write to the buffer and to the oracle. The buffer gets the data after ``change``."""
     for lanes in writes:
         if change is None:
             write(rb, lanes, oracle.stream.layout, oracle)
@@ -55,7 +55,7 @@ def feed(rb: ReplayBuffer, oracle: NStepOracle, writes: Iterable[Lanes], change:
 
 
 def read(batch: TensorDictBase, oracle: NStepOracle) -> Iterator[tuple[dict, list[Transition], Any]]:
-    """The entries of each transition, its window and its new goal, None where it was not relabelled."""
+    """Yield the entries of each transition, its window, and its new goal or None if it was not relabelled."""
     for row in as_dicts(batch, [*oracle.entries, RELABELLED]):
         goal = row["desired_goal"] if row.pop(RELABELLED) else None
         yield row, oracle.windows[row["uid"]], goal
@@ -65,7 +65,7 @@ def read(batch: TensorDictBase, oracle: NStepOracle) -> Iterator[tuple[dict, lis
 
 
 def hand_made(*outcomes: int, end: str = "truncated") -> list[Transition]:
-    """A window from cell 0 over the given cells, with the goal 9."""
+    """Return a window from cell 0 over the given cells, with the goal 9."""
     cells, last = [0, *outcomes], len(outcomes) - 1
     return [
         Transition(at, 0, 0, at, (0, cells[at]), (0, cells[at + 1]), (0, 9), *flags)
@@ -75,16 +75,16 @@ def hand_made(*outcomes: int, end: str = "truncated") -> list[Transition]:
 
 
 BY_HAND = {
-    # outcomes 1, 2, 3 and the goal 9: 16 * cell - goal = 7, 23, 39
+    # The rewards 16 * cell - goal of the cells 1, 2, 3 with the goal 9 are 7, 23, 39.
     "original": (hand_made(1, 2, 3, end=""), None, 7 + 0.5 * 23 + 0.25 * 39, 3, False, False),
     "original, truncated": (hand_made(1, 2), None, 7 + 0.5 * 23, 2, False, True),
     "original, terminated": (hand_made(1, 2, end="terminated"), None, 7 + 0.5 * 23, 2, True, False),
-    "reached at once": (hand_made(1, 2, 3), (0, 1), 15, 1, True, False),
-    "reached on the way": (hand_made(1, 2, 3), (0, 2), 14 + 0.5 * 30, 2, True, False),
+    "reached in the first step": (hand_made(1, 2, 3), (0, 1), 15, 1, True, False),
+    "reached in the second step": (hand_made(1, 2, 3), (0, 2), 14 + 0.5 * 30, 2, True, False),
     "reached twice": (hand_made(1, 2, 1), (0, 1), 15, 1, True, False),
     "reached at a truncation": (hand_made(1, 2, 3), (0, 3), 13 + 0.5 * 29 + 0.25 * 45, 3, True, True),
     "not reached": (hand_made(1, 2, 3), (0, 4), 12 + 0.5 * 28 + 0.25 * 44, 3, False, True),
-    "the old goal's end does not end it": (hand_made(1, 2, end="terminated"), (0, 4), 12 + 0.5 * 28, 2, False, False),
+    "ended only under the old goal": (hand_made(1, 2, end="terminated"), (0, 4), 12 + 0.5 * 28, 2, False, False),
 }
 
 
@@ -138,7 +138,7 @@ def test_every_case_occurs_and_is_right_in_a_buffer_that_wrapped_many_times(kind
         kind = functools.partial(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5)
     rb, oracle = fill(replace(WALK, rows=40, strategy=strategy), kind=kind)
     count = oracle.check(seeded_sample(rb, 2_000))
-    # At random, a goal is seldom one of the own episode's.
+    # With "random", goals of the transition's own episode are rare.
     assert not missing(count, ("original",) if strategy == "random" else ("original", "new goal"), strategy)
     assert 0.7 < count["relabelled"] / (count["relabelled"] + count["original"]) < 0.85
 
@@ -146,7 +146,7 @@ def test_every_case_occurs_and_is_right_in_a_buffer_that_wrapped_many_times(kind
 def test_goals_are_drawn_uniformly_from_the_transitions_own_step_on():
     rb, _ = fill(Stream(n=3, gamma=0.9, lanes=1, chunk=20, writes=1, lengths=((6, "truncated"),), layout="flat"))
     rows = as_dicts(seeded_sample(rb, 28_000), ["uid", "desired_goal"])
-    for at in range(6):  # of the first episode
+    for at in range(6):  # the steps of the first episode
         drawn = Counter(row["desired_goal"][1] - 1 for row in rows if row["uid"] == at)
         assert sorted(drawn) == list(range(at, 6))
         share = drawn.total() / (6 - at)
@@ -178,7 +178,7 @@ def test_the_window_can_be_changed_while_writing():
 
 CUT = {
     **{f"max_episode_steps={steps}": (RUNNING, {"max_episode_steps": steps}, steps) for steps in (2, 3, 5, 8)},
-    # There the end of the episode is next to its start.
+    # In a full table, the last row of the episode is followed by its first row.
     "the table is full": (replace(RUNNING, chunk=5, writes=3, capacity=10, strategy="episode"), {}, 10),
 }
 
@@ -204,8 +204,8 @@ def test_long_episodes_are_relabelled_while_they_run_as_far_as_their_windows_are
         feed(rb, oracle, [lanes])
         oracle.check(rb[:])
         relabelled.append(int(rb[:][RELABELLED].sum()) // 2)
-    # With 70 steps all are known, of which the n-step transform holds five back. Of the next sixty steps, none is
-    # known: the 66 windows of five steps that lie in the first 70. With 140 all are known again.
+    # After 70 steps, the table holds them all, and the n-step transform holds back the last five. During the next 60
+    # steps, it holds the first 70, which contain 66 windows of five steps. After 140 steps, it holds all again.
     assert relabelled == [0] * 6 + [65] + [66] * 6 + [135, 136]
 
 
@@ -218,10 +218,10 @@ def test_flags_that_the_data_does_not_have_are_not_needed(without):
     batch = seeded_sample(rb, 2_000)
     assert set(absent).isdisjoint(batch.keys(True))
     for key in absent:
-        batch[key] = torch.zeros_like(batch["done"])  # `judged` reads them
+        batch[key] = torch.zeros_like(batch["done"])  # the oracle reads them
     for row, window, goal in read(batch, oracle):
         right = expected_in_float32(window, goal, stream)
-        # As for single steps: relabelled, done says no more than terminated.
+        # As for single steps, done equals terminated in relabelled transitions.
         done = right["next", "terminated"] if goal and stream.tells_terminated else window[-1].done
         assert (row["next", "done"], row[NEXT_REWARD]) == (done, right[NEXT_REWARD])
 
@@ -292,7 +292,7 @@ def test_transforms_after_it_see_the_return_of_the_new_goal():
 
 
 def test_all_returns_are_recomputed_if_asked_for():
-    """A buffer with wrong rewards returns what one with the right rewards does, with the original goals."""
+    """With the original goals, samples of a buffer with wrong rewards equal those of a buffer with correct rewards."""
     samples = []
     for stored, options in ((1.0, {}), (7.0, {"recompute_all_rewards": True})):
         rb = make_buffer(WALK, Compose(n_step(), her(her_ratio=0.0, **options)))
@@ -303,14 +303,14 @@ def test_all_returns_are_recomputed_if_asked_for():
         samples.append(rb[:])
     right, recomputed = samples
     stale = torch.isclose(recomputed[NEXT_REWARD], 7 * right[NEXT_REWARD]) & (right[NEXT_REWARD] != 0)
-    assert stale.float().mean() < 0.2  # windows that are not in the table completely
+    assert stale.float().mean() < 0.2  # windows that are only partly in the table
     for key in (NEXT_REWARD, "steps_to_next_obs", ("next", "done"), ("next", "terminated")):
         one, other = (rows[key].reshape(-1)[~stale.reshape(-1)] for rows in samples)
         torch.testing.assert_close(one, other)
 
 
 def test_recomputed_returns_with_the_original_goal_do_not_end_where_the_episode_did_not():
-    """The walk passes its goal in step 4 and goes on; the reward module calls that an end."""
+    """The walk passes its goal in step 4 and continues, although the reward module ends the episode there."""
     at = torch.arange(13.0).unsqueeze(1)
     data = TensorDict({"achieved_goal": at[:-1], "desired_goal": torch.full((12, 1), 5.0)}, batch_size=12)
     data["next"] = TensorDict({"achieved_goal": at[1:], "desired_goal": torch.full((12, 1), 5.0)}, batch_size=12)
@@ -336,8 +336,8 @@ class Swap(torch.nn.Module):
 
 
 @pytest.mark.parametrize("goal_fn", [Swap().forward, Swap()], ids=["function", "module"])
-def test_goal_fn_maps_each_outcome_on_the_way_once(goal_fn):
-    """Achieved are states ``(cell, episode, more)``: mapping a goal a second time would swap it back."""
+def test_goal_fn_maps_each_outcome_of_a_window_once(goal_fn):
+    """The achieved entries are states ``(cell, episode, more)``. Mapping a goal twice would swap it back."""
     rb, oracle = make_buffer(WALK, Compose(n_step(), her(goal_fn=goal_fn))), NStepOracle(WALK)
     achieved = ["achieved_goal", NEXT_ACHIEVED]
 
@@ -370,11 +370,11 @@ def test_the_windows_of_a_sequence_get_one_goal():
 
 
 def line(start: int, steps: int, ends: bool) -> TensorDict:
-    """An episode, or a part of one, that goes from ``start`` on by 1: [steps]."""
+    """Return an episode, or a part of one, ``[steps]``, in which the goal grows from ``start`` by 1 in each step."""
     return make_episode(torch.arange(start, start + steps + 1.0).unsqueeze(-1), torch.tensor([-1.0]), truncated=ends)
 
 
-PARTLY_KNOWN = {  # windows of episodes of which the table does not have all
+PARTLY_KNOWN = {  # episodes that are only partly in the table
     "an episode that goes on": (1_000, [line(0, 70, False), line(70, 30, False)]),
     "a table that is too small": (50, [line(100 * episode, 20, True) for episode in range(12)]),
 }
@@ -398,7 +398,7 @@ def test_a_sequence_gets_one_goal_or_keeps_its_own(case):
 
 
 def loaded_or_flushed(how: str, rb: ReplayBuffer, path: Path) -> ReplayBuffer:
-    """Drop what the n-step transform holds back: it is in no state dict, and flush drops it."""
+    """Copy or flush a buffer. Either way, steps that the n-step transform holds back are dropped."""
     if how != "flush":
         return WAYS_TO_COPY[how](rb, make_buffer(WALK), path)
     rb.transform[1].flush()
@@ -409,7 +409,7 @@ LOADED_OR_FLUSHED = pytest.mark.parametrize("how", ["dumps", "state_dict", "flus
 
 
 def half_written() -> tuple[ReplayBuffer, NStepOracle, Lanes]:
-    """A buffer after 17 writes of `WALK`, and the rest of each lane: all are inside an episode."""
+    """Return a buffer after 17 writes of `WALK`, when all lanes are within an episode, and the rest of each lane."""
     writes = list(WALK)
     rb, oracle = make_buffer(WALK), NStepOracle(WALK)
     feed(rb, oracle, writes[:17])
@@ -419,7 +419,7 @@ def half_written() -> tuple[ReplayBuffer, NStepOracle, Lanes]:
 
 
 def in_chunks(lanes: Lanes, size: int) -> Iterator[Lanes]:
-    """Cut lanes into writes of ``size`` steps, without the last ones where they do not fill a write."""
+    """Cut lanes into writes of ``size`` steps. Remaining steps that do not fill a write are left out."""
     for first in range(0, len(lanes[0]) - size + 1, size):
         yield [steps[first : first + size] for steps in lanes]
 
@@ -433,20 +433,20 @@ def test_lanes_go_on_after_loading_and_after_flush(how, tmp_path):
     oracle.lose_what_is_held_back()
     oracle.check(rb[:])
     feed(rb, oracle, in_chunks(lanes, WALK.chunk))
-    lost = 2 * WALK.n  # held back now, and at the time of saving or flushing
+    lost = 2 * WALK.n  # steps held back at the end, and when saving or flushing
     assert len(rb) == len(oracle.windows) == WALK.lanes * (WALK.chunk * WALK.writes - lost)
     assert not missing(check_often(rb, oracle))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_saved_windows_are_right_when_the_loading_buffer_has_another_window(n, tmp_path):
+def test_loaded_windows_are_correct_in_a_buffer_with_another_window(n, tmp_path):
     rb, oracle = fill(WALK)
     rb = WAYS_TO_COPY["dumps"](rb, make_buffer(replace(WALK, n=n)), tmp_path)
     assert oracle.check(seeded_sample(rb, 2_000))["relabelled"] > 100
 
 
 def check_fresh_start(rb: ReplayBuffer, oracle: NStepOracle, lanes: Lanes) -> None:
-    """Check that lanes can begin anywhere, and that nothing held back is joined to them."""
+    """Check that lanes can begin anywhere, and that steps that were held back are not joined to them."""
     oracle.lose_what_is_held_back()
     oracle.end_episodes()
     before = len(rb)
@@ -480,15 +480,15 @@ def test_a_copy_of_the_buffer_goes_on_as_the_original_does(copy_of):
     writes = list(in_chunks(lanes, WALK.chunk))
     feed(copied, other, writes)
     assert other.check(copied[:]).total() > 0
-    feed(rb, oracle, writes[:3])  # the original has not noticed
+    feed(rb, oracle, writes[:3])  # the original is unchanged
     oracle.check(rb[:])
 
 
-# What is refused
+# Refused transforms and writes
 
 
 def reward_module(*in_keys: Any) -> TensorDictModule:
-    """A reward that reads the given entries."""
+    """Return a reward module that reads the given entries."""
     return TensorDictModule(lambda *entries: sum(entry[..., :1] for entry in entries), list(in_keys), [NEXT_REWARD])
 
 
@@ -499,7 +499,7 @@ REFUSED_TRANSFORMS = {
     "n steps of n steps": lambda: (n_step(), n_step(), her()),
     "a reward of the action": lambda: (n_step(), her(reward_module(NEXT_ACHIEVED, "desired_goal", "action"))),
     "a reward of the observation": lambda: (n_step(), her(reward_module("desired_goal", ("next", "observation")))),
-    # The goal achieved before is not an outcome of the window.
+    # The goal achieved before the window is not among its outcomes.
     "a reward of how far a step went": lambda: (n_step(), her(reward_module("achieved_goal", NEXT_ACHIEVED))),
     "a reward of the info": lambda: (n_step(), her(EnvReward(make_tape, info_keys=["observation"]))),
     "goal_fn and a module": lambda: (n_step(), her(reward_module(NEXT_ACHIEVED, "desired_goal"), goal_fn=torch.clone)),
@@ -509,9 +509,9 @@ REFUSED_TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("chunk", [2, 20])  # less than the window, of which TorchRL stores nothing, and more
+@pytest.mark.parametrize("chunk", [2, 20])  # shorter than the window, so that TorchRL stores nothing yet, and longer
 @pytest.mark.parametrize("name", REFUSED_TRANSFORMS)
-def test_transforms_that_cannot_give_right_returns_are_refused(name, chunk):
+def test_transforms_that_cannot_give_correct_returns_are_refused(name, chunk):
     (lanes,) = stream = replace(WALK, chunk=chunk, writes=1)
     rb = make_buffer(stream, Compose(*REFUSED_TRANSFORMS[name]()))
     data = block(lanes)
@@ -519,8 +519,9 @@ def test_transforms_that_cannot_give_right_returns_are_refused(name, chunk):
     is_refused(rb, lambda: rb.extend(data), message="MultiStepTransform")
 
 
-# From the writes (each ``[lanes, time]``), and how many were written before, to a write that must not follow them.
-# Episodes have seven steps and writes five: after two, three and four writes all lanes are inside an episode.
+# Functions of the writes (each ``[lanes, time]``) and of the number of earlier writes. They return a write that must be
+# refused. Episodes have seven steps and writes five, so after two, three and four writes all lanes are within an
+# episode.
 MIXED = {
     "flattened": lambda writes, k: writes[k].reshape(-1),
     "flattened, time first": lambda writes, k: writes[k].transpose(0, 1).reshape(-1),
@@ -569,7 +570,7 @@ def test_lanes_at_the_same_goals_are_distinguished_by_their_ids():
 
 @with_and_without_ids
 def test_lanes_that_follow_each_other_after_an_end_are_not_refused(with_ids):
-    """Whole episodes one after the other: no window reaches over an end."""
+    """The lanes are whole episodes, one after the other, so no window spans two episodes."""
     joined = replace(SEVENS, lanes=1, layout="flat with ids" if with_ids else "flat")
     rb, oracle = make_buffer(joined), NStepOracle(joined)
     feed(rb, oracle, ([list(itertools.chain(*lanes))] for lanes in replace(SEVENS, chunk=7)))
@@ -578,7 +579,7 @@ def test_lanes_that_follow_each_other_after_an_end_are_not_refused(with_ids):
 
 
 def test_limits_of_torchrls_transform():
-    """A TensorDictReplayBuffer can neither ``add`` through a MultiStepTransform, nor take one step of several lanes."""
+    """With MultiStepTransform, a TensorDictReplayBuffer supports neither ``add`` nor single steps of several lanes."""
     single = replace(WALK, layout="add", lanes=1)
     rb = make_buffer(single, n_step(), kind=TensorDictReplayBuffer)
     with pytest.raises(RuntimeError, match="Not enough dimensions"):

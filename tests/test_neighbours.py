@@ -1,4 +1,4 @@
-"""Transforms listed before and after HERTransform: an order that would give wrong rewards or goals is refused."""
+"""Transforms before and after HERTransform: an order that would give wrong rewards or goals is refused."""
 
 import gc
 from functools import partial
@@ -32,8 +32,8 @@ def normalize_when_written(key, result):
     return lambda: ObservationNorm(0.0, 2.0, in_keys=[], out_keys=[], in_keys_inv=[key], out_keys_inv=[result])
 
 
-SCALED_REWARDS = "RewardScaling is listed before HERTransform.*reward.*list it after"
-SCALED_GOALS = "RewardScaling is listed before HERTransform.*desired_goal.*list it after"
+SCALED_REWARDS = "RewardScaling comes before HERTransform.*reward.*Place it after"
+SCALED_GOALS = "RewardScaling comes before HERTransform.*desired_goal.*Place it after"
 REFUSED = {
     "rewards scaled before": ({"before": [scale_rewards]}, SCALED_REWARDS),
     "goals scaled before": ({"before": [scale_goals]}, SCALED_GOALS),
@@ -42,13 +42,13 @@ REFUSED = {
     ),
     "goals normalized when written": (
         {"before": [normalize_when_written("desired_goal", "raw")]},
-        "ObservationNorm is listed before HERTransform and writes.*desired_goal.*list it after",
+        "ObservationNorm comes before HERTransform and writes.*desired_goal.*Place it after",
     ),
     "goals computed when written": (
         {"before": [normalize_when_written("scaled", "desired_goal")]},
-        "ObservationNorm is listed before HERTransform and works on.*desired_goal.*list it after",
+        "ObservationNorm comes before HERTransform and works on.*desired_goal.*Place it after",
     ),
-    "two of them": ({"after": [make_hindsight]}, "Two transforms would relabel.*keep one"),
+    "two transforms with hindsight": ({"after": [make_hindsight]}, "Two transforms .* would relabel.*keep one"),
     "n steps over padding": (
         {"before": [n_steps], "mask_key": "mask"}, "padding that mask_key='mask' marks.*split_trajs=False"
     ),
@@ -61,7 +61,7 @@ def written(count):
 
 @pytest.mark.parametrize("count", [1, 10])
 @pytest.mark.parametrize("name", REFUSED)
-def test_transforms_that_relabelling_would_undo_or_that_would_undo_it_are_refused(name, count):
+def test_transforms_that_would_undo_relabelling_or_be_undone_by_it_are_refused(name, count):
     options, message = REFUSED[name]
     rb = make_small_buffer(**options)
     check_refused(rb, lambda: rb.extend(written(count)), ValueError, message)
@@ -70,20 +70,20 @@ def test_transforms_that_relabelling_would_undo_or_that_would_undo_it_are_refuse
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_rewards_that_are_summed_when_written_are_refused(where):
     rb = make_small_buffer(**{where: [partial(Reward2GoTransform, out_keys=["reward_to_go"])]})
-    chunk = transitions(count=25)  # a whole episode, without which Reward2GoTransform raises an error of its own
-    check_refused(rb, lambda: rb.extend(chunk), ValueError, "Reward2GoTransform sums.*leave it out")
+    chunk = transitions(count=25)  # a whole episode, since otherwise Reward2GoTransform itself raises an error
+    check_refused(rb, lambda: rb.extend(chunk), ValueError, "Reward2GoTransform sums.*Remove Reward2GoTransform")
 
 
-@pytest.mark.parametrize("count", [1, 10])  # n steps before the first transition comes out of a MultiStepTransform
-def test_n_steps_after_it_are_refused(count):
+@pytest.mark.parametrize("count", [1, 10])  # with 1, MultiStepTransform does not return a transition yet
+def test_a_multi_step_transform_after_hindsight_is_refused(count):
     rb = make_small_buffer(after=[n_steps])
-    with pytest.raises(ValueError, match=r"listed after HERTransform.*list it before"):
+    with pytest.raises(ValueError, match=r"comes after HERTransform.*Place it before"):
         rb.extend(transitions(count=count))
     assert len(rb) == 0
 
 
 @pytest.mark.parametrize(("scale", "message"), [(scale_rewards, SCALED_REWARDS), (scale_goals, SCALED_GOALS)])
-def test_a_wrong_order_is_refused_wherever_the_transform_is_nested_and_whenever_it_arises(scale, message):
+def test_a_wrong_order_is_refused_for_nested_and_for_inserted_transforms(scale, message):
     nested = Compose(scale(), Compose(StepCounter(), make_hindsight()))
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=nested)
     check_refused(rb, lambda: rb.extend(transitions()), ValueError, message)
@@ -93,7 +93,7 @@ def test_a_wrong_order_is_refused_wherever_the_transform_is_nested_and_whenever_
     check_refused(rb, lambda: rb.extend(transitions(10)), ValueError, message)
 
 
-def test_a_transform_that_takes_the_place_of_another_is_checked():
+def test_a_transform_that_replaces_another_is_checked():
     rb = make_small_buffer(before=[StepCounter])
     rb.extend(transitions())
     rb.transform.pop(0)
@@ -109,7 +109,7 @@ def test_a_sample_without_an_entry_that_relabelling_replaces_is_refused(key):
     rb = make_small_buffer(before=[partial(SelectTransform, *kept, "hindsight_stamp", keep_rewards=False)])
     rb.extend(transitions(count=25))
     with pytest.raises(
-        KeyError, match=r"The sample has no entry .* although it was written: list the transform that drops it"
+        KeyError, match=r"The sample has no entry .* although it was written\. Place the transform that drops it"
     ):
         rb.sample(5)
 
@@ -125,7 +125,7 @@ def test_transforms_that_relabelling_does_not_undo_are_not_refused():
     torch.testing.assert_close(batch[REWARD], expected, check_dtype=False)
 
 
-def test_the_order_is_not_looked_up_in_a_container_that_is_gone():
+def test_a_deleted_container_is_ignored():
     transform = make_hindsight()
     container = Compose(transform)
     del container

@@ -1,4 +1,4 @@
-"""Recomputed rewards and flags: of any module, compared with those stored, and refused at the first write."""
+"""Rewards and flags recomputed by any module, their comparison with stored rewards, and refused modules."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_a_module_may_read_the_action_and_any_other_entry():
 
 @pytest.mark.parametrize("terminates", [True, False])
 @pytest.mark.parametrize("others", [[], [("next", "success"), "observation", "new"]])
-def test_a_module_may_end_episodes_and_whatever_else_it_writes_changes_no_entry(others, terminates):
+def test_a_module_may_end_episodes_and_its_other_outputs_change_no_entry(others, terminates):
     written = point_reach()
     written["next", "success"] = torch.rand(len(written), 1)
     written["observation"] = torch.rand(len(written), 4)
@@ -64,15 +64,15 @@ class Tenfold(GoalReward):
 
 
 class TenfoldAndMore(Tenfold):
-    """Writes a further entry, too."""
+    """Also writes another entry."""
 
     def set_keys(self, **keys):
-        """Write a further entry."""
+        """Add another out_key."""
         super().set_keys(**keys)
         self.out_keys = [*self.out_keys, "new"]
 
     def evaluate(self, achieved, desired, tensordict):
-        """Return the reward, and the distance."""
+        """Return the reward and the distance."""
         return [*super().evaluate(achieved, desired, tensordict), distance(achieved, desired)]
 
 
@@ -97,7 +97,7 @@ def test_hooks_of_a_reward_are_called(register):
     assert called
 
 
-def test_a_reward_keeps_the_dtype_that_is_stored():
+def test_a_reward_keeps_the_stored_dtype():
     written = point_reach()
     written[REWARD] = written[REWARD].double()
     check_relabelled(
@@ -136,9 +136,9 @@ WRONG_SHAPES = {
     "one per number": (lambda achieved, desired: achieved - desired, r"\(\d+, 2\)"),
 }
 WRONG_MODULES = [lambda achieved, desired: achieved - desired, all_pairs]
-MODULE_SHAPE = r"shape .*under \('next', 'reward'\) where rewards of the shape \(\d+, 1\) are stored"
+MODULE_SHAPE = r"shape .*under \('next', 'reward'\), but stored rewards have the shape \(\d+, 1\)"
 REFUSED = {
-    "nothing": (lambda achieved, desired: None, TypeError, "returned None: it must return one value per row"),
+    "nothing": (lambda achieved, desired: None, TypeError, "must return one value per row, but it returned None"),
     "an error": (raises, RuntimeError, "no reward today"),
     **{f"rewards, {name}": (function, ValueError, ONE_VALUE.format("reward", shape) + ".*dim=-1")
        for name, (function, shape) in WRONG_SHAPES.items()},
@@ -170,7 +170,7 @@ def test_rewards_may_be_stored_without_a_last_dimension():
 
 def test_rewards_of_several_agents_need_a_module_that_writes_them_all():
     several = changed(lambda reward: reward[:, None].expand(-1, 3, 1), REWARD)
-    check_leaves_no_trace(several, ValueError, r"rewards of the shape \(10, 3, 1\).*one reward per agent")
+    check_leaves_no_trace(several, ValueError, r"rewards have the shape \(10, 3, 1\).*one reward per agent")
 
 
 def test_a_class_in_place_of_a_reward_is_refused():
@@ -191,20 +191,21 @@ def test_an_entry_that_relabelling_recomputes_and_that_is_not_stored_is_refused(
 def test_flags_that_are_not_recomputed_may_be_missing(options):
     rb = make_small_buffer(GoalReward(distance, **options))
     rb.extend(transitions().exclude(TERMINATED, ("next", "truncated")))
-    assert rb.sample(50)["hindsight", "relabelled"].sum() == 0  # the episode still runs
+    assert rb.sample(50)["hindsight", "relabelled"].sum() == 0  # the episode is still running
     assert len(rb) == 10
 
 
 def test_a_module_that_writes_no_reward_is_refused():
-    with pytest.raises(ValueError, match=r"writes \['reward'\] and not \('next', 'reward'\).*reward_key="):
+    message = r"must write \('next', 'reward'\), but its out_keys are \['reward'\].*reward_key="
+    with pytest.raises(ValueError, match=message):
         HERTransform(TensorDictModule(distance, GOALS, ["reward"]))
 
 
-# Rewards that differ from those stored
+# Rewards that differ from stored rewards
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_reward_that_differs_from_those_stored_is_reported_once():
+def test_a_reward_that_differs_from_stored_rewards_is_reported_once():
     rb = make_small_buffer(lambda achieved, desired: 10 * distance(achieved, desired))
     with pytest.warns(UserWarning, match=r"gives 22\.36.* whose stored reward is 2\.236.*EnvReward\(env\)"):
         rb.extend(transitions())

@@ -1,4 +1,4 @@
-"""The private attributes of TorchRL, tensordict and torch still mean what `torchrl_her._torchrl` takes them for."""
+"""The private attributes of TorchRL, tensordict and torch behave as `torchrl_her._torchrl` assumes."""
 
 import copy
 
@@ -67,7 +67,7 @@ def test_hooks_of_a_checkpointer_are_found():
     assert _torchrl.hooks_of(checkpointer) == ([one], [other])
 
 
-def test_a_storage_is_checked_before_the_cursor_moves_and_counts_what_is_written():
+def test_a_storage_is_checked_before_the_cursor_moves_and_counts_written_transitions():
     storage = PackedStorage(10)
     rb = ReplayBuffer(storage=storage)
     rb.extend(transitions(count=4))

@@ -1,4 +1,4 @@
-"""HERTransform as a whole: against the oracle, with goals of all kinds, and as a transform that is copied and saved."""
+"""HERTransform as a whole: comparison with the oracle, goals of all kinds, copies, saving and cost."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ RELABELLED = ("hindsight", "relabelled")
 
 @pytest.mark.filterwarnings("ignore:.*left the goal table")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_however_the_data_arrives_goals_are_right_and_transitions_consistent(layout):
+def test_however_the_data_arrives_goals_are_correct_and_transitions_consistent(layout):
     @seed(LAYOUTS.index(layout))
     @settings(max_examples=25, deadline=None, database=None)
     @given(st.randoms(use_true_random=False))
@@ -36,10 +36,10 @@ def test_however_the_data_arrives_goals_are_right_and_transitions_consistent(lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_transition_is_relabelled_that_can_be_after_many_wrap_arounds(layout):
+def test_after_many_wrap_arounds_all_transitions_with_known_goals_are_relabelled(layout):
     lengths = ((5, "truncated"), (8, "terminated"), (3, "truncated"))
     stream = Stream(3, lengths, chunk=8, writes=40, layout=layout, rows=32, capacity=96)
-    assert run(stream) > 0.6  # the rest belongs to running episodes, or to the oldest one
+    assert run(stream) > 0.6  # the other transitions belong to running episodes or to the oldest episode
 
 
 def test_long_episodes_are_relabelled_before_they_end():
@@ -63,14 +63,14 @@ def test_long_episodes_are_relabelled_before_they_end():
 
 
 def episode_of(steps, goal_shape=(2,), dtype=torch.float32, number=0, desired=..., **options):
-    """One episode with random goals, of which the desired one is cut to the slice ``desired``."""
+    """Return an episode with random goals, whose desired goal is cut to the slice ``desired``."""
     generator = torch.Generator().manual_seed(number)
     goals = torch.randint(0, 256, (steps + 2, *goal_shape), generator=generator).to(dtype)
     return make_episode(goals[:-1], goals[-1][desired], **options)
 
 
 def counting(steps):
-    """One episode without an end, whose goals count its steps."""
+    """Return a running episode whose goals count its steps."""
     return make_episode(torch.arange(steps + 1.0)[:, None], torch.tensor([-1.0]), truncated=False)
 
 
@@ -82,7 +82,7 @@ def buffer_with(transform, *data, size=1000, **kwargs):
 
 
 def hindsight(**options):
-    """HERTransform that relabels everything it can."""
+    """Return a HERTransform that relabels all transitions with known goals."""
     return HERTransform(SparseReward(0), **({"her_ratio": 1.0} | options))
 
 
@@ -101,7 +101,7 @@ def half(state):
     return state[..., : state.shape[-1] // 2]
 
 
-def test_a_reward_that_two_transforms_share_maps_to_the_goals_of_each():
+def test_a_reward_shared_by_two_transforms_uses_the_goal_fn_of_each():
     reward, short = SparseReward(0.5), episode_of(6, goal_shape=(4,), desired=slice(2))
     first = buffer_with(HERTransform(reward, goal_fn=half, her_ratio=1.0), short)
     second = buffer_with(HERTransform(reward, her_ratio=1.0), episode_of(6, goal_shape=(4,)))
@@ -173,7 +173,7 @@ def test_padding_is_never_relabelled_and_never_a_goal(strategy):
 
 
 @pytest.mark.parametrize("chunk", [5, 40])
-def test_an_episode_that_was_loaded_ends_where_max_episode_steps_is_smaller(chunk):
+def test_a_loaded_episode_ends_if_it_exceeds_a_smaller_max_episode_steps(chunk):
     td = counting(100)
     before = hindsight(max_episode_steps=50)
     after = hindsight(max_episode_steps=20, strategy="final")
@@ -184,18 +184,18 @@ def test_an_episode_that_was_loaded_ends_where_max_episode_steps_is_smaller(chun
     assert rows["desired_goal"].flatten().tolist() == [50.0] * 20 + [70.0] * 20
 
 
-def test_max_episode_steps_ends_an_episode_that_never_does():
+def test_max_episode_steps_ends_an_episode_without_done_flag():
     rows = buffer_with(hindsight(strategy="final", max_episode_steps=5), counting(12))[:]
     assert rows[RELABELLED].flatten().tolist() == [True] * 10 + [False] * 2
     assert rows["desired_goal"].flatten()[:10].tolist() == [5.0] * 5 + [10.0] * 5
 
 
-def test_an_episode_longer_than_the_table_is_cut_to_what_fits():
+def test_an_episode_longer_than_the_table_is_cut():
     td = counting(50)
     td["next", "done"][-1] = True
     rows = buffer_with(hindsight(capacity=20), td)[:]
     relabelled = rows[RELABELLED].flatten()
-    assert relabelled[40:].all()  # the last piece: 20 + 20 + 10
+    assert relabelled[40:].all()  # the episode is cut into 20 + 20 + 10 steps
     assert (rows["desired_goal"] >= rows["next", "achieved_goal"])[relabelled].all()
 
 
@@ -211,21 +211,21 @@ def test_flush_ends_the_running_episodes():
     assert stamps[:, 1].tolist() == [*range(5), *range(7)]
 
 
-def test_reading_no_rows_returns_none():
+def test_reading_no_rows_returns_an_empty_batch():
     rb = buffer_with(hindsight(), episode_of(6))
     nothing = rb[torch.zeros(0, dtype=torch.int64)]
     assert nothing["desired_goal"].shape == (0, *rb[3]["desired_goal"].shape)
     assert nothing[RELABELLED].shape == (0, 1)
 
 
-def test_rows_that_carry_the_stamps_of_another_buffer_get_new_ones():
+def test_rows_with_old_stamps_get_new_stamps_when_written():
     rb = buffer_with(hindsight(), episode_of(6))
     rb.extend(rb.storage[:6].exclude("index").clone())
     assert (rb.storage[6:12]["hindsight_stamp"][:, 0] > rb.storage[:6]["hindsight_stamp"][:, 0]).all()
 
 
 @pytest.mark.parametrize("trajectory_key", [None, ("collector", "traj_ids")])
-def test_ids_are_used_unless_there_is_no_key_for_them(trajectory_key):
+def test_trajectory_ids_are_used_unless_trajectory_key_is_none(trajectory_key):
     td = torch.cat([episode_of(3, truncated=False)] * 2)
     td["collector", "traj_ids"] = torch.arange(6) // 3 + 1  # two episodes with the same goals
     rb = buffer_with(hindsight(trajectory_key=trajectory_key), td[[0, 3, 1, 4, 2, 5]])
@@ -239,11 +239,11 @@ def test_ids_are_used_unless_there_is_no_key_for_them(trajectory_key):
 @pytest.mark.parametrize("how", WAYS_TO_COPY)
 @pytest.mark.parametrize("layout", ["flat with ids", "one step of all lanes"])
 def test_a_copy_goes_on_as_the_original_would(how, layout, tmp_path):
-    """Also with long episodes, of which a part is published."""
+    """The episodes include long ones that are partly published."""
     stream = Stream(3, ((7, "truncated"), (70, "truncated")), 8, 40, layout, rows=240, capacity=720, her_ratio=0.8)
     writes = list(stream)
     original = make_buffer(stream)
-    for lanes in writes[:25]:  # in the middle of episodes
+    for lanes in writes[:25]:  # stops in the middle of episodes
         write(original, lanes, layout)
     copied = WAYS_TO_COPY[how](original, make_buffer(stream), tmp_path)
     for lanes in [None, *writes[25:]]:
@@ -265,7 +265,7 @@ def test_a_clone_is_independent():
     assert same(transform.get_extra_state(), before)
     assert not same(clone.get_extra_state(), before)
     rb.extend(episode_of(6)[3:])
-    assert same(transform.get_extra_state(), clone.get_extra_state())  # each continued the same episode
+    assert same(transform.get_extra_state(), clone.get_extra_state())  # both continued the same episode
 
 
 def test_a_saved_state_does_not_change_with_later_writes():
@@ -289,7 +289,7 @@ def test_a_shared_table_is_seen_by_a_copy_without_open_lanes():
 
 
 def operations_with(episodes, size, strategy, run):
-    """What runs in a buffer that holds so many episodes: the operators and the sizes of their results."""
+    """Return the operators that ``run`` executes, and the sizes of their results, in a buffer with some episodes."""
     transform = HERTransform(SparseReward(0), strategy=strategy, capacity=size)
     rb = buffer_with(transform, *[episode_of(20, number=number) for number in range(episodes)], size=size)
     stored = rb.storage[torch.arange(32)]
@@ -311,14 +311,14 @@ def test_the_cost_of_a_write_does_not_depend_on_how_much_is_stored():
     new = episode_of(20, number=1000)
     few, many = (operations_with(n, 100_000, "future", lambda transform, _: transform.inv(new)) for n in (2, 500))
     assert few == many
-    assert max(numel for _, numel in few) <= 20 * 4 * 2 * 4  # the bytes of four goals of two floats
+    assert max(numel for _, numel in few) <= 20 * 4 * 2 * 4  # 20 transitions with four goals of two 4-byte floats
 
 
-# Faults that were found
+# Regressions
 
 
-def test_sampling_leaves_stored_entries_under_its_own_keys_alone():
-    """A list returns its own tensordicts, and what is written can have entries under the keys of samples."""
+def test_sampling_does_not_change_stored_entries_under_the_keys_of_samples():
+    """A ListStorage returns its own tensordicts, and written data can have entries under the keys of samples."""
     rows = episode_of(40)
     rows[RELABELLED] = torch.zeros(40, 1, dtype=torch.bool)
     rb = TensorDictReplayBuffer(storage=ListStorage(100), transform=hindsight(her_ratio=1.0), batch_size=40)
@@ -349,7 +349,7 @@ def test_its_representation_names_the_settings():
 
 
 @pytest.mark.parametrize("name", ["capacity", "sequence_length"])
-def test_integers_may_be_numpys(name):
+def test_integer_arguments_may_be_numpy_integers(name):
     transform = hindsight(**{name: np.int64(3)})
     assert type(getattr(transform, name)) is int
     buffer_with(transform, episode_of(6))
@@ -364,6 +364,6 @@ def test_goals_do_not_change_with_the_callers_tensors():
     assert reached(goals.unsqueeze(1), expected).any(-1).all()
 
 
-def test_an_environment_in_place_of_a_reward_is_refused():
+def test_an_environment_instead_of_a_reward_is_refused():
     with pytest.raises(TypeError, match=r"HERTransform\(EnvReward\(env\)\)"):
         HERTransform(GymEnv("torchrl_her/PointReach-v0"))

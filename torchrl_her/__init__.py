@@ -1,4 +1,4 @@
-"""Hindsight Experience Replay for TorchRL, as one transform of the replay buffer."""
+"""Hindsight Experience Replay for TorchRL, as a transform of the replay buffer."""
 
 from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
@@ -6,19 +6,8 @@ from torchrl_her.diagnosis.goal_env.check import check_goal_env
 from torchrl_her.diagnosis.goal_env.finding import Finding, GoalEnvReport
 from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.goals.mixture import Mixture
-from torchrl_her.goals.strategies import (
-    Current,
-    Episode,
-    Final,
-    Future,
-    Geometric,
-    GoalStrategy,
-    PastDesired,
-    Random,
-    StrategyInput,
-    Subgoal,
-    uniform,
-)
+from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
+from torchrl_her.goals.strategy import GoalStrategy, StrategyInput, uniform
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.rewards.env_reward import EnvReward

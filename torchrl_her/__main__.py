@@ -1,4 +1,4 @@
-"""``python -m torchrl_her check FetchReach-v4`` checks a goal environment."""
+"""The command line: `python -m torchrl_her check FetchReach-v4` checks a goal environment."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ with contextlib.suppress(ImportError):  # registers its environments, if it is i
 
 
 def main() -> int:
-    """Check an environment; return 1 if there are errors."""
+    """Run the command line. Return the exit status: 1 if the report has errors, else 0."""
     parser = argparse.ArgumentParser(prog="python -m torchrl_her", description="Tools for goal environments.")
     commands = parser.add_subparsers(required=True)
     check = commands.add_parser("check", help="find mistakes in a goal environment before training")
-    check.add_argument("env", help="the id of a Gymnasium environment, also module:Name-v0")
-    check.add_argument("--steps", type=int, help="how many steps to play (default: 2000, or 6 seconds)")
-    check.add_argument("--seed", type=int, default=0)
+    check.add_argument("env", help="id of a Gymnasium environment, such as FetchReach-v4 or module:Name-v0")
+    check.add_argument("--steps", type=int, help="number of steps to play (default: 2000, or fewer in 6 seconds)")
+    check.add_argument("--seed", type=int, default=0, help="seed of the environment and the actions (default: 0)")
     check.add_argument(
-        "--ignore", action="append", default=[], metavar="NAME", help="a finding to leave out; repeat it"
+        "--ignore", action="append", default=[], metavar="NAME", help="name of a finding to leave out; can be repeated"
     )
     arguments = parser.parse_args()
     try:
         report = check_goal_env(arguments.env, steps=arguments.steps, seed=arguments.seed, ignore=arguments.ignore)
     except (ValueError, ImportError, gymnasium.error.Error) as error:
-        parser.exit(1, f"{error}\nAn environment of a module of your own is given as module:Name-v0.\n")
+        parser.exit(1, f"{error}\nTo check an environment that your own module registers, pass module:Name-v0.\n")
     print(report)
     return int(bool(report.errors))
 

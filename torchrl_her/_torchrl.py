@@ -1,4 +1,4 @@
-"""Every use of a private attribute of TorchRL, tensordict or torch, with the reason why there is no public way."""
+"""All uses of private attributes of TorchRL, tensordict and torch, each with the reason why no public one exists."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchrl.envs import EnvBase, MultiStepTransform, Transform
 
 
 def transforms_around(transform: Transform) -> tuple[list[Transform], list[Transform]]:
-    """Return the transforms that a buffer lists before a transform, and those that it lists after it.
+    """Return the transforms that come before and after ``transform`` in the containers of its buffer.
 
-    The public ``Transform.container`` raises an error where no environment contains the transform.
+    The public ``Transform.container`` raises an error if the transform does not belong to an environment.
     """
     before: list[Transform] = []
     after: list[Transform] = []
@@ -35,7 +35,7 @@ def transforms_around(transform: Transform) -> tuple[list[Transform], list[Trans
 
 
 def ids_around(transform: Transform) -> list[int]:
-    """Return the ids of the transforms that the containers of a transform list: a cheap sign that one was changed."""
+    """Return the ids of all transforms in the containers of ``transform``, a cheap way to detect a change."""
     ids: list[int] = []
     while (reference := transform._container) is not None and (container := reference()) is not None:
         ids += map(id, container)
@@ -44,20 +44,21 @@ def ids_around(transform: Transform) -> list[int]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are called before or after the forward of a module. There is no public way to ask."""
+    """Return whether a module has hooks before or after ``forward``; torch has no public function for this."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the user's program that led here, which no fixed ``stacklevel`` reaches.
+    """Issue a ``UserWarning`` at the line of the user's program that led to this call.
 
-    Between that line and this one, there are lines of this package, of TorchRL and of PyTorch.
+    A fixed ``stacklevel`` does not reach it: the number of frames of this package, TorchRL and PyTorch in between
+    varies.
     """
     here = sys._getframe(1)
     frame: FrameType | None = here
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    frame = frame or here  # a thread or process of a library has no line of the user
+    frame = frame or here  # in a thread or process of a library, no frame belongs to the user
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
@@ -77,25 +78,26 @@ def _is_library(filename: str) -> bool:
 
 
 def drop_waiting_steps(multi_step: MultiStepTransform) -> None:
-    """Drop the steps that wait until their windows are complete; ``MultiStepTransform`` has no public reset."""
+    """Drop the steps whose windows are incomplete; ``MultiStepTransform`` has no public method for this."""
     multi_step._buffer = None
 
 
 def without_compiled_call(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a module without the function that ``Module.compile`` made, which is bound to that module.
+    """Return the state of a module without the function that ``Module.compile`` made.
 
-    ``torch.nn.Module`` drops it when it is pickled, but not from the state that a subclass copies.
+    That function is bound to the original module. ``torch.nn.Module`` drops it when pickling, but not from the state
+    that a subclass copies.
     """
     return state | {"_compiled_call_impl": None}
 
 
 def gymnasium_env_of(env: EnvBase) -> Any:
-    """Return the environment in a TorchRL wrapper, with its own wrappers; ``unwrapped`` would leave these out."""
+    """Return the Gymnasium environment in a TorchRL wrapper, with its Gymnasium wrappers, which ``unwrapped`` drops."""
     return env._env
 
 
 def make_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
-    """Make a tensordict of entries that are known to have the batch size and the device.
+    """Make a tensordict of entries that already have the given batch size and device.
 
     The public constructor checks every entry, which takes a third of the time of reading a batch.
     """
@@ -103,18 +105,18 @@ def make_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: tor
 
 
 def hooks_of(checkpointer: TensorStorageCheckpointer) -> tuple[list[Any], list[Any]]:
-    """Return the hooks that a checkpointer calls when it saves and when it loads; it has no public list of them."""
+    """Return the save hooks and the load hooks of a checkpointer; it has no public access to them."""
     return checkpointer._save_hooks, checkpointer._load_hooks
 
 
 class CustomTensorStorage(TensorStorage):
-    """A ``TensorStorage`` that allocates, checks and counts its transitions under public names.
+    """A ``TensorStorage`` whose subclasses allocate, check and count transitions under public names.
 
-    TorchRL's buffers, writers and samplers call the private methods that are overridden here and read the private
-    attributes; a storage with memory of its own has no other place to join in.
+    TorchRL's buffers, writers and samplers call the private methods overridden here and read the private attributes.
+    A storage that manages its own memory has no public way to take part.
     """
 
-    shared_init = False  # read when a storage that is not allocated is sent to another process
+    shared_init = False  # read when an unallocated storage is sent to another process
     checkpointer_class: type[TensorStorageCheckpointer]
     max_size: int
     device: torch.device | str
@@ -122,7 +124,7 @@ class CustomTensorStorage(TensorStorage):
     # Methods for subclasses
 
     def allocate(self, data: TensorDictBase) -> None:
-        """Allocate memory for transitions like ``data``, and set `entries`."""
+        """Allocate memory for transitions like ``data`` and set `entries`."""
 
     def check_write(self, data: Any) -> None:
         """Raise an error if ``data`` cannot be stored. Called before the writer moves its cursor."""
@@ -131,7 +133,7 @@ class CustomTensorStorage(TensorStorage):
 
     @property
     def entries(self) -> TensorDictBase:
-        """The memory of all transitions, written or not, ``[size, ...]``: what samplers and checkpointers read."""
+        """The memory of all transitions, written or not, ``[size, ...]``. Samplers and checkpointers read it."""
         return self._storage
 
     @entries.setter
@@ -141,7 +143,7 @@ class CustomTensorStorage(TensorStorage):
 
     @property
     def count(self) -> int:
-        """How many transitions are stored."""
+        """The number of stored transitions."""
         return self._len
 
     @count.setter
@@ -150,14 +152,14 @@ class CustomTensorStorage(TensorStorage):
         self._bump_mutation_revision()
 
     def note_write(self, cursor: Any, data: Any, set_cursor: bool) -> None:
-        """Record that ``data`` was written at ``cursor``; with ``set_cursor`` the storage grows by it."""
+        """Record that ``data`` was written at ``cursor``; with ``set_cursor``, the number of transitions grows."""
         if set_cursor:
             self._set_last_cursor(cursor)
             self._get_new_len(data, cursor)
-        self._bump_mutation_revision()  # for samplers that cache what they read
+        self._bump_mutation_revision()  # for samplers with a cache
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without `entries`: each view would bring the memory of all rows."""
+        """Return the state without `entries`, since pickling each view would copy the memory of all rows."""
         state = super().__getstate__()
         if self.initialized:
             del state["_storage"]

@@ -1,4 +1,4 @@
-"""Hindsight when transitions are written: each is stored as it is, and again with new goals."""
+"""Hindsight at writing time: relabelled copies of each transition are stored."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_from_episodes
 from torchrl_her.goals.reservoir import GoalReservoir
-from torchrl_her.goals.strategies import GoalStrategy
+from torchrl_her.goals.strategy import GoalStrategy
 from torchrl_her.keys import MASK, STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import RELABELLED, Batch, GoalMap, RelabelTransform, Reward, check_at_least
 
-# The step whose achieved goal a copy was given, int64 [batch, 1]; -1 for transitions with their own goal.
+# The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
 GOAL_STEP = ("hindsight", "goal_step")
-# The transitions written meanwhile after which a waiting lane can be ended.
+# The number of transitions, written to other lanes, after which a lane that nothing continues can be closed.
 PATIENCE = 10_000
 
 
 class HindsightAugmentation(RelabelTransform):
-    """Hindsight Experience Replay that relabels when transitions are written, as the original experiments did.
+    """Hindsight Experience Replay at writing time, as in the original experiments.
 
-    Each episode is held back until it ends. Then the buffer gets its transitions, and ``n_sampled_goal`` copies of each
-    with other goals, at the root and under ``"next"``, and the rewards for these goals. Sampling changes nothing, so it
-    costs as much as without hindsight, and in prioritized replay each copy has a priority of its own. `HERTransform`
-    relabels when sampling: with ``n_sampled_goal=4`` it needs a fifth of the memory, it draws new goals each time, and
-    it works with every storage.
+    The transform holds the transitions of an episode back until the episode ends. Then it stores each transition and
+    ``n_sampled_goal`` copies of it with other goals, at the root and under ``"next"``, and recomputed rewards. Sampling
+    costs as much as without hindsight, and prioritized replay keeps a separate priority for each copy. In comparison,
+    `HERTransform` needs a fifth of the memory of ``n_sampled_goal=4``, draws new goals in each sample and works with
+    every storage.
 
     Write with ``rb.extend``, at least two transitions at a time, to a storage with one dimension. A write of a single
-    transition looks like ``rb.add``, which stores one transition: an episode that it completes waits for the next
-    larger (or empty) write. ``rb.add`` and ``rb[i] = ...`` are not supported; where they look like ``rb.extend``,
-    their transitions are held back as well.
+    transition looks like ``rb.add``, which can store only one: an episode that it completes waits for the next larger
+    (or empty) write. ``rb.add`` and ``rb[i] = ...`` are not supported. They raise an error or, if they cannot be
+    distinguished from ``rb.extend``, hold their transition back.
 
-    Stored transitions have entries ``("hindsight", "relabelled")``, ``bool [batch, 1]``, and
-    ``("hindsight", "goal_step")``, ``int64 [batch, 1]``: the step that achieved the new goal, in the transition's own
-    episode or for ``"random"`` in another one, and -1 without a new goal. Draws come from torch's default random
-    generator.
+    Stored transitions have two additional entries: ``("hindsight", "relabelled")``, ``bool [batch, 1]``, and
+    ``("hindsight", "goal_step")``, ``int64 [batch, 1]``, the step that achieved the new goal in its episode, or -1 for
+    the original goal. Random numbers come from torch's default generator.
 
     Args:
         reward (TensorDictModule or Callable): as in `HERTransform`. It is called once per write.
 
     Keyword Args:
-        strategy (str or GoalStrategy): as in `HERTransform`. Default: ``"future"``. With ``"final"`` all copies of a
-            transition are equal: pass ``n_sampled_goal=1``.
+        strategy (str or GoalStrategy): as in `HERTransform`, except strategies that need the initial or the desired
+            goals of episodes, such as `PastDesired`. With ``"final"``, all copies of a transition are equal: pass
+            ``n_sampled_goal=1``. Default: ``"future"``.
         extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): as in `HERTransform`. The entries are stored.
-        n_sampled_goal (int): the number of copies of each transition, the paper's k; 0 for none. Default: 4.
+        n_sampled_goal (int): the number of copies of each transition, the paper's k, at least 0. Default: 4.
         achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
         desired_goal_key (NestedKey): as in `HERTransform`. Default: ``"desired_goal"``.
         reward_key (NestedKey): as in `HERTransform`. Default: ``"reward"``.
         done_key (NestedKey): as in `HERTransform`. Default: ``"done"``.
         trajectory_key (NestedKey, optional): as in `HERTransform`. Default: ``("collector", "traj_ids")``.
-        goal_fn (Callable, optional): as in `HERTransform`.
-        max_episode_steps (int): ends an episode after this many steps, which bounds the memory that is held back.
-            Default: 1,000.
-        mask_key (NestedKey, optional): transitions for which this entry is False are padding, which is not stored. Used
-            if present; None to ignore it. Default: ``("collector", "mask")``.
-        reservoir_size (int): the number of past achieved goals from which ``"random"`` draws, a uniform sample of all.
-            Default: 10,000.
+        goal_fn (Callable[[Tensor], Tensor], optional): as in `HERTransform`.
+        max_episode_steps (int): the number of steps after which an episode ends even without a done flag. It limits
+            the memory of transitions that are held back. Default: 1,000.
+        mask_key (NestedKey, optional): as in `HERTransform`. Padding is not stored. Default: ``("collector", "mask")``.
+        reservoir_size (int): the number of past achieved goals from which `Random` draws, a uniform sample of all past
+            goals. Default: 10,000.
 
     Raises:
-        ValueError, TypeError: as in `HERTransform`, and if written transitions have more than one dimension. Nothing
-            is stored or held back then.
-        KeyError: when writing, if an entry is missing.
+        ValueError: as in `HERTransform`, and if the written batch does not have exactly one dimension. A refused write
+            neither stores nor holds back anything.
+        TypeError: if an argument or a written entry has the wrong type.
+        KeyError: if written transitions lack an entry.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
@@ -80,12 +80,15 @@ class HindsightAugmentation(RelabelTransform):
         >>> import torchrl_her.envs
         >>> from torchrl_her import EnvReward, HindsightAugmentation
         >>> env = GymEnv("torchrl_her/PointReach-v0")
+        >>> hindsight = HindsightAugmentation(EnvReward(env))
         >>> rb = TensorDictPrioritizedReplayBuffer(
-        ...     alpha=0.6, beta=0.4, storage=LazyTensorStorage(1000), transform=HindsightAugmentation(EnvReward(env))
+        ...     alpha=0.6, beta=0.4, storage=LazyTensorStorage(1000), transform=hindsight
         ... )
-        >>> episode = env.rollout(50)  # that many steps, and it is over
-        >>> len(rb.extend(episode[:30])), len(rb.extend(episode[30:])), len(rb)
-        (0, 250, 250)
+        >>> episode = env.rollout(50)  # a complete episode
+        >>> len(rb.extend(episode[:30]))  # stored rows
+        0
+        >>> len(rb.extend(episode[30:]))  # 50 transitions and 4 copies of each
+        250
         >>> rb.sample(64)["hindsight", "relabelled"].shape
         torch.Size([64, 1])
     """
@@ -115,40 +118,42 @@ class HindsightAugmentation(RelabelTransform):
         for each in self.strategies.values():
             if each.uses_initial_goal or each.uses_desired_goals:
                 kind = "initial" if each.uses_initial_goal else "desired"
-                raise ValueError(f"{each!r} draws {kind} goals of episodes, which only HERTransform keeps: use that.")
+                raise ValueError(
+                    f"{each!r} needs the {kind} goals of episodes, which only HERTransform keeps: use HERTransform."
+                )
         self.n_sampled_goal = n_sampled_goal
         is_own = all(each.same_episode for each in self.strategies.values())
         self.reservoir = None if is_own else GoalReservoir(reservoir_size)
         self._held = HeldTransitions(EpisodeTracker(max_episode_steps, PATIENCE, publish_running=False))
-        self._episodes = 0  # how many began
+        self._episodes = 0  # the number of episodes that began
         self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
 
     # Writing
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Hold transitions ``[n]`` back; return those of ended episodes with their copies, or None."""
+        """Hold transitions ``[n]`` back; return the transitions of ended episodes with their copies, or None."""
         neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
         if len(tensordict.batch_size) != 1:
             batch = list(tensordict.batch_size)
             raise ValueError(
-                "HindsightAugmentation writes more transitions than it is given, and "
-                f"{f'they come as {batch}' if batch else 'one transition is added or set'}: use "
-                "rb.extend(data.reshape(-1)), with a storage of one dimension. HERTransform works with add, and with "
+                "HindsightAugmentation stores copies of transitions and needs a batch of one dimension, got "
+                f"{f'the batch size {batch}' if batch else 'a single transition (rb.add or rb[i] = ...)'}. Use "
+                "rb.extend(data.reshape(-1)) and a storage of one dimension. HERTransform works with add and with "
                 "storages of several dimensions."
             )
         written, is_dummy = None, False
         if len(tensordict):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
-            # Every other transform changes only samples, in which the copies are transitions like others.
+            # All other transforms may change entries in samples, where copies look like other transitions.
             written = self._read(tensordict, self._first_goal, neighbours.before + neighbours.after)
             if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
             is_dummy = self._first_goal is None and written.is_dummy
-            if is_dummy:  # it must be stored at once
+            if is_dummy:  # a collector's dummy must be stored immediately
                 written = written._replace(done=np.ones_like(written.done))
         with self._writing():
             if written is not None and len(written.done):
@@ -168,7 +173,7 @@ class HindsightAugmentation(RelabelTransform):
         return neighbours
 
     def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> TrackedTransitions:
-        """Hold transitions ``[n]``, without padding, back until their episodes end."""
+        """Hold transitions ``[n]`` back until their episodes end, without padding."""
         rows = written.rows_of(rows)
         packed = self._held.pack(rows)
         if self._first_goal is None:
@@ -179,9 +184,9 @@ class HindsightAugmentation(RelabelTransform):
         return tracked
 
     def _augment(self, ended: list[EpisodeSteps]) -> TensorDictBase:
-        """Return the transitions of ended episodes, each followed by its copies: they are overwritten together."""
+        """Return the transitions of ended episodes, each followed by its copies, so that they are evicted together."""
         copies = self.n_sampled_goal
-        device = ended[-1].kept.device  # loaded episodes can be on another one
+        device = ended[-1].kept.device  # loaded episodes can be on another device
         packed = torch.cat([episode.kept.to(device) for episode in ended])  # [n, words]
         rows = self._held.unpack(packed)
         desired, outcomes = rows.get(self.keys.desired), rows.get(self.keys.next_achieved)  # [n, *state]
@@ -189,11 +194,11 @@ class HindsightAugmentation(RelabelTransform):
         episodes, lengths = zip(*((episode.episode, len(episode.kept)) for episode in ended), strict=True)
         drawn = draw_from_episodes(self.strategies, outcomes, episodes, lengths, copies, self.reservoir)
         own = outcomes.unsqueeze(1).expand(len(drawn.goals), -1, 1, *outcomes.shape[1:])
-        goals = torch.cat([own, drawn.goals], dim=2)  # [strategies, n, 1 + k, *goal], the first of k are not used
+        goals = torch.cat([own, drawn.goals], dim=2)  # [strategies, n, 1 + k, *goal], the first of 1 + k is unused
         none = drawn.steps.new_full((len(rows), 1), -1)
         steps, ahead = torch.cat([none, drawn.steps], dim=1), torch.cat([none, drawn.ahead], dim=1)
         kept = torch.cat([steps[:, :1] < 0, drawn.valid], dim=1)
-        chosen, copy = kept.nonzero(as_tuple=True)  # the transition of each row, and which of its copies it is
+        chosen, copy = kept.nonzero(as_tuple=True)  # for each row, its transition and the number of the copy
         goals, goal_step = goals[:, chosen, copy], steps[chosen, copy].unsqueeze(-1)
         relabelled = goal_step >= 0
 
@@ -210,10 +215,27 @@ class HindsightAugmentation(RelabelTransform):
         return rows.set(RELABELLED, relabelled).set(GOAL_STEP, goal_step)
 
     def flush(self) -> TensorDict:
-        """End the running episodes; the next write begins new ones.
+        """End the running episodes. The next write begins new episodes.
 
-        Their transitions and copies are stored with the next write of several transitions. To store them at once,
-        extend the buffer with the empty batch that is returned: ``rb.extend(hindsight.flush())``.
+        The transitions and their copies are stored by the next write of several transitions. To store them immediately,
+        extend the buffer with the empty batch that this method returns: ``rb.extend(hindsight.flush())``.
+
+        Returns:
+            TensorDict: an empty batch ``[0]`` with the entries of the last write.
+
+        Examples:
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HindsightAugmentation
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> hindsight = HindsightAugmentation(EnvReward(env))
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
+            >>> _ = rb.extend(env.rollout(30))  # the episode would end after 50 steps
+            >>> hindsight.held_back
+            30
+            >>> len(rb.extend(hindsight.flush()))
+            150
         """
         with self._writing():
             self._held.ended += self._held.tracker.flush()
@@ -221,7 +243,19 @@ class HindsightAugmentation(RelabelTransform):
             return self._held.none()
 
     def clear(self) -> None:
-        """Drop the running episodes, and the goals of past ones. Call it together with ``rb.empty()``."""
+        """Drop the running episodes and the goals of past episodes. Call it together with ``rb.empty()``.
+
+        Examples:
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HindsightAugmentation
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> hindsight = HindsightAugmentation(EnvReward(env))
+            >>> hindsight.inv(env.rollout(30))  # the buffer calls it in extend
+            >>> hindsight.clear()
+            >>> hindsight.held_back
+            0
+        """
         with self._writing():
             self._held = self._held.without_transitions()
             self._diagnosis.continuity.loaded_lanes = 0
@@ -230,7 +264,7 @@ class HindsightAugmentation(RelabelTransform):
 
     @property
     def held_back(self) -> int:
-        """The number of transitions that wait for the end of their episode, or for the next write."""
+        """The number (int) of transitions that wait for the end of their episode or for the next write."""
         return len(self._held)
 
     # Sampling
@@ -244,13 +278,22 @@ class HindsightAugmentation(RelabelTransform):
         return tensordict
 
     def report(self) -> Report:
-        """Return what hindsight did so far, counted in this process. ``print`` it."""
+        """Summarize the transitions that were written and sampled so far, as `HERTransform.report` does.
+
+        Returns:
+            Report: numbers of episodes and transitions, shares of relabelled transitions, and rewards.
+
+        Examples:
+            >>> from torchrl_her import HindsightAugmentation, SparseReward
+            >>> HindsightAugmentation(SparseReward(0.05)).report().transitions
+            0
+        """
         return self._diagnosis.report(self, self._held.tracker, self.n_sampled_goal / (self.n_sampled_goal + 1))
 
     # Processes, saving
 
     def share_memory_(self) -> HindsightAugmentation:
-        """Record that processes share the buffer. TorchRL calls it. Each process holds back what it writes."""
+        """Record that processes share the buffer. TorchRL calls it. Each process holds its own transitions back."""
         self._is_shared = True
         return self
 
@@ -267,7 +310,7 @@ class HindsightAugmentation(RelabelTransform):
         return self._state_of_copy() | ({"_held": self._held.without_transitions()} if self._is_shared else {})
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the transitions that are held back, and the reservoir, for ``state_dict``."""
+        """Return the transitions that are held back and the reservoir for ``state_dict``."""
         with self._writing():
             return {
                 "held": self._held.state_dict(),
@@ -276,7 +319,7 @@ class HindsightAugmentation(RelabelTransform):
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `get_extra_state`, of a transform with a reservoir of the same size."""
+        """Load the result of `get_extra_state` of a transform with a reservoir of the same size."""
         check_saved_without_compact_goals(state)
         with self._writing():
             if self.reservoir is not None and state["reservoir"] is not None:

@@ -1,4 +1,4 @@
-"""Leaves redundant entries of goal-conditioned transitions out of the storage."""
+"""Compact storage: redundant entries of goal-conditioned transitions are not stored."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torchrl_her.storage.buffer_transform import BufferTransform
 
 
 class CompactGoals(BufferTransform):
-    """Leaves redundant entries out of the storage, and restores them in samples.
+    """Save memory: do not store redundant entries, and restore them in samples.
 
-    The desired goal under ``"next"`` equals the one at the root, and the done flags at the root are always False. List
-    ``CompactGoals`` before `HERTransform`, and before ``MultiStepTransform``:
+    Within an episode, the desired goal under ``"next"`` equals the desired goal at the root, and the done flags at the
+    root are always False. Place ``CompactGoals`` first in ``Compose``:
     ``Compose(CompactGoals(), MultiStepTransform(...), HERTransform(...))``.
 
     Keyword Args:
         desired_goal_key (NestedKey): the desired goal, as in `HERTransform`. Default: ``"desired_goal"``.
-        done_key (NestedKey): the done flag, as in `HERTransform`; ``terminated`` and ``truncated`` are beside it.
+        done_key (NestedKey): the done flag, as in `HERTransform`; ``terminated`` and ``truncated`` are next to it.
             Default: ``"done"``.
 
     Raises:
-        ValueError: when writing (nothing is stored then), if the two goals differ or a flag at the root is True; when
-            loading a buffer that was saved without ``CompactGoals``.
-        KeyError: when writing or sampling, if there is no desired goal.
+        ValueError: if written transitions have two different desired goals or a True flag at the root (a refused write
+            stores nothing), or if a loaded buffer was saved without ``CompactGoals``.
+        KeyError: if written or sampled transitions have no desired goal.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -37,8 +37,10 @@ class CompactGoals(BufferTransform):
         >>> hindsight = HERTransform(EnvReward(env), capacity=1000)
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=Compose(CompactGoals(), hindsight))
         >>> _ = rb.extend(env.rollout(50))
-        >>> ("next", "desired_goal") in rb.storage[:].keys(True), ("next", "desired_goal") in rb.sample(8).keys(True)
-        (False, True)
+        >>> ("next", "desired_goal") in rb.storage[:].keys(True)
+        False
+        >>> ("next", "desired_goal") in rb.sample(8).keys(True)
+        True
     """
 
     def __init__(self, *, desired_goal_key: NestedKey = "desired_goal", done_key: NestedKey = "done"):
@@ -47,39 +49,40 @@ class CompactGoals(BufferTransform):
         self._next_desired = unravel_key(("next", desired_goal_key))
         group = unravel_key(("next", done_key))[1:-1]  # the nesting of the flags
         self._flags = [unravel_key(done_key), *(unravel_key((*group, name)) for name in ("terminated", "truncated"))]
-        self.left_out: list[NestedKey] = [self._next_desired, *self._flags]  # the entries that are not stored
+        self.left_out: list[NestedKey] = [self._next_desired, *self._flags]  # keys of the entries that are not stored
 
     def check_keys(self, keys: HERKeys) -> None:
-        """Raise an error if the transform that relabels has other keys."""
+        """Raise an error if the transform that relabels uses other keys."""
         if (self._desired, unravel_key(("next", self._flags[0]))) != (keys.desired, keys.done):
             raise ValueError(
-                f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, and the "
-                f"transform that relabels has {keys.desired!r} and {keys.done[1:]!r}: pass both the same "
+                f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, but the "
+                f"transform that relabels uses {keys.desired!r} and {keys.done[1:]!r}: pass both transforms the same "
                 "desired_goal_key and done_key."
             )
 
     def check_write(self, tensordict: TensorDictBase) -> None:
-        """Raise an error if the entries of transitions ``[*batch]`` that are left out are not redundant.
+        """Raise an error if an entry of transitions ``[*batch]`` to be left out is not redundant.
 
-        The transform that relabels, which a write reaches first, calls it before it changes its own state.
+        A write reaches the transform that relabels first, which calls this method before it changes its own state.
         """
         desired = get_entry(tensordict, self._desired, "desired_goal_key")
         if not torch.equal(desired, get_entry(tensordict, self._next_desired, "desired_goal_key")):
             raise ValueError(
-                f"CompactGoals leaves {self._next_desired!r} out, and it differs from {self._desired!r} in this write: "
-                "the goal changes within an episode. Nothing was stored: leave CompactGoals out."
+                f"CompactGoals leaves {self._next_desired!r} out, but it differs from {self._desired!r} in this write: "
+                "the goal changes within an episode. Nothing was stored. Remove CompactGoals from the buffer."
             )
         for key in self._flags:
             flag = tensordict.get(key, None)
             if flag is not None and bool(flag.any()):
                 raise ValueError(
-                    f"CompactGoals leaves {key!r} out, and it is True in a transition of this write, a step after "
-                    "the end of an episode. Nothing was stored: leave CompactGoals out, or reset the environment."
+                    f"CompactGoals leaves {key!r} out, but it is True in a transition of this write, which continues "
+                    "after the end of an episode. Nothing was stored. Reset the environment when it is done, or "
+                    "remove CompactGoals from the buffer."
                 )
 
     def _inv_call(self, tensordict: Any) -> TensorDictBase | None:
-        """Return transitions ``[*batch]`` without the entries that are left out."""
-        if tensordict is None:  # a later transform holds all transitions back
+        """Return transitions ``[*batch]`` without the redundant entries."""
+        if tensordict is None:  # HindsightAugmentation holds all transitions back
             return None
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
@@ -88,8 +91,8 @@ class CompactGoals(BufferTransform):
         return tensordict.exclude(*self.left_out)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled transitions ``[*batch]`` with the entries that were left out; the input is not modified."""
-        if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
+        """Return sampled transitions ``[*batch]`` with the redundant entries restored; the input is not modified."""
+        if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before stacking them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
         desired = get_entry(tensordict, self._desired, "desired_goal_key")
         tensordict = tensordict.copy().set(self._next_desired, desired)
@@ -100,22 +103,22 @@ class CompactGoals(BufferTransform):
         return tensordict
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return a marker, so that loading into a buffer without CompactGoals fails."""
+        """Return a marker for ``state_dict``, so that loading into a buffer without CompactGoals fails."""
         return {"compact": True}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Raise an error if the state is that of another transform."""
+        """Raise an error if the state belongs to another transform."""
         if "compact" not in state:
             raise ValueError(
-                "The buffer was saved without CompactGoals, and this one writes other entries: leave CompactGoals out, "
-                "then load."
+                "The buffer was saved without CompactGoals, so the stored entries differ. Create the buffer without "
+                "CompactGoals, then load."
             )
 
 
 def check_saved_without_compact_goals(state: dict[str, Any]) -> None:
-    """Raise an error if the state of another transform is that of a CompactGoals listed in its place."""
+    """Raise an error if the state to load belongs to CompactGoals instead of the transform that relabels."""
     if "compact" in state:
         raise ValueError(
-            "The buffer was saved with CompactGoals, and this one writes other entries: make it with "
+            "The buffer was saved with CompactGoals, so the stored entries differ. Create the buffer with "
             "Compose(CompactGoals(), HERTransform(...)), then load."
         )

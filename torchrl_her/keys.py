@@ -7,15 +7,16 @@ from typing import NamedTuple
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
-MASK = ("collector", "mask")  # of collectors with split_trajs=True
-# How many steps ahead in the transition's own episode its goal was achieved, int64 [*batch, 1]; -1 for other goals.
+MASK = ("collector", "mask")  # written by collectors with split_trajs=True
+# The number of steps from the transition to the step that achieved its goal, int64 [*batch, 1]; -1 if the goal does
+# not come from the rest of the transition's own episode.
 STEPS_TO_GOAL = ("hindsight", "steps_to_goal")
-# Which member of a mixture selected the goal, int64 [*batch, 1]; -1 for transitions that are not relabelled.
+# The index of the mixture's member that selected the goal, int64 [*batch, 1]; -1 if the transition is not relabelled.
 MEMBER = ("hindsight", "member")
 
 
 class HERKeys(NamedTuple):
-    """The keys of the entries, from the root of a transition."""
+    """The keys of the entries, as paths from the root of a transition."""
 
     achieved: NestedKey
     desired: NestedKey
@@ -38,7 +39,7 @@ class HERKeys(NamedTuple):
         trajectory: NestedKey | None,
         mask: NestedKey | None,
     ) -> HERKeys:
-        """Make the keys from the arguments of HERTransform."""
+        """Make the keys from the arguments of `HERTransform`."""
         next_done = unravel_key(("next", done))
         return cls(
             achieved=unravel_key(achieved_goal),
@@ -60,22 +61,32 @@ class HERKeys(NamedTuple):
 
 
 def get_entry(tensordict: TensorDictBase, key: NestedKey, argument: str) -> Tensor:
-    """Return the entry whose key is set with ``argument``, or raise an error that lists the entries present."""
+    """Return the tensor under ``key``.
+
+    Args:
+        tensordict (TensorDictBase): transitions ``[*batch]``.
+        key (NestedKey): the key of the entry, from the root.
+        argument (str): the argument of the transform that sets the key, for the error message.
+
+    Raises:
+        KeyError: if there is no such entry. The message lists the entries that are present.
+        TypeError: if the entry is not a tensor.
+    """
     value = tensordict.get(key, None)
     if isinstance(value, Tensor):
         return value
     if value is not None:
         advice = "Store a tensor with one value per transition, such as torch.full([*batch, 1], value)."
         if "goal" in argument:
-            advice = "Concatenate the parts of a goal with CatTensors in the environment, and pass the new key."
-        raise TypeError(f"The entry {key!r} is a {type(value).__name__}, and one tensor is needed. {advice}")
+            advice = "Concatenate the parts of the goal with CatTensors in the environment, and pass the new key."
+        raise TypeError(f"The entry {key!r} must be a tensor, got a {type(value).__name__}. {advice}")
     found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
-    advice = f"Name the right one with {argument}=..."
+    advice = f"Set {argument}=... to the correct key"
     if isinstance(key, tuple) and key[:2] == ("next", "next"):
-        advice = f"Give {argument} without 'next', which is added"
+        advice = f"Pass {argument} without 'next', which is added automatically"
     elif "goal" in argument and key[0] == "next" and tensordict.get(key[1:], None) is not None:
         advice = (
             "It exists only at the root: a collector with compact_obs=True leaves it out (use False), and so does "
-            "NextObservationDelta (give it in_keys without the goals)"
+            "NextObservationDelta (pass it in_keys without the goals)"
         )
-    raise KeyError(f"There is no entry {key!r} in these transitions. {advice}; present: {', '.join(found)}.")
+    raise KeyError(f"These transitions have no entry {key!r}. {advice}. Present entries: {', '.join(found)}.")

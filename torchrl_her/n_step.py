@@ -1,4 +1,4 @@
-"""n-step returns under a new goal, for buffers with a ``MultiStepTransform`` before HERTransform."""
+"""n-step returns under a new goal, for buffers with a ``MultiStepTransform`` before ``HERTransform``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.relabel import OneStepReward, SampledBatch, where
 from torchrl_her.rewards.goal_reward import GoalReward
 
-# MultiStepTransform writes these entries besides the reward: the number of steps in a window, gamma to the power of
-# that number, whether it is more than one, and the reward of the first step.
+# Entries that MultiStepTransform writes in addition to the reward: the number of steps in a window, gamma to the power
+# of that number, whether the window has more than one step, and the reward of the first step.
 STEPS = "steps_to_next_obs"
 GAMMA = "gamma"
 SEVERAL = "nonterminal"
@@ -25,13 +25,14 @@ LAST_FLAGS = ("next", "hindsight_flags")
 
 
 class NStepReward:
-    """The discounted sum of rewards of the windows that ``MultiStepTransform`` makes, under a new goal.
+    """Recomputes the n-step return of each window of ``MultiStepTransform`` under a new goal.
 
-    Writing checks that the steps in a row continue each other, since a window takes consecutive steps of a row.
+    A window consists of consecutive steps of one row of a write. Each write is therefore checked: the steps of a row
+    must continue each other.
 
-    Sampling asks the reward module for each outcome in a window. If one of them ends the episode, the sum stops there.
-    A window gets the done flags of its last step: ``MultiStepTransform`` keeps those of the first step, and a loss
-    would bootstrap through the end of an episode.
+    In a sample, the reward module evaluates each step of a window with the new goal. If a step ends the episode, the
+    sum stops there. A window gets the done flags of its last step. ``MultiStepTransform`` itself keeps the flags of the
+    first step, with which a loss would bootstrap beyond the end of an episode.
     """
 
     def __init__(self, one_step: OneStepReward, has_goal_fn: bool, multi_step: MultiStepTransform):
@@ -40,48 +41,52 @@ class NStepReward:
         known = (keys.next_achieved, keys.desired, keys.next_desired, STEPS_TO_GOAL)
         if others := [key for key in reward.in_keys if key not in known]:
             raise ValueError(
-                "With MultiStepTransform, the reward of each step in a window is computed from its goals, since "
-                f"nothing else is kept of it, and {name} reads {others} too. Pass a reward of the goals, "
-                "GoalReward(reward_fn), or leave MultiStepTransform out."
+                "With MultiStepTransform, only the goals of the steps in a window are kept, so the reward must be a "
+                f"function of the goals, but {name} also reads {others}. Pass GoalReward(reward_fn), or remove "
+                "MultiStepTransform."
             )
         if isinstance(reward, GoalReward):
-            reward = reward.with_goal_fn(None)  # the table's goals are mapped already
+            reward = reward.with_goal_fn(None)  # the goal table holds mapped goals
         elif has_goal_fn and keys.next_achieved in reward.in_keys:
             raise ValueError(
-                "With MultiStepTransform, the reward of each step in a window is computed from goals that goal_fn has "
-                f"mapped, and {name} reads unmapped goals: pass GoalReward(reward_fn)."
+                "With MultiStepTransform and goal_fn, only the mapped goals of the steps in a window are kept, but "
+                f"{name} reads the unmapped entry {keys.next_achieved!r}. Pass GoalReward(reward_fn)."
             )
         self.reward = reward
         self.keys = keys
         self.multi_step = multi_step
-        self.gamma = multi_step.gamma  # at the time of the last write
-        # Whether the next write may drop the waiting steps: in a process that begins to write, and after loading.
+        self.gamma = multi_step.gamma  # as of the last write
+        # Whether the next write may drop the waiting steps: at the first write of a process and after loading.
         self.may_restart = True
         self._writes_terminated = keys.terminated in reward.out_keys
-        self._rows = torch.Size()  # the batch dimensions of the last write, without time
+        self._rows = torch.Size()  # the batch size of the last write without the time dimension
         # The last step of each row: the goals under "next" (void), the trajectory id and the done flag, [rows, 1] each.
         self._last: list[np.ndarray] | None = None
 
     # Writing
 
     def check_write(self, written: WrittenTransitions, batch: torch.Size) -> None:
-        """Check that each row of transitions ``[*rows, steps]`` continues where it stopped, or after an end."""
+        """Check that each row of transitions ``[*rows, steps]`` continues the same row of the last write.
+
+        After the end of an episode, a row can begin a new one.
+        """
         if not batch:
             raise ValueError(
-                "MultiStepTransform needs a dimension of time, and a single transition has none: use extend."
+                "MultiStepTransform needs transitions with a time dimension, got a single transition: use extend "
+                "instead of add."
             )
         if written.mask is not None:
             raise ValueError(
-                f"MultiStepTransform would sum over the padding that mask_key={self.keys.mask!r} marks: collect with "
-                "split_trajs=False, or leave MultiStepTransform out."
+                f"MultiStepTransform would sum over the padding that mask_key={self.keys.mask!r} marks. Collect with "
+                "split_trajs=False, or remove MultiStepTransform."
             )
         rows, last = batch[:-1], self._last
         if last is not None and rows != self._rows:
             if not self.may_restart:
                 raise ValueError(
-                    f"This write has {rows.numel()} row(s), {list(rows)}, and the one before had {self._rows.numel()}, "
-                    f"{list(self._rows)}: MultiStepTransform makes its windows along the rows. Extend with "
-                    "[environments, steps], with the same environments in every write."
+                    f"This write has {rows.numel()} row(s), {list(rows)}, but the last write had {self._rows.numel()}, "
+                    f"{list(self._rows)}. MultiStepTransform combines the steps of a row over consecutive writes: "
+                    "extend with [environments, steps], with the same environments in every write."
                 )
             last = None
         ids = np.zeros(len(written.done), np.int64) if written.trajectory is None else written.trajectory
@@ -92,10 +97,10 @@ class NStepReward:
             last, follows[:, 0] = None, True
         if not follows.all():
             raise ValueError(
-                f"Row {int(np.argwhere(~follows)[0][0])} of this write has transitions that do not follow each other, "
-                "with no done flag between them: windows of MultiStepTransform would mix episodes. Extend with "
-                "[environments, steps] and ndim=2 in the storage, not flattened, from environments that advance "
-                "together, and reset them when they are done. After a refused or lost write, call flush() first."
+                f"Row {int(np.argwhere(~follows)[0][0])} of this write has transitions that do not continue each "
+                "other, and no done flag between them, so windows of MultiStepTransform would mix episodes. Extend "
+                "with [environments, steps], not flattened, and pass ndim=2 to the storage. All environments must "
+                "advance together and be reset only when they are done. After a refused or lost write, call flush()."
             )
         if last is None:
             drop_waiting_steps(self.multi_step)
@@ -103,7 +108,7 @@ class NStepReward:
         self.gamma = self.multi_step.gamma
 
     def keep_flags(self, tensordict: TensorDictBase) -> None:
-        """Copy each step's done flags to an entry that ``MultiStepTransform`` takes from a window's last step."""
+        """Copy the done flags of each step to an entry that ``MultiStepTransform`` takes from a window's last step."""
         keys = present_flags(tensordict, self.keys)
         flags = [tensordict.get(key).reshape(*tensordict.batch_size, 1) for key in keys]
         tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
@@ -113,7 +118,7 @@ class NStepReward:
         self._last, self.may_restart = None, True
 
     def flush(self) -> None:
-        """Drop the last steps of each row, whose windows are not complete."""
+        """Drop the last steps of each row, whose windows are incomplete."""
         drop_waiting_steps(self.multi_step)
         self.forget_rows()
 
@@ -125,14 +130,17 @@ class NStepReward:
         return [self.keys.reward, STEPS, *written, *present_flags(tensordict, self.keys)]
 
     def available(self, batch: SampledBatch) -> Tensor:
-        """Read the outcomes of windows into the batch; return which windows are in the table completely, ``bool [n]``.
+        """Read the achieved goals of all windows into the batch.
 
-        The last outcome of a window that is shorter than the longest one is repeated.
+        In windows that are shorter than the longest one, the last goal is repeated.
+
+        Returns:
+            Tensor: whether the goal table holds the complete window, ``bool [n]``.
         """
         table, steps = batch.table, batch.stored[STEPS].reshape(-1)
         version = table.version
         start, length = table.find(batch.episode)
-        longest = max(batch.longest_window, self.multi_step.n_steps)  # which can change during training
+        longest = max(batch.longest_window, self.multi_step.n_steps)  # n_steps can change during training
         ahead = torch.arange(longest, device=steps.device).expand(len(steps), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
         rows = (start + batch.step).unsqueeze(1) + ahead
@@ -140,19 +148,19 @@ class NStepReward:
         batch.outcomes = goals.view(*rows.shape, *goals.shape[1:])
         whole = (owners.view_as(rows) == batch.episode.unsqueeze(1)).all(1)
         whole &= table.start_at(batch.episode, start, version)
-        # In an episode that fills the table, the row after the last step is the first step.
+        # If an episode fills the table, the row after its last step is its first step.
         batch.available = whole & (batch.step + steps <= length)
         return batch.available
 
     def recompute(self, batch: SampledBatch, relabelled: Tensor) -> None:
-        """Set the returns and done flags of relabelled windows; the others get the flags of their last step."""
+        """Set the returns and done flags of relabelled windows. The other windows get the flags of their last step."""
         data, stored, outcomes, available = batch.data, batch.stored, batch.outcomes, batch.available
         assert outcomes is not None, "available() comes first"
         assert available is not None
         steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes, data.get(STEPS_TO_GOAL, None))
         with_new_reward = relabelled
-        if self.recomputes_all:  # a window with its original goal keeps its length
+        if self.recomputes_all:  # windows with their original goal keep their length
             ends = ends & relabelled.reshape(-1, 1)
             with_new_reward = relabelled | available.view_as(relabelled)
         counts = steps_that_count(steps, ends)
@@ -201,10 +209,11 @@ class NStepReward:
 
 
 def steps_that_follow(start: np.ndarray, ends: list[np.ndarray], last: list[np.ndarray] | None) -> np.ndarray:
-    """Return which transitions continue their row, or follow the end of an episode: ``bool [rows, steps]``.
+    """Return whether each transition continues its row or follows the end of an episode, ``bool [rows, steps]``.
 
-    ``start`` are the goals at the root, ``ends`` the goals under "next", trajectory ids and done flags, and ``last``
-    these three of the last write, ``[rows, 1]``. If ``last`` is None, any transition can be the first of its row.
+    ``start`` are the goals at the root, ``ends`` the goals under "next", the trajectory ids and the done flags, and
+    ``last`` the last column of ``ends`` in the last write, ``[rows, 1]`` each. If ``last`` is None, a row can start
+    with any transition.
     """
     first = ends if last is None else last
     columns = zip(first, ends, strict=True)
@@ -216,16 +225,17 @@ def steps_that_follow(start: np.ndarray, ends: list[np.ndarray], last: list[np.n
 
 
 def steps_that_count(steps: Tensor, ends: Tensor) -> Tensor:
-    """Return the steps of windows up to the first end, inclusive: ``bool [n, longest]``.
+    """Return whether each step belongs to the return of its window, ``bool [n, longest]``.
 
-    ``steps`` are the numbers of steps, ``int64 [n, 1]``; ``ends`` says which steps end the episode, ``[n, longest]``.
+    A return includes the ``steps``, ``int64 [n, 1]``, of its window up to and including the first step that ends the
+    episode according to ``ends``, ``bool [n, longest]``.
     """
     ahead = torch.arange(ends.shape[1], device=steps.device)
     return (ahead < steps) & (ends.cumsum(1) - ends.long() == 0)
 
 
 def discounted_sum(rewards: Tensor, counts: Tensor, gamma: float) -> Tensor:
-    """Return the discounted sum ``[n, 1]`` of the rewards ``float64 [n, longest]`` that count."""
+    """Return the discounted sum ``[n, 1]`` of the rewards ``float64 [n, longest]`` for which ``counts`` is True."""
     discounts = gamma ** torch.arange(rewards.shape[1], device=rewards.device).double()
     return torch.where(counts, rewards * discounts, 0).sum(1, keepdim=True)
 
@@ -241,6 +251,6 @@ def check_n_step_keys(multi_step: MultiStepTransform, keys: HERKeys) -> None:
     ends = unravel_key(("next", multi_step.done_key))
     if summed != [keys.reward] or ends != keys.done:
         raise ValueError(
-            f"MultiStepTransform sums {summed} up to {ends!r}, HERTransform computes {keys.reward!r} and reads "
-            f"{keys.done!r}: pass both the same reward key, one alone, and the same done key."
+            f"MultiStepTransform sums {summed} up to {ends!r}, but HERTransform recomputes {keys.reward!r} and reads "
+            f"{keys.done!r}. Pass both transforms the same done key and the same, single reward key."
         )

@@ -1,4 +1,4 @@
-"""The other transforms of a buffer: which may be listed before and after one that relabels."""
+"""The order of transforms: which may come before and after a transform that relabels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=Transform)
 
 
 class Neighbours(NamedTuple):
-    """The transforms that a buffer lists before and after one that relabels, with those in each ``Compose``."""
+    """The transforms before and after a transform that relabels, including the members of nested ``Compose``."""
 
     before: list[Transform]
     after: list[Transform]
@@ -37,25 +37,28 @@ class Neighbours(NamedTuple):
 
     @property
     def multi_step(self) -> MultiStepTransform | None:
-        """The transform that makes n-step transitions, if there is one."""
+        """The transform that makes n-step transitions, or None."""
         return next(iter(_of_kind(MultiStepTransform, self.before)), None)
 
     @property
     def compact_goals(self) -> CompactGoals | None:
-        """The transform that leaves redundant entries out of the storage, if there is one."""
+        """The transform that leaves redundant entries out of the storage, or None."""
         return next(iter(_of_kind(CompactGoals, self.before)), None)
 
     def check_hindsight(self, replaced: set[NestedKey], keys: HERKeys) -> None:
-        """Check that no transform undoes what HERTransform does to ``replaced`` entries, and that it undoes nothing."""
+        """Check that ``HERTransform`` and the other transforms do not undo each other's work.
+
+        ``replaced`` are the keys of the entries that relabelling replaces.
+        """
         self._check_all(keys)
         if len(_of_kind(MultiStepTransform, self.before)) > 1:
-            raise ValueError("Several MultiStepTransforms listed before HERTransform would sum sums: keep one.")
+            raise ValueError("Several MultiStepTransforms come before HERTransform and would sum sums: keep one.")
         if _of_kind(MultiStepTransform, self.after):
             raise ValueError(
-                "MultiStepTransform is listed after HERTransform and would sum rewards of different goals: list it "
-                "before, Compose(MultiStepTransform(...), HERTransform(...))."
+                "MultiStepTransform comes after HERTransform and would sum rewards of different goals. Place it before "
+                "HERTransform: Compose(MultiStepTransform(...), HERTransform(...))."
             )
-        # Samples do not have these entries before CompactGoals restores them.
+        # Samples lack these entries until CompactGoals restores them.
         left_out = set() if self.compact_goals is None else {*self.compact_goals.left_out}
         for transform in self.before:
             if isinstance(transform, CompactGoals):
@@ -75,43 +78,44 @@ class Neighbours(NamedTuple):
                 what = f"writes {sorted(map(str, overwritten))}, which relabelling then replaces by raw values"
             if what:
                 name = type(transform).__name__
-                raise ValueError(f"{name} is listed before HERTransform and {what}: list it after HERTransform.")
+                raise ValueError(f"{name} comes before HERTransform and {what}. Place it after HERTransform.")
 
     def check_augmentation(self, keys: HERKeys) -> None:
-        """Check that the other transforms work with HindsightAugmentation, which writes more transitions, or none."""
+        """Check that the other transforms work with ``HindsightAugmentation``, which stores copies of transitions."""
         self._check_all(keys)
         if _of_kind(MultiStepTransform, self.before + self.after):
             raise ValueError(
-                "MultiStepTransform sums rewards of consecutive transitions, and HindsightAugmentation writes copies "
-                "of single steps, each with a goal of its own. For n-step returns under a new goal use HERTransform: "
+                "MultiStepTransform sums rewards of consecutive transitions, but HindsightAugmentation writes copies "
+                "of single steps with different goals. For n-step returns under a new goal, use HERTransform: "
                 "Compose(MultiStepTransform(...), HERTransform(...))."
             )
         for transform in self.before:
             if transform.in_keys_inv:
                 raise ValueError(
-                    f"{type(transform).__name__} is listed before HindsightAugmentation and changes what is written "
-                    f"({sorted(map(str, transform.in_keys_inv))}) after it: list it after HindsightAugmentation."
+                    f"{type(transform).__name__} comes before HindsightAugmentation and changes entries "
+                    f"({sorted(map(str, transform.in_keys_inv))}) of transitions that were already relabelled. Place "
+                    "it after HindsightAugmentation."
                 )
 
     def _check_all(self, keys: HERKeys) -> None:
-        """Check that nothing else relabels or sums rewards, and that CompactGoals is in its place."""
+        """Check that no other transform relabels or sums rewards, and that ``CompactGoals`` comes first."""
         if any(isinstance(transform, RelabelTransform) for transform in self.before + self.after):
             raise ValueError(
-                "Two transforms would relabel the same transitions: keep one HERTransform, or one "
+                "Two transforms of the buffer would relabel the same transitions: keep one HERTransform, or one "
                 "HindsightAugmentation."
             )
         if _of_kind(Reward2GoTransform, self.before + self.after):
             raise ValueError(
-                "Reward2GoTransform sums the rewards of episodes when they are written, and relabelling gives their "
-                "transitions other goals and rewards: leave it out."
+                "Reward2GoTransform sums the rewards of the original goals when transitions are written, but "
+                "relabelling replaces goals and rewards. Remove Reward2GoTransform."
             )
         if _of_kind(CompactGoals, self.after):
             raise ValueError(
-                "CompactGoals is listed after the transform that relabels and would drop the goal under 'next' before "
-                "it is read: list it before, Compose(CompactGoals(), HERTransform(...))."
+                "CompactGoals comes after the transform that relabels and would drop the goal under 'next' before it "
+                "is read. Place CompactGoals first: Compose(CompactGoals(), HERTransform(...))."
             )
         if len(_of_kind(CompactGoals, self.before)) > 1:
-            raise ValueError("Several CompactGoals would drop the same entries: keep one.")
+            raise ValueError("Several CompactGoals transforms would drop the same entries: keep one.")
         if self.compact_goals is not None:
             self.compact_goals.check_keys(keys)
 

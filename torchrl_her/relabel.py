@@ -1,4 +1,4 @@
-"""The base of both transforms: goals are replaced, and rewards recomputed."""
+"""Relabelling, the base of both transforms: goals are replaced and rewards recomputed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, read_transitions
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
-from torchrl_her.goals.strategies import DESIRED, GoalStrategy
+from torchrl_her.goals.strategy import DESIRED, GoalStrategy
 from torchrl_her.goals.table import GoalTable
 from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
@@ -43,14 +43,14 @@ GoalMap: TypeAlias = Callable[[Tensor], Tensor]
 class Batch:
     """Transitions that are being relabelled."""
 
-    data: TensorDictBase  # [*batch], in which the new entries are set
-    stored: dict[NestedKey, Any]  # the entries that relabelling replaces, as stored; None for those that it creates
-    owned: OwnedEntries | None  # the stored entries that are overwritten; None if `data` is a shallow copy
+    data: TensorDictBase  # [*batch], receives the new entries
+    stored: dict[NestedKey, Any]  # the stored values of the replaced entries; None for entries that are created
+    owned: OwnedEntries | None  # the stored entries that may be overwritten; None if `data` is a shallow copy
 
     def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
-        """Give relabelled transitions, ``bool [*batch, 1]``, new values of an entry; the others keep the stored ones.
+        """Set an entry of the transitions to relabel, ``bool [*batch, 1]``; the others keep the stored value.
 
-        An entry that is not stored is created for all of them.
+        An entry that is not stored is created for all transitions.
         """
         stored = self.stored[key]
         if stored is None:
@@ -68,16 +68,16 @@ class SampledBatch(Batch):
     table: GoalTable
     episode: Tensor  # int64 [n]
     step: Tensor  # int64 [n]
-    longest_window: int  # the most steps that a written transition spans
-    outcomes: Tensor | None = None  # [n, longest, *goal], the goals achieved in each window of n-step returns
-    available: Tensor | None = None  # bool [n], which of these windows are in the table completely
+    longest_window: int  # the largest number of steps that a written transition spans
+    outcomes: Tensor | None = None  # [n, longest, *goal], the goals achieved in the window of each n-step transition
+    available: Tensor | None = None  # bool [n], whether the goal table holds the complete window
     draw: Draw | None = None
 
 
 class OneStepReward:
-    """The reward of one step, and the done flags if the reward module writes ``terminated``.
+    """Recomputes the one-step reward, and the done flags if the reward module writes ``terminated``.
 
-    With ``recomputes_all``, transitions that are not relabelled get a recomputed reward, too.
+    With ``recomputes_all``, the reward of transitions that are not relabelled is recomputed too.
     """
 
     def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, recomputes_all: bool = False):
@@ -89,7 +89,7 @@ class OneStepReward:
         if keys.terminated in self._recomputed:
             self.replaced_keys.append(keys.done)
         self._read = [key for key in self.replaced_keys if key in reward.in_keys]
-        # Whether the reward module does no more than to write `GoalReward.compute`, which is faster to call.
+        # Whether calling `GoalReward.compute` directly gives the same result as the module, but faster.
         is_goal_reward = getattr(reward.forward, "__func__", None) is GoalReward.forward
         self._is_plain = is_goal_reward and list(reward.out_keys) == self._recomputed and not self._read
 
@@ -98,11 +98,11 @@ class OneStepReward:
         return self.replaced_keys
 
     def available(self, batch: SampledBatch) -> Tensor | bool:
-        """Return which rewards can be recomputed from the goal table, ``bool [n]``, or True for all."""
+        """Return whether each reward can be recomputed from the goal table, ``bool [n]``, or True for all."""
         return True
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
-        """Set the rewards and done flags of relabelled transitions, ``bool [*batch, 1]``; the others keep theirs."""
+        """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
         for key, new in zip(self._recomputed, self._compute(batch), strict=True):
             replaced = torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.reward else relabelled
             batch.replace(key, replaced, new.detach())
@@ -114,12 +114,12 @@ class OneStepReward:
             batch.replace(self.keys.done, relabelled, ended)
 
     def _compute(self, batch: Batch) -> list[Tensor]:
-        """Return what the reward module writes for transitions with their new goals: ``[*batch, ...]`` each."""
+        """Return the entries that the reward module writes for the new goals, ``[*batch, ...]`` each."""
         reward = self.reward
         if isinstance(reward, GoalReward) and self._is_plain and not has_forward_hooks(reward):
             return reward.compute(batch.data)
-        # A copy, since a module can write other entries too. It lacks the replaced entries, so that one that the module
-        # does not write is noticed.
+        # The module gets a copy, since it can also write other entries. The copy lacks the replaced entries, so that an
+        # entry that the module fails to write is detected.
         data = batch.data.exclude(*self.replaced_keys)
         for key in self._read:
             if batch.stored[key] is not None:
@@ -129,7 +129,7 @@ class OneStepReward:
 
 
 class RelabelTransform(BufferTransform, ABC):
-    """A transform that relabels transitions: `HERTransform` and `HindsightAugmentation`."""
+    """The base of the transforms that relabel transitions: `HERTransform` and `HindsightAugmentation`."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class RelabelTransform(BufferTransform, ABC):
     ):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
-            raise TypeError(f"goal_fn must be a function of achieved goals [batch, *state], got {goal_fn!r}.")
+            raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
         self.strategies = make_strategies(strategy, extra_goals, keys)
         self.goal_fn = goal_fn
         self.keys = keys
@@ -155,7 +155,7 @@ class RelabelTransform(BufferTransform, ABC):
         self._lock = WriteLock()
         self._process = os.getpid()  # the process that owns the open lanes
         self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
-        self._is_checked = False  # whether the entries to replace were found in the first write
+        self._is_checked = False  # whether the first write was checked for the entries to replace
         self._diagnosis = Diagnosis(
             self.reward,
             keys,
@@ -175,17 +175,19 @@ class RelabelTransform(BufferTransform, ABC):
         later: Iterable[Transform] | None,
         names: RowNames = THIS_WRITE,
     ) -> WrittenTransitions:
-        """Check and read transitions ``[*batch]``, given goals ``[n, *goal]`` of earlier writes if there were any.
+        """Check and read transitions ``[*batch]``.
 
-        The ``later`` transforms can rewrite copies of the desired goal in samples; None: do not search for copies.
+        ``earlier_goals [n, *goal]`` are goals of earlier writes, if any. The ``later`` transforms can rewrite copies of
+        the desired goal in samples; with None, the write is not searched for copies.
         """
         written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goals, names)
         if (relabelled := tensordict.get(RELABELLED, None)) is not None and bool(relabelled.any()):
             first = names.name(int(relabelled.reshape(-1).nonzero()[0]))
             raise ValueError(
-                f"Some of these transitions are relabelled ({first}): they are a sample of a buffer, or were stored by "
-                f"HindsightAugmentation. Their goals are not those of the episode. Write rb.storage[:] in place of "
-                f"rb[:] or rb.sample(), or of HindsightAugmentation's transitions those without {RELABELLED!r}."
+                f"Some of these transitions are already relabelled ({first}), so their goals do not belong to the "
+                "episode: they were sampled from a buffer or stored by HindsightAugmentation. Write rb.storage[:] "
+                "instead of rb[:] or rb.sample(), and leave out transitions of HindsightAugmentation for which "
+                f"{RELABELLED!r} is True."
             )
         if not self._is_checked:
             for key in self._one_step.replaced_keys:
@@ -197,7 +199,7 @@ class RelabelTransform(BufferTransform, ABC):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Exclude other writers; the first time after a fork, give up the lanes of the parent process."""
+        """Exclude other writers; at the first write after a fork, drop the lanes of the parent process."""
         with self._lock:
             if self._process != os.getpid():
                 self._process = os.getpid()
@@ -206,10 +208,10 @@ class RelabelTransform(BufferTransform, ABC):
 
     @abstractmethod
     def _reset_after_fork(self) -> None:
-        """Give up the lanes of the parent process."""
+        """Drop the lanes of the parent process."""
 
     def _set_goals(self, batch: Batch, goals: Sequence[Tensor], relabelled: Tensor) -> None:
-        """Give goals, ``[n, *goal]`` for each strategy, to the relabelled transitions, ``bool [*batch, 1]``."""
+        """Set the goals, ``[n, *goal]`` for each strategy, of the transitions to relabel, ``bool [*batch, 1]``."""
         desired, *extra = goals
         for pair, values in zip(self._extra_keys, extra, strict=True):
             for key in pair:
@@ -237,7 +239,9 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     if isinstance(reward, type):
         raise TypeError(f"The reward is the class {reward.__name__}: pass an instance, {reward.__name__}(...).")
     if isinstance(reward, (EnvBase, gymnasium.Env)):
-        raise TypeError("The reward is a module or a function, not an environment: HERTransform(EnvReward(env)).")
+        raise TypeError(
+            "The reward must be a module or a function, got an environment: pass HERTransform(EnvReward(env))."
+        )
     if not isinstance(reward, TensorDictModuleBase):
         reward = GoalReward(reward)
     if isinstance(reward, GoalReward):
@@ -253,30 +257,29 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
         reward.set_keys(reward=keys.reward[1:], terminated=keys.terminated[1:])
     if keys.reward not in reward.out_keys:
         raise ValueError(
-            f"The reward module writes {list(reward.out_keys)} and not {keys.reward!r}: give it that out_key, or name "
-            "the one it has with reward_key=... (without 'next')."
+            f"The reward module must write {keys.reward!r}, but its out_keys are {list(reward.out_keys)}. Change its "
+            "out_keys, or pass its key as reward_key=... (without 'next')."
         )
     return reward
 
 
 def where(relabelled: Tensor, new: Tensor, stored: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return new entries for relabelled transitions, ``bool [*batch, 1]``, and stored ones for the others.
+    """Return the new values of relabelled transitions, ``bool [*batch, 1]``, and the stored values of the others.
 
-    The result is written to ``out``, which can be ``stored``, or to a new tensor.
-
-    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or with flattened batch dimensions, ``[n, ...]``.
+    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or flattened batch dimensions, ``[n, ...]``. The result is
+    written to ``out``, which can be ``stored``, or to a new tensor.
     """
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
         relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
     if new.shape != stored.shape:
         new = new.reshape(stored.shape)
-    # An earlier transform may have cast the stored entry.
+    # An earlier transform may have changed the dtype of the stored entry.
     return torch.where(relabelled, new.to(stored.dtype), stored, out=out)
 
 
 def check_at_least(least: int, name: str, value: int) -> int:
     """Check that an argument is an integer of at least ``least``, and return it as an ``int``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     return int(value)

@@ -1,4 +1,4 @@
-"""What HERTransform does when transitions are written: it stamps them, and keeps their goals."""
+"""The writing half of HERTransform: it stamps transitions and keeps their goals."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torchrl_her.offline.adopting import AdoptingTransform
 
 
 class StampingTransform(AdoptingTransform):
-    """The part of `HERTransform` that writes: its episodes, its goal table, and what is saved of them."""
+    """The writing half of `HERTransform`: episodes, goal table, and saving and loading both."""
 
     requires_shared_write_state = True  # TorchRL then calls share_memory_ for buffers that processes share
 
-    _added_keys: list[NestedKey]  # entries that samples get besides the goals and rewards
+    _added_keys: list[NestedKey]  # the entries that only samples have
 
     def _make_table(self, capacity: int, goal_spec: TensorSpec | None, max_episode_steps: int | None) -> None:
-        """Make the tracker of episodes, and the goal table if the spec of a goal is known."""
+        """Create the episode tracker, and the goal table if the spec of a goal is given."""
         self.capacity = capacity
         strategies = self.strategies.values()
         self._rows_before = RowsBefore(
@@ -40,12 +40,12 @@ class StampingTransform(AdoptingTransform):
         longest = max(1, capacity - self._rows_before.rows)
         self.tracker = EpisodeTracker(min(longest, max_episode_steps or longest), patience=capacity - 1)
         self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._rows_before)
-        self.longest_window = 1  # the most steps that a stored transition spans
-        self._n_step: NStepReward | None = None  # if a MultiStepTransform is listed before
-        self._ids_around: list[int] | None = None  # of the transforms at the last check
+        self.longest_window = 1  # the largest number of steps that a stored transition spans
+        self._n_step: NStepReward | None = None  # set if a MultiStepTransform comes before
+        self._ids_around: list[int] | None = None  # the ids of the other transforms at the last check
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Stamp transitions with their episode and step, and keep their achieved goals."""
+        """Stamp transitions ``[*batch]`` with their episode and step, and keep their achieved goals."""
         self._check_no_data_set("a write would overwrite it (its files, if it is memory-mapped)")
         neighbours = self._neighbours
         if neighbours is None or ids_around(self) != self._ids_around:
@@ -85,7 +85,7 @@ class StampingTransform(AdoptingTransform):
         return add_padding(tracked.stamps, written.mask, step=self.capacity)
 
     def _check_neighbours(self) -> Neighbours:
-        """Check the other transforms of the buffer if they changed, and return them."""
+        """Return the other transforms of the buffer, and check them if they changed."""
         neighbours = Neighbours.of(self)
         self._check_around_adopted(neighbours)
         if neighbours != self._neighbours:
@@ -96,13 +96,31 @@ class StampingTransform(AdoptingTransform):
                 check_n_step_keys(multi_step, self.keys)
                 if self._n_step is None:
                     self._n_step = NStepReward(self._one_step, self.goal_fn is not None, multi_step)
-                self._n_step.multi_step = multi_step  # a copied buffer has a copy of it
+                self._n_step.multi_step = multi_step  # a copy of the buffer has its own MultiStepTransform
             self._neighbours = neighbours
         self._ids_around = ids_around(self)
         return neighbours
 
     def clear(self) -> None:
-        """Drop the running episodes and all goals. Call it together with ``rb.empty()``."""
+        """Drop the running episodes and all goals. Call it together with ``rb.empty()``.
+
+        Raises:
+            RuntimeError: if the transform has adopted a data set.
+
+        Examples:
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HERTransform
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> her = HERTransform(EnvReward(env), capacity=1000)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her)
+            >>> _ = rb.extend(env.rollout(50))
+            >>> rb.empty()
+            >>> her.clear()
+            >>> her.report().table_size
+            0
+        """
         self._check_no_data_set("its goals would be lost")
         with self._writing():
             self._end_episodes()
@@ -110,9 +128,24 @@ class StampingTransform(AdoptingTransform):
                 self.table.clear()
 
     def flush(self) -> None:
-        """End the running episodes: their goals are published, and the next write begins new episodes.
+        """End the running episodes, so that their transitions can be relabelled. The next write begins new episodes.
 
-        The last steps that a ``MultiStepTransform`` holds, whose windows are not complete, are dropped.
+        Steps that wait in a ``MultiStepTransform`` because their windows are incomplete are dropped.
+
+        Examples:
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HERTransform
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> her = HERTransform(EnvReward(env), her_ratio=1.0, capacity=1000)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her, batch_size=64)
+            >>> _ = rb.extend(env.rollout(30))  # the episode would end after 50 steps
+            >>> rb.sample()["hindsight", "relabelled"].any()
+            tensor(False)
+            >>> her.flush()
+            >>> rb.sample()["hindsight", "relabelled"].all()
+            tensor(True)
         """
         with self._writing():
             ended = self._end_episodes()
@@ -120,7 +153,7 @@ class StampingTransform(AdoptingTransform):
                 self.table.publish(ended)
 
     def _end_episodes(self) -> list[EpisodeSteps]:
-        """End the running episodes, and return their steps."""
+        """End the running episodes and return their steps."""
         self._diagnosis.continuity.loaded_lanes = 0
         if self._n_step is not None:
             self._n_step.flush()
@@ -129,11 +162,14 @@ class StampingTransform(AdoptingTransform):
     # Processes, saving
 
     def _table_at(self, desired: Tensor, dimensions: int) -> GoalTable:
-        """Return the table, moved to the device of the sampled goals, which can differ from that of written data."""
+        """Return the table, moved to the device of the sampled goals.
+
+        Sampled and written data can be on different devices. ``dimensions`` is the number of batch dimensions.
+        """
         table = self.table
         if table is None or table.goals.device != desired.device:
             with self._lock:
-                if self.table is None:  # the storage was loaded without the state of this transform
+                if self.table is None:  # only the storage was loaded, without the state of this transform
                     goals = desired.flatten(0, dimensions - 1) if dimensions else desired[None]
                     self.table = GoalTable.like(goals, self.capacity, self._rows_before)
                 table = self.table
@@ -141,10 +177,14 @@ class StampingTransform(AdoptingTransform):
         return table
 
     def share_memory_(self) -> StampingTransform:
-        """Move the goal table into shared memory. TorchRL calls it for buffers that processes share."""
+        """Move the goal table into shared memory. TorchRL calls this method for buffers shared between processes.
+
+        Raises:
+            RuntimeError: if there is no goal table yet: pass ``goal_spec``.
+        """
         if self.table is None:
             raise RuntimeError(
-                "A buffer that processes share needs the goal table before the first write: pass "
+                "A buffer shared between processes needs the goal table before the first write: pass "
                 'goal_spec=env.observation_spec["achieved_goal"] (of one environment) to HERTransform.'
             )
         if not self.table.is_shared:
@@ -159,7 +199,7 @@ class StampingTransform(AdoptingTransform):
                 self._n_step.forget_rows()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the goal table and the running episodes, for ``state_dict``."""
+        """Return the goal table and the running episodes for ``state_dict``."""
         with self._writing():
             return {
                 "table": None if self.table is None else self.table.state_dict(),
@@ -169,7 +209,11 @@ class StampingTransform(AdoptingTransform):
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `get_extra_state`, of a transform with the same goals and capacity."""
+        """Load the result of `get_extra_state` of a transform with the same goals and capacity.
+
+        Raises:
+            ValueError: if goals, capacity or strategies differ from the saved ones.
+        """
         check_saved_without_compact_goals(state)
         with self._writing():
             adopted = self._check_adopted_state(state)
@@ -189,6 +233,6 @@ class StampingTransform(AdoptingTransform):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self._state_of_copy()
-        if self._lock.is_shared:  # lanes belong to the process that writes them
+        if self._lock.is_shared:  # the open lanes belong to the process that writes them
             state |= {"tracker": self.tracker.without_lanes(), "_n_step": None}
         return state

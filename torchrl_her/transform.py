@@ -1,4 +1,4 @@
-"""Hindsight when transitions are sampled."""
+"""Hindsight at sampling time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_her._torchrl import ids_around
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.stamps import read_stamps
 from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_from_table
-from torchrl_her.goals.strategies import GoalStrategy
+from torchrl_her.goals.strategy import GoalStrategy
 from torchrl_her.keys import MASK, MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.n_step import STEPS, NStepReward
 from torchrl_her.relabel import (
@@ -30,49 +30,69 @@ from torchrl_her.storage.ownership import owned_entries, set_owned
 
 
 class HERTransform(StampingTransform):
-    """Hindsight Experience Replay (Andrychowicz et al. 2017, arXiv:1707.01495) for any replay buffer.
+    """Hindsight Experience Replay at sampling time, for any replay buffer.
 
-    Writing stamps each transition with its episode and step, and keeps its achieved goal. Sampling replaces the desired
-    goal of a share of the transitions, at the root and under ``"next"``, by an achieved goal of their episode, and
-    recomputes their rewards. Sampled batches have an entry ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Draws
-    come from torch's default random generator.
+    Each write stamps the transitions with their episode and step, and keeps their achieved goals. Each sample relabels
+    a share of the transitions: an achieved goal, by default of the same episode, replaces the desired goal at the root
+    and under ``"next"``, and the reward is recomputed. Stored transitions do not change. The algorithm is described by
+    [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
+
+    Samples have an additional entry ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Random numbers come from
+    torch's default generator, so ``torch.manual_seed`` makes samples reproducible.
 
     Args:
-        reward (TensorDictModule or Callable): the reward of a relabelled transition: a module that reads the transition
-            and writes ``("next", "reward")`` (and ``("next", "terminated")``, if it can), such as `EnvReward`,
-            `SparseReward` and `GoalReward`, or a function of achieved and desired goals ``[batch, *goal]``.
+        reward (TensorDictModule or Callable): computes the reward of relabelled transitions. A module, such as
+            `EnvReward`, `SparseReward` or `GoalReward`, reads the transitions and writes ``("next", "reward")`` and,
+            if it can, ``("next", "terminated")``. A function maps achieved and desired goals, ``[batch, *goal]`` each,
+            to rewards ``[batch]``.
 
     Keyword Args:
-        strategy (str or GoalStrategy): which step's achieved goal becomes the desired goal: ``"future"`` (default),
-            ``"final"``, ``"episode"``, ``"random"``, or a `GoalStrategy`, such as `Geometric` and `Mixture`.
-        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): further entries and their strategies. Each gets
-            a goal of its own, at the root and under ``"next"``, which does not affect the reward. Transitions that
-            are not relabelled get their stored desired goal.
-        info (bool): whether samples have an entry ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``: 0 if the
-            goal is the transition's own outcome (of an n-step window, its first), the number of further steps if it
-            lies ahead in the transition's episode, and -1 for other goals and transitions that are not relabelled.
-            With a `Mixture` as strategy there is also ``("hindsight", "member")``, ``int64 [*batch, 1]``: the member
-            that selected the goal, or -1. Default: False.
-        her_ratio (float): the probability that a transition is relabelled; k / (k + 1) for the paper's k. Default: 0.8.
-        achieved_goal_key (NestedKey): read at the root and under ``"next"``. Default: ``"achieved_goal"``.
-        desired_goal_key (NestedKey): written at the root and under ``"next"``. Default: ``"desired_goal"``.
-        reward_key (NestedKey): under ``"next"``. Default: ``"reward"``.
-        done_key (NestedKey): under ``"next"``, beside ``terminated`` and ``truncated``. Default: ``"done"``.
-        trajectory_key (NestedKey, optional): ids ``[*batch]`` that tell environments apart, used if present; None to
-            ignore them. Default: ``("collector", "traj_ids")``.
-        goal_fn (Callable, optional): maps achieved entries ``[batch, *state]`` to goals ``[batch, *goal]``.
-        capacity (int): how many achieved goals are kept: the ``max_size`` of the storage, or two to three times that
-            for episodes of 64 steps and more, which are published as they grow. Default: 1,000,000.
-        goal_spec (TensorSpec, optional): the spec of one goal. Required for buffers that processes share.
-        max_episode_steps (int, optional): ends an episode after this many steps.
-        mask_key (NestedKey, optional): False marks padding; used if present. Default: ``("collector", "mask")``.
-        sequence_length (int, optional): samples are sequences of this length, each with one goal, drawn for its end.
-        recompute_all_rewards (bool): whether original transitions get a recomputed reward, too: for a learned reward,
-            which changes during training. Default: False.
+        strategy (str or GoalStrategy): selects the step whose achieved goal becomes the desired goal: ``"future"``,
+            ``"final"``, ``"episode"``, ``"random"``, ``"current"``, ``"past_desired"`` or a `GoalStrategy` such as
+            `Geometric` or `Mixture`. Default: ``"future"``.
+        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): keys of additional goals and their strategies.
+            Each key gets its own goal, at the root and under ``"next"``, which does not affect the reward. If a
+            transition is not relabelled, its additional goals equal its desired goal.
+        info (bool): whether samples have an entry ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``: the number
+            of steps from a transition to the one that achieved its goal. It is 0 if the transition achieved the goal
+            itself (with n-step returns, if the first step of the window did), and -1 if the goal comes from an earlier
+            step or another episode, or if the transition is not relabelled. If ``strategy`` is a `Mixture`, samples
+            also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index of the member that selected the
+            goal, or -1 if the transition is not relabelled. Default: False.
+        her_ratio (float): the probability that a transition is relabelled, from 0 to 1. The paper's k goals per
+            transition correspond to k / (k + 1). Default: 0.8.
+        achieved_goal_key (NestedKey): the achieved goal, read at the root and under ``"next"``. Default:
+            ``"achieved_goal"``.
+        desired_goal_key (NestedKey): the desired goal, replaced at the root and under ``"next"``. Default:
+            ``"desired_goal"``.
+        reward_key (NestedKey): the reward, without ``"next"``. Default: ``"reward"``.
+        done_key (NestedKey): the done flag, without ``"next"``; ``terminated`` and ``truncated`` are next to it.
+            Default: ``"done"``.
+        trajectory_key (NestedKey, optional): trajectory ids, integers ``[*batch]``, which separate the transitions of
+            several environments. They are used if present. None ignores them. Default: ``("collector", "traj_ids")``.
+        goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
+            to goals ``[batch, *goal]``. By default, the entry is the goal.
+        capacity (int): the number of achieved goals to keep. Pass the ``max_size`` of the storage, or two to three
+            times as much if episodes have 64 steps or more. Default: 1,000,000.
+        goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
+            environment. Required if several processes share the buffer. By default, the first write determines it.
+        max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag.
+        mask_key (NestedKey, optional): a flag, ``bool [*batch]``, that is False for padding. The default entry is used
+            if present; any other entry must be present. With None, no transition is padding. Default:
+            ``("collector", "mask")``.
+        sequence_length (int, optional): the number of transitions in each sampled sequence, the ``slice_len`` of a
+            ``SliceSampler``. All transitions of a sequence get the same goal, drawn for the last one. Transitions of
+            other episodes than the last one's keep theirs.
+        recompute_all_rewards (bool): whether the reward of transitions that are not relabelled is recomputed too. Use
+            it for a learned reward, which changes during training. Default: False.
 
     Raises:
-        ValueError, TypeError, KeyError: if an argument is wrong; when writing (nothing is stored then), if an entry is
-            missing or has the wrong shape, or an achieved goal is NaN; when sampling, if an entry is missing.
+        ValueError: if an argument is out of range, another transform of the buffer would undo the relabelling, or the
+            written goals have the wrong shape, the wrong dtype or a NaN. A refused write stores nothing.
+        TypeError: if an argument or a written entry has the wrong type.
+        KeyError: if written or sampled transitions lack an entry.
+        RuntimeError: if the goal table does not fit into memory, processes share the buffer and ``goal_spec`` is
+            missing, or transitions are written after `adopt`.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -80,9 +100,8 @@ class HERTransform(StampingTransform):
         >>> import torchrl_her.envs
         >>> from torchrl_her import EnvReward, HERTransform
         >>> env = GymEnv("torchrl_her/PointReach-v0")
-        >>> rb = TensorDictReplayBuffer(
-        ...     storage=LazyTensorStorage(1000), transform=HERTransform(EnvReward(env), capacity=1000), batch_size=64
-        ... )
+        >>> hindsight = HERTransform(EnvReward(env), capacity=1000)
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight, batch_size=64)
         >>> _ = rb.extend(env.rollout(50))
         >>> rb.sample()["hindsight", "relabelled"].shape
         torch.Size([64, 1])
@@ -118,11 +137,12 @@ class HERTransform(StampingTransform):
         super().__init__(reward, strategy, keys, goal_fn, extra_goals, recomputes_all=recompute_all_rewards)
         if recompute_all_rewards and self._reads_steps:
             raise ValueError(
-                "recompute_all_rewards=True recomputes rewards of original transitions, whose goals were achieved at "
-                "no step: pass a reward of the goals in place of ReachedReward."
+                "recompute_all_rewards=True needs a reward that is computed from the goals, but this one reads the "
+                "number of steps to the goal, which transitions with their original goal lack. Replace ReachedReward "
+                "by GoalReward(reward_fn), or leave recompute_all_rewards out."
             )
         if self._reads_steps and her_ratio == 1:
-            self._diagnosis.rewards.compares = False  # no stored reward is returned
+            self._diagnosis.rewards.compares = False  # samples contain no stored rewards
         self.info = bool(info)
         self._added_keys = [key for pair in self._extra_keys for key in pair] + [RELABELLED]
         if self.info or self._reads_steps:
@@ -134,11 +154,14 @@ class HERTransform(StampingTransform):
     # Sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Relabel sampled transitions ``[*batch]``. The input is modified only if it is marked as owning its memory."""
-        if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before it stacks them
+        """Return sampled transitions ``[*batch]``, a share of them relabelled.
+
+        The input is modified only if it is marked with `mark_as_owned`.
+        """
+        if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before stacking them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
         if not torch.compiler.is_compiling() and ids_around(self) != self._ids_around:
-            self._check_neighbours()  # transforms were changed after the last write
+            self._check_neighbours()  # the transforms of the buffer changed after the last write
         batch, rewards = self._unpack(tensordict)
         draw, relabelled = self._draw(batch, rewards.available(batch))
         self._set_goals(batch, draw.goals, relabelled)
@@ -152,28 +175,48 @@ class HERTransform(StampingTransform):
         return batch.data.set(RELABELLED, relabelled)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile sampling with ``torch.compile``, after a check of the other transforms of the buffer."""
+        """Check the other transforms of the buffer, then compile sampling with ``torch.compile``."""
         self._check_neighbours()
         super().compile(*args, **kwargs)
 
     def report(self) -> Report:
-        """Return what hindsight did so far, counted in this process. ``print`` it."""
+        """Summarize the transitions that were written and sampled so far.
+
+        Each process counts its own writes and samples. ``print`` shows the report as a table.
+
+        Returns:
+            Report: numbers of episodes and transitions, shares of relabelled transitions, and rewards.
+
+        Examples:
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HERTransform
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> her = HERTransform(EnvReward(env), capacity=1000)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her)
+            >>> _ = rb.extend(env.rollout(50))
+            >>> report = her.report()
+            >>> report.episodes, report.transitions, report.mean_length
+            (1, 50, 50.0)
+        """
         return self._diagnosis.report(self, self.tracker, self.her_ratio, self.table)
 
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
-        """Return sampled transitions, and what recomputes their rewards.
+        """Return the sampled transitions and the object that recomputes their rewards.
 
-        They are a shallow copy without the entries to replace, unless they own their memory: a storage can return its
-        own tensordict, which must not be written into.
+        The transitions are a shallow copy without the entries to replace, unless they own their memory: a storage can
+        return its own tensordict, which must not be modified.
         """
         rewards: OneStepReward | NStepReward = self._one_step
         if tensordict.get(STEPS, None) is not None:
             if self._n_step is None:
-                self._check_neighbours()  # another process wrote them
+                self._check_neighbours()  # another process wrote the transitions
             if self._n_step is None:
                 raise ValueError(
-                    "The sampled transitions span several steps ('steps_to_next_obs'), and no MultiStepTransform is "
-                    "listed before HERTransform: make the buffer as it was when they were written."
+                    "The sampled transitions span several steps (they have an entry 'steps_to_next_obs'), but no "
+                    "MultiStepTransform comes before HERTransform. Create the buffer with the transforms with which "
+                    "the transitions were written."
                 )
             rewards = self._n_step
         episode, step = read_stamps(tensordict)
@@ -183,8 +226,9 @@ class HERTransform(StampingTransform):
         for key in (*self._goal_keys, self.keys.reward):
             if stored[key] is None and key not in created:
                 raise KeyError(
-                    f"The sample has no entry {key!r}, although it was written: list the transform that drops it after "
-                    "HERTransform. If CompactGoals does, list it here, too: Compose(CompactGoals(), HERTransform(...))."
+                    f"The sample has no entry {key!r}, although it was written. Place the transform that drops it "
+                    "after HERTransform. If the transitions were written with CompactGoals, sample with it too: "
+                    "Compose(CompactGoals(), HERTransform(...))."
                 )
         table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
         owned = None if torch.compiler.is_compiling() else owned_entries(tensordict)
@@ -192,9 +236,10 @@ class HERTransform(StampingTransform):
         return SampledBatch(data, stored, owned, table, episode, step, self.longest_window), rewards
 
     def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
-        """Draw goals for the transitions, and which of them get these, ``bool [*batch, 1]``.
+        """Draw goals, and the transitions that get them, ``bool [*batch, 1]``.
 
-        Only transitions whose rewards are available get one, and of a sequence all that were drawn, or none.
+        A transition is relabelled only if its reward is available. A sequence is relabelled only if the rewards of all
+        its transitions to be relabelled are available.
         """
         with_steps, length = self.info or self._reads_steps, self.sequence_length
 
@@ -211,11 +256,11 @@ class HERTransform(StampingTransform):
         return draw, relabelled.view(*batch.data.batch_size, 1)
 
     def _set_info(self, batch: SampledBatch, draw: Draw, relabelled: Tensor) -> None:
-        """Set how far ahead the goals are, and which member of a mixture selected them."""
+        """Set the entries with the number of steps to the goal and the index of the mixture's member."""
         if draw.goal_step is not None:
             ahead = (draw.goal_step - batch.step).view_as(relabelled)
             ahead = torch.where(relabelled & (ahead >= 0), ahead, -1)
-            # Created goals are the transitions' own outcomes.
+            # A created goal is the transition's own outcome, zero steps ahead.
             batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead, 0) if self._creates_goals else ahead)
         if self.info and draw.member is not None:
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))

@@ -1,8 +1,8 @@
 """The replay buffers that the benchmarks compare.
 
-A contender fills itself with `size` rows. `prepare` brings new transitions into the form that its `extend` takes, as a
-training loop would hold them. `sample` draws a batch, `sample_many` several of them in one call, and `read` hands a
-sampled batch to the checks.
+`fill` writes `size` rows. `prepare` converts new transitions to the argument of `extend`, the form in which a training
+loop has them. `sample` draws a batch, `sample_many` draws several batches in one call, and `read` returns the entries
+of a sampled batch that the checks need.
 """
 
 from contenders.buffers_of_others import Cpprb, StableBaselines3

@@ -23,7 +23,7 @@ from contenders.transitions import (
 
 
 class GoalEnv(gym.Env):
-    """What Stable-Baselines3's buffer asks of an environment: spaces and `compute_reward`."""
+    """The parts of an environment that Stable-Baselines3's buffer needs: spaces and `compute_reward`."""
 
     observation_space = gym.spaces.Dict(
         observation=Box(-np.inf, np.inf, (OBSERVATION,)),
@@ -33,12 +33,12 @@ class GoalEnv(gym.Env):
     action_space = Box(-1, 1, (ACTION,))
 
     def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: list) -> np.ndarray:
-        """The sparse reward, batched."""
+        """Return the sparse rewards of a batch."""
         return sparse_reward(achieved_goal, desired_goal)
 
 
 class StableBaselines3:
-    """Stable-Baselines3's `HerReplayBuffer`, full; `extend` is one `add` per transition (one environment)."""
+    """Stable-Baselines3's `HerReplayBuffer` for one environment, full. `extend` calls `add` for each transition."""
 
     def __init__(self, size: int):
         self.size = size
@@ -52,7 +52,7 @@ class StableBaselines3:
             self.extend(self.prepare(transitions))
 
     def prepare(self, transitions: Transitions) -> list[tuple]:
-        """The arguments of `add`, whose arrays have a leading dimension for the one environment."""
+        """Return the arguments of `add`. Arrays have a leading dimension of size 1 for the environment."""
         rows = [
             {key: value[i : i + 1] for key, value in transitions.items()} for i in range(len(transitions["action"]))
         ]
@@ -81,7 +81,7 @@ class StableBaselines3:
     def sample_many(self, count: int) -> list[DictReplayBufferSamples]:
         """Draw several batches in one call.
 
-        Its relabelled transitions come first, so each batch takes every `count`-th transition.
+        The buffer returns relabelled transitions first, so each batch takes every `count`-th transition.
         """
         whole = self.buffer.sample(count * BATCH_SIZE)
         return [
@@ -99,18 +99,18 @@ class StableBaselines3:
         return self.buffer.size()
 
     def read(self, batch: DictReplayBufferSamples) -> Sampled:
-        """What the checks need."""
+        """Return the entries that the checks need."""
         next_achieved_goal = batch.next_observations["achieved_goal"].numpy()
         desired_goal = batch.observations["desired_goal"].numpy()
         return Sampled(next_achieved_goal, desired_goal, batch.rewards.numpy().squeeze(-1))
 
 
 class Cpprb:
-    """cpprb's `HindsightReplayBuffer`, full, uniform sampling.
+    """cpprb's `HindsightReplayBuffer` with uniform sampling, full.
 
-    It relabels when an episode is written: a transition is stored once with its original goal and k times
-    with another one. All of these rows count as stored here, so `size` rows are `size / 5` transitions,
-    and an `extend(50)` writes 250 rows.
+    The buffer relabels when an episode is written: each transition is stored once with its original goal and k times
+    with other goals. All copies count as rows, so `size` rows are `size / 5` transitions, and `extend(50)` writes 250
+    rows.
     """
 
     def __init__(self, size: int):
@@ -140,7 +140,7 @@ class Cpprb:
             self.extend(self.prepare(transitions))
 
     def prepare(self, transitions: Transitions) -> list[tuple]:
-        """Each episode's transitions and its original goal."""
+        """Return the transitions and the original goal of each episode."""
         stored = ("observation", "achieved_goal", "action", "next_observation", "next_achieved_goal")
         data = {key: transitions[key] for key in stored} | {"done": transitions["truncated"]}
         starts = range(0, len(transitions["episode"]), EPISODE_STEPS)
@@ -172,5 +172,5 @@ class Cpprb:
         return self.buffer.get_stored_size()
 
     def read(self, batch: dict[str, np.ndarray]) -> Sampled:
-        """What the checks need."""
+        """Return the entries that the checks need."""
         return Sampled(batch["next_achieved_goal"], batch["goal"], batch["rew"].squeeze(-1))

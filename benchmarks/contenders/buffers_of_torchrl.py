@@ -1,4 +1,4 @@
-"""TorchRL's replay buffers, with and without hindsight, and the transforms of this package."""
+"""TorchRL's replay buffers, without hindsight and with the transforms of this package."""
 
 import tempfile
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class TorchRL:
         self.buffer = self.make_buffer()
 
     def make_buffer(self) -> TensorDictReplayBuffer:
-        """An empty buffer."""
+        """Return an empty buffer."""
         return TensorDictReplayBuffer(storage=self.storage(self.size))
 
     def fill(self) -> None:
@@ -41,7 +41,7 @@ class TorchRL:
             self.extend(self.prepare(transitions))
 
     def prepare(self, transitions: Transitions) -> TensorDict:
-        """What a collector writes, flattened."""
+        """Return the transitions as a collector writes them, flattened."""
         data = {key: torch.from_numpy(value) for key, value in transitions.items()}
         return TensorDict(
             {
@@ -64,7 +64,7 @@ class TorchRL:
         )
 
     def extend(self, data: TensorDict) -> None:
-        """Write the transitions at once."""
+        """Write the transitions in one call."""
         self.buffer.extend(data)
 
     def sample(self) -> TensorDict:
@@ -79,17 +79,17 @@ class TorchRL:
         return len(self.buffer)
 
     def read(self, batch: TensorDict) -> Sampled:
-        """What the checks need."""
+        """Return the entries that the checks need."""
         keys = ("next", "achieved_goal"), "desired_goal", ("next", "reward")
         achieved, desired, reward = (batch[key].numpy() for key in keys)
         return Sampled(achieved, desired, reward.squeeze(-1))
 
 
 class Transform(TorchRL):
-    """The same buffer with HERTransform."""
+    """`TorchRL` with `HERTransform`."""
 
     def make_buffer(self) -> TensorDictReplayBuffer:
-        """An empty buffer."""
+        """Return an empty buffer."""
         transform = HERTransform(SparseReward(THRESHOLD), her_ratio=HER_RATIO, capacity=self.size)
         return TensorDictReplayBuffer(storage=self.storage(self.size), transform=transform)
 
@@ -98,12 +98,12 @@ class Untouched(torchrl.envs.Transform):
     """Returns a batch as it is."""
 
     def forward(self, tensordict: TensorDict) -> TensorDict:
-        """The same."""
+        """Return the batch unchanged."""
         return tensordict
 
 
 class Undrawn(torchrl.envs.Transform):
-    """Sets the stored goals, their rewards and an all-False mark: the least that any relabelling transform does."""
+    """Sets the stored goals, their rewards and an all-False mark: the minimum work of a relabelling transform."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Undrawn(torchrl.envs.Transform):
         self.relabelled = {count: torch.zeros(count, 1, dtype=torch.bool) for count in batch_sizes}
 
     def forward(self, tensordict: TensorDict) -> TensorDict:
-        """The batch, with new entries."""
+        """Return the batch with new entries."""
         keys = "desired_goal", ("next", "desired_goal"), ("next", "reward")
         relabelled = self.relabelled[len(tensordict)]
         stored = [tensordict.get(key) for key in keys]
@@ -125,61 +125,61 @@ class Undrawn(torchrl.envs.Transform):
 
 
 class NoOp(TorchRL):
-    """The first buffer with a transform that does nothing: what TorchRL takes for calling one."""
+    """`TorchRL` with a transform that does nothing: the cost of calling a transform."""
 
     def make_buffer(self) -> TensorDictReplayBuffer:
-        """An empty buffer."""
+        """Return an empty buffer."""
         return TensorDictReplayBuffer(storage=self.storage(self.size), transform=self.make_transform())
 
     def make_transform(self) -> torchrl.envs.Transform:
-        """The transform."""
+        """Return the transform."""
         return Untouched()
 
 
 class Floor(NoOp):
-    """The first buffer with a transform that does everything that hindsight does, except drawing goals."""
+    """`TorchRL` with a transform that does the work of hindsight, except for drawing goals."""
 
     def make_transform(self) -> torchrl.envs.Transform:
-        """The transform."""
+        """Return the transform."""
         return Undrawn()
 
 
 class Packed(TorchRL):
-    """The first buffer with `PackedStorage`."""
+    """`TorchRL` with `PackedStorage`."""
 
     storage = PackedStorage
 
 
 class PackedTransform(Transform):
-    """The same with HERTransform."""
+    """`Transform` with `PackedStorage`."""
 
     storage = PackedStorage
 
 
 class PackedFloor(Floor):
-    """As `Floor`, with `PackedStorage`."""
+    """`Floor` with `PackedStorage`."""
 
     storage = PackedStorage
 
 
 class PackedFile(TorchRL):
-    """`PackedStorage` in a memory-mapped file, which is deleted in the end."""
+    """`TorchRL` with `PackedStorage` in a memory-mapped file, which is deleted at the end."""
 
     def make_buffer(self) -> TensorDictReplayBuffer:
-        """An empty buffer."""
+        """Return an empty buffer."""
         self.folder = tempfile.TemporaryDirectory()
         storage = PackedStorage(self.size, scratch_dir=self.folder.name)
         return TensorDictReplayBuffer(storage=storage)
 
 
 class Augmentation(TorchRL):
-    """The same buffer with HindsightAugmentation.
+    """`TorchRL` with `HindsightAugmentation`.
 
-    As with cpprb, copies count as stored: `size` rows are `size / 5` transitions, and an `extend(50)` writes 250 rows.
+    As for cpprb, copies count as rows: `size` rows are `size / 5` transitions, and `extend(50)` writes 250 rows.
     """
 
     def make_buffer(self) -> TensorDictReplayBuffer:
-        """An empty buffer."""
+        """Return an empty buffer."""
         return TensorDictReplayBuffer(
             storage=self.storage(self.size),
             transform=HindsightAugmentation(SparseReward(THRESHOLD), n_sampled_goal=K, max_episode_steps=EPISODE_STEPS),
@@ -192,7 +192,7 @@ class Augmentation(TorchRL):
 
 
 class PackedAugmentation(Augmentation):
-    """The same with PackedStorage."""
+    """`Augmentation` with `PackedStorage`."""
 
     storage = PackedStorage
 
@@ -200,23 +200,23 @@ class PackedAugmentation(Augmentation):
 class TorchRLHindsight(TorchRL):
     """TorchRL's `HERReplayBuffer`.
 
-    It fails when it is written past its capacity, so it has room for a fifth more than it is filled with.
-    When it has grown by a tenth, it is emptied and filled again, outside the clock.
+    Writing past its capacity fails, so the buffer has room for a fifth more than `size` rows. When it has grown by a
+    tenth, it is emptied and filled again, outside the measured time.
     """
 
     def make_buffer(self) -> HERReplayBuffer:
-        """An empty buffer."""
+        """Return an empty buffer."""
         storage = LazyTensorStorage(self.size + self.size // 5 + EPISODE_STEPS)
         return HERReplayBuffer(self.reward, her_ratio=HER_RATIO, storage=storage)
 
     @staticmethod
     def reward(transition: TensorDict) -> torch.Tensor:
-        """The sparse reward of relabelled transitions."""
+        """Return the sparse rewards of relabelled transitions."""
         difference = transition["next", "achieved_goal"] - transition["desired_goal"]
         return -(difference.norm(dim=-1, keepdim=True) > THRESHOLD).float()
 
     def prepare(self, transitions: Transitions) -> TensorDict:
-        """As above, in a buffer that has grown by less than a tenth."""
+        """Return the transitions, after refilling a buffer that has grown by a tenth."""
         if len(self.buffer) > self.size + self.size // 10:
             self.buffer.empty()
             self.fill()
@@ -225,6 +225,6 @@ class TorchRLHindsight(TorchRL):
     def sample_many(self, count: int) -> Sequence[TensorDict]:
         """Draw several batches in one call.
 
-        Its relabelled transitions come first, so each batch takes every `count`-th transition.
+        The buffer returns relabelled transitions first, so each batch takes every `count`-th transition.
         """
         return self.buffer.sample(count * BATCH_SIZE).view(BATCH_SIZE, count).unbind(1)

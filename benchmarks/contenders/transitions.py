@@ -1,4 +1,4 @@
-"""The transitions that the benchmarks fill replay buffers with."""
+"""The transitions that the benchmarks write into replay buffers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 
 BATCH_SIZE = 256
-BATCHES = 16  # drawn in one call, where several are
-EPISODE_STEPS = 50  # and what one `extend` writes
+BATCHES = 16  # number of batches drawn in one call of `sample_many`
+EPISODE_STEPS = 50  # also the number of transitions of one `extend`
 OBSERVATION, GOAL, ACTION = 25, 3, 4
 THRESHOLD = 0.05
 K = 4  # the paper's k: relabelled goals for each original one
 HER_RATIO = K / (K + 1)
-UNREACHABLE = 10.0  # no achieved goal comes near 10, every original desired goal lies beyond it
+UNREACHABLE = 10.0  # between all achieved goals and all original desired goals
 
 Transitions = dict[str, np.ndarray]
 
 
 def make_episodes(count: int, rng: np.random.Generator) -> Transitions:
-    """Random walks towards goals that they cannot reach; arrays of `count * EPISODE_STEPS` rows."""
+    """Return random walks that never reach their goals, as arrays of `count * EPISODE_STEPS` rows."""
     steps = rng.uniform(-0.03, 0.03, (count, EPISODE_STEPS + 1, GOAL))
     achieved = (rng.random((count, 1, GOAL)) + steps.cumsum(axis=1)).astype(np.float32)
     observation = rng.random((count, EPISODE_STEPS + 1, OBSERVATION), dtype=np.float32)
@@ -39,7 +39,7 @@ def make_episodes(count: int, rng: np.random.Generator) -> Transitions:
 
 
 def make_transitions(count: int) -> Iterator[Transitions]:
-    """`count` transitions in blocks of at most 1,000 episodes."""
+    """Yield `count` transitions in blocks of at most 1,000 episodes."""
     rng = np.random.default_rng(0)
     episodes = count // EPISODE_STEPS
     for start in range(0, episodes, 1000):
@@ -53,7 +53,7 @@ def sparse_reward(achieved_goal: np.ndarray, desired_goal: np.ndarray) -> np.nda
 
 @dataclass
 class Sampled:
-    """What the checks read of a batch: two arrays `[batch, goal]` and one `[batch]`."""
+    """The entries of a batch that the checks need: goals `[batch, goal]` and rewards `[batch]`."""
 
     next_achieved_goal: np.ndarray
     desired_goal: np.ndarray

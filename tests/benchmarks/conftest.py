@@ -1,11 +1,11 @@
-"""The benchmarks import each other and the example scripts by name, as they do when Python runs one of them."""
+"""Makes the benchmarks and the example scripts importable by name, as when Python runs one of them."""
 
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "examples")]
-# Doctests would import a second module `conftest`; without the extra 'examples' only the GPU benchmark can be tested.
+# Doctests would import a second module `conftest`. Only the GPU benchmark can be tested without the extra 'examples'.
 collect_ignore_glob = ["conftest.py"]
 if not (find_spec("hydra") and find_spec("tensorboard")):
     files = Path(__file__).parent.glob("*.py")

@@ -1,4 +1,4 @@
-"""The benchmarks of sampling and writing run in small sizes, and print the tables of the docs."""
+"""The benchmarks of sampling and writing run with small sizes, and print the tables of the docs."""
 
 import csv
 import re
@@ -20,12 +20,13 @@ from contenders import CONTENDERS, FILE, SB3
 from contenders.transitions import BATCHES
 
 DOCS = Path(__file__).parents[2] / "docs"
+SPEED = "reference/results/speed.md"
 SIZE = 1000
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run the main function of a benchmark and return what it prints."""
+    """Return a function that runs the main function of a benchmark and returns its output."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def run(module, *arguments):
@@ -37,7 +38,7 @@ def run(monkeypatch, capsys):
 
 
 def tables(text):
-    """The first cells of each table: the title, and below it those of the rows."""
+    """Return the first column of each table: its title and the names of its rows."""
     found = []
     for table in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
         title, _, *names = (line.split("|")[1].strip() for line in table.splitlines())
@@ -46,7 +47,7 @@ def tables(text):
 
 
 def check_printed(printed, *documented):
-    """Check that tables of the docs, by their title and number of rows, are printed."""
+    """Check that tables of the docs, given by title and number of rows, are printed."""
     shown = tables(printed)
     for page, title, rows in documented:
         (table,) = (each for each in tables((DOCS / page).read_text()) if (each[0], len(each)) == (title, rows + 1))
@@ -56,8 +57,12 @@ def check_printed(printed, *documented):
 def test_sampling_measures_every_operation_of_every_buffer(run, tmp_path):
     printed = run(sampling, "--sizes", SIZE, "--rounds", 5, "--output", tmp_path)
     titles = "`sample(256)`", "16 batches of 256 per call, per batch", "`extend(50)` + `sample(256)`", "`extend(50)`"
-    check_printed(printed, *(("cost.md", title, 9) for title in titles), ("cost.md", "`sample(256)`", 3))
-    check_printed(printed, ("several-batches-per-call.md", "a batch of 16 per call, ratio to one per call", 9))
+    check_printed(
+        printed,
+        *((SPEED, title, 9) for title in titles),
+        (SPEED, "`sample(256)`", 3),
+    )
+    check_printed(printed, ("how-to/several-batches-per-call.md", "a batch of 16 per call, ratio to one per call", 9))
     with (tmp_path / "sampling.csv").open() as file:
         measured = {(row["operation"], row["contender"]) for row in csv.DictReader(file)}
     names = set(CONTENDERS) - {FILE}
@@ -67,14 +72,18 @@ def test_sampling_measures_every_operation_of_every_buffer(run, tmp_path):
 
 def test_growth_is_measured_with_both_storages_and_a_file(run, tmp_path):
     printed = run(growth, "--sizes", SIZE, 10 * SIZE, "--rounds", 5, "--file", "--output", tmp_path)
-    check_printed(printed, ("cost.md", "hindsight adds to a sample, µs", 2))
+    check_printed(printed, (SPEED, "hindsight adds to a sample, µs", 2))
     assert len((tmp_path / "growth.csv").read_text().splitlines()) == 1 + 4 * (4 + 4 + 2)
 
 
 def test_writing_and_add_are_measured(run, monkeypatch):
     monkeypatch.setattr(writing, "ROWS", SIZE * 10)
     printed = run(writing, "--rounds", 1, "--episodes", 1)
-    check_printed(printed, ("cost.md", "`add` of one transition, µs", 4), ("cost.md", "transitions in a write", 5))
+    check_printed(
+        printed,
+        (SPEED, "`add` of one transition, µs", 4),
+        (SPEED, "transitions in a write", 5),
+    )
 
 
 def test_batches_that_are_not_relabelled_alike_are_a_failure():
@@ -87,12 +96,14 @@ def test_batches_that_are_not_relabelled_alike_are_a_failure():
     contender.read = lambda rows: type(in_order)(*(value[rows] for value in vars(in_order).values()))
     for start in range(0, BATCHES * 256, 256):
         measured.check(slice(start, start + 256))
-    assert measured.failures() == [f"{SB3}, 1,000 stored: 15 batches have a share that differs much from the others"]
+    assert measured.failures() == [
+        f"{SB3}, 1,000 stored: 15 batches have a very different share of relabelled transitions"
+    ]
 
 
 def test_the_time_of_hindsight_is_split_for_both_storages(run, monkeypatch):
     monkeypatch.setattr(where_time_goes, "STORED", SIZE)
     printed = run(where_time_goes, "--rounds", 3)
-    check_printed(printed, ("cost.md", "where the time goes, µs", 10))
+    check_printed(printed, (SPEED, "where the time goes, µs", 10))
     cells = [line.split("|")[2:-1] for line in printed.splitlines() if line.startswith("| HERTransform")]
     assert all(float(whole) > float(inside) > 0 and int(operators) > 20 for whole, inside, operators, _ in cells)

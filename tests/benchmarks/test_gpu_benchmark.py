@@ -1,4 +1,4 @@
-"""The GPU benchmark: its small version on a CPU, what it says without a CUDA device, and how it reads test results."""
+"""The GPU benchmark: its small version on a CPU, its message without a CUDA device, and its parsing of test results."""
 
 import contextlib
 import csv
@@ -85,18 +85,18 @@ def test_without_a_cuda_device_it_says_so_in_one_line(tmp_path):
     result = run("--out", tmp_path / "out")
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr == "There is no CUDA device. The small version runs with --device cpu.\n"
+    assert result.stderr == "There is no CUDA device. Run the small version with --device cpu.\n"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sampling_and_updating_read_no_value(storage, strategy):
-    """`NoWaits` replaces PyTorch's debug mode, and for what a CUDA graph cannot capture."""
+    """`NoWaits` finds reads of values, which PyTorch's debug mode and CUDA graphs reject on a GPU."""
     buffer = make_buffer(storage, 500, CPU, strategy=STRATEGIES[strategy], info=True)
     fill(buffer, 500, CPU)
     learner = Learner(buffer.sample(2))
-    learner.update(buffer.sample(32))  # makes the state of the optimizer
+    learner.update(buffer.sample(32))  # creates the state of the optimizer
     with NoWaits():
         batch = buffer.sample(32)
         learner.update(batch)
@@ -106,7 +106,7 @@ def test_sampling_and_updating_read_no_value(storage, strategy):
 
 
 def test_transitions_networks_and_updates_have_no_tensor_on_the_default_device():
-    """So a mistake that only a GPU would show is found on a CPU."""
+    """This finds mistakes on a CPU that only a GPU would show."""
     with torch.device("meta"):
         batch = make_transitions(4, CPU)
         learner = Learner(batch)
@@ -116,7 +116,7 @@ def test_transitions_networks_and_updates_have_no_tensor_on_the_default_device()
     assert all(parameter.device == CPU for parameter in learner._loss.parameters())
 
 
-def test_synthetic_transitions_are_whole_episodes_of_which_most_can_be_relabelled():
+def test_synthetic_transitions_are_whole_episodes():
     buffer = make_buffer("LazyTensorStorage", 500, CPU, strategy="future")
     fill(buffer, 500, CPU)
     report = buffer.transform[0].report()
@@ -139,11 +139,11 @@ def test_an_update_changes_the_networks_and_follows_with_the_targets():
         assert any(name.startswith(f"target_{part}") for name in changed)
 
 
-def test_a_round_has_one_update_for_16_steps_and_a_graph_is_made_again_when_the_buffer_has_grown(monkeypatch):
+def test_a_round_has_one_update_per_16_steps_and_a_graph_is_captured_again_when_the_buffer_has_grown(monkeypatch):
     made = []
 
     class Counted(Captured):
-        """Warms up on a CPU, too."""
+        """Also warms up on a CPU."""
 
         def __init__(self, function, device, warm_up):
             super().__init__(function, device, warm_up)
@@ -160,7 +160,7 @@ def test_a_round_has_one_update_for_16_steps_and_a_graph_is_made_again_when_the_
     monkeypatch.setattr(learner, "update", lambda batch: updated.append(len(batch)))
     updates = Updates(buffer, learner, CPU)
     updates.run(100)
-    assert updated == [256] * 100  # those of the warm-up count
+    assert updated == [256] * 100  # updates of the warm-up count
     updates.run(25)
     assert made == [3]
     for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_round_has_one_update_for_16_steps_and_a_graph_is_made_again_when_the_
 
 
 def test_a_function_is_warmed_up_captured_once_and_replayed(monkeypatch):
-    """CUDA is replaced by what notes the order of the calls."""
+    """Stubs of CUDA record the order of the calls."""
     seen = []
 
     class Graph:
@@ -202,7 +202,7 @@ def test_a_function_is_warmed_up_captured_once_and_replayed(monkeypatch):
     assert seen == ["begin capture", "call", "end capture"]
 
 
-def test_time_is_the_median_of_groups_of_calls_by_the_number_of_calls(monkeypatch):
+def test_the_time_per_call_is_the_median_over_groups_of_calls(monkeypatch):
     clock = SimpleNamespace(now=0.0, calls=0)
     monkeypatch.setattr("gpu_device.time", SimpleNamespace(perf_counter=lambda: clock.now))
 
@@ -214,7 +214,7 @@ def test_time_is_the_median_of_groups_of_calls_by_the_number_of_calls(monkeypatc
     assert clock.calls == 2 + 5 * 10
 
 
-MARKED = "@pytest.mark." + "gpu"  # in two parts: this file is not among those that the command runs
+MARKED = "@pytest.mark." + "gpu"  # in two parts, so that the command does not run this file
 TESTS = {
     "tests/conftest.py": "import sys\nsys.path.insert(0, '.')\n",
     "tests/test_passing.py": f"import pytest\n\n{MARKED}\ndef test_it(): ...\n\ndef test_other():\n    assert 0\n",
@@ -230,7 +230,7 @@ def write_tests(folder, **more):
         (folder / name).write_text(text)
 
 
-def test_tests_run_although_some_files_import_missing_modules(tmp_path):
+def test_tests_run_even_if_some_files_import_missing_modules(tmp_path):
     write_tests(tmp_path)
     outcome = gpu_tests.run_tests(tmp_path, 60)
     assert outcome.counts == {"passed": 1, "error": 1}
@@ -259,7 +259,7 @@ def test_the_result_of_tests_is_read(last_line, counts):
     assert gpu_tests.read_outcome(f"...\n{last_line}\n").counts == counts
 
 
-def test_a_file_that_fails_otherwise_does_not_take_the_reason_of_the_next():
+def test_a_file_without_a_reason_does_not_get_the_reason_of_the_next():
     output = """
 ____ ERROR collecting tests/test_one.py ____
 import file mismatch
@@ -288,5 +288,5 @@ def test_an_error_in_one_part_keeps_the_results_of_the_others(monkeypatch, tmp_p
 
 
 def test_all_parts_are_documented():
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "gpu.md").read_text()
     assert all(f"`{part}`" in page for part in PARTS)

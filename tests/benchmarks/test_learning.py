@@ -22,7 +22,7 @@ TASK = "PointReach, DDPG"
 
 
 @pytest.mark.slow
-def test_both_libraries_train_and_meet_the_same_starts_and_goals(tmp_path, monkeypatch):
+def test_both_libraries_train_with_the_same_starts_and_goals(tmp_path, monkeypatch):
     command = ["learning.py", "--tasks", TASK, "--settings", EQUAL, "--seeds", "0", "1"]
     command += ["--steps", "600", "--interval", "200", "--episodes", "4", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
@@ -71,7 +71,7 @@ def test_the_libraries_take_turns():
         assert {run[2] for run in runs[i : i + 2]} == {OURS, SB3}
         assert len({(run[0], run[1], run[3]) for run in runs[i : i + 2]}) == 1
     for task in list(TASKS)[:2]:
-        for way in (EQUAL, TUNED):  # who is first with one seed is second with the next
+        for way in (EQUAL, TUNED):  # the first library of one seed is the second one of the next
             assert [run[2] for run in runs if run[:2] == (task, way)][::2] in ([OURS, SB3], [SB3, OURS])
 
 
@@ -126,13 +126,13 @@ def curve(*successes):
     ]
 
 
-def test_success_is_the_first_that_is_held():
+def test_success_must_last_for_several_evaluations():
     assert learning.first_success(curve(0.0, 0.96, 0.9, 0.95), held=1)["steps"] == 500
     assert learning.first_success(curve(0.0, 0.96, 0.9, 0.95, 1.0, 1.0, 0.0), held=3)["steps"] == 1500
     assert learning.first_success(curve(0.0, 0.96, 0.9, 0.95, 1.0), held=3) is None
 
 
-def test_ratios_are_of_the_times_to_success():
+def test_ratios_compare_the_times_to_success():
     rows = []
     for library, seed, successes in ((OURS, 0, (0, 1)), (OURS, 1, (0, 0, 1)), (SB3, 0, (0, 0, 1)), (SB3, 1, (0, 0, 0))):
         rows += [{"task": TASK, "settings": EQUAL, "library": library, "seed": seed} | row for row in curve(*successes)]
@@ -143,7 +143,7 @@ def test_ratios_are_of_the_times_to_success():
     assert (ours["ratio of seconds"], theirs["ratio of seconds"]) == ("0.75 (0.50 to 1.00)", "")
 
 
-def test_the_search_takes_what_is_fastest_with_all_seeds():
+def test_the_search_compares_mean_times_over_all_seeds():
     first, second, third = tuning.TUNING_SEEDS
     seconds = {
         "lucky once": {first: 1.0, second: 9.0, third: 9.0},
@@ -171,7 +171,7 @@ def test_the_search_gives_both_libraries_the_same_candidates(task):
             assert settings.steps_per_chunk % settings.num_envs == 0
 
 
-def test_a_run_of_the_search_ends_when_success_is_held(monkeypatch):
+def test_a_run_of_the_search_ends_when_the_success_has_lasted(monkeypatch):
     def act(observation):
         return np.zeros((2, 2), dtype=np.float32)
 
@@ -186,7 +186,7 @@ def test_a_run_of_the_search_ends_when_success_is_held(monkeypatch):
     assert [row["steps"] for row in evaluations.curve] == [0, 500]
 
 
-def test_the_clock_runs_from_the_first_evaluation_on_and_not_in_evaluations(monkeypatch):
+def test_the_clock_starts_at_the_first_evaluation_and_stops_during_evaluations(monkeypatch):
     now = 100.0
 
     def act(observation):

@@ -25,18 +25,18 @@ def buffer(transform, *data, storage=LazyTensorStorage):
 
 
 def both(place):
-    """The concatenation of the goal and the observation at the root or under "next"."""
+    """Return the concatenation of goal and observation at the root or under "next"."""
     return torch.cat([place["desired_goal"], place["observation"]], dim=-1)
 
 
 def concatenated(in_keys=("observation", "desired_goal"), **options):
-    """Transitions of an environment that concatenates the goal with other entries."""
+    """Return transitions of an environment that concatenates the goal with other entries."""
     cat = CatTensors(list(in_keys), "both", del_keys=False, **options)
     return tape.collect(TransformedEnv(make_tape(), cat), FRAMES)[0]
 
 
 def with_entry(key, function, data=None):
-    """Transitions with an entry that is computed from them, at the root and under "next"."""
+    """Return transitions with an entry that is computed from them, at the root and under "next"."""
     data = collected(FRAMES).clone() if data is None else data.clone()
     for place in (data, data["next"]):
         place[key] = function(place)
@@ -85,7 +85,7 @@ def test_a_warning_names_an_entry_that_contains_the_desired_goal(name):
 
 
 @pytest.mark.parametrize("how", ["add", "lazily stacked", "[lanes, time]"])
-def test_it_warns_however_data_is_written_once_the_goal_has_changed_often_enough(how):
+def test_every_way_of_writing_warns_once_the_goal_has_changed_often_enough(how):
     data = concatenated()
     writes = {
         "add": list(data),
@@ -110,19 +110,19 @@ def test_it_warns_however_data_is_written_once_the_goal_has_changed_often_enough
     assert len(rb) == written
 
 
-def test_an_entry_that_is_written_again_after_relabelling_holds_the_new_goal():
+def test_an_entry_that_is_rewritten_after_relabelling_contains_the_new_goal():
     got = seeded_sample(buffer(Compose(hindsight(), cat_at_root(), cat_under_next()), concatenated()))
     assert tape.check(got).share > 0.6
     for place in (got, got["next"]):
         assert torch.equal(place["both"], both(place))
 
 
-def test_without_relabelling_a_copy_of_the_goal_is_as_right_as_the_goal():
+def test_without_relabelling_a_copy_of_the_goal_is_correct():
     got = buffer(hindsight(her_ratio=0.0), concatenated()).sample()
     assert torch.equal(got["both"], both(got))
 
 
-def test_a_copy_may_be_renamed_or_left_out():
+def test_a_copy_may_be_renamed_or_removed():
     data = with_entry("target", lambda place: place["desired_goal"])
     keys = ["target", ("next", "target")]
     got = buffer(Compose(hindsight(), ExcludeTransform(*keys)), data).sample()
@@ -135,14 +135,14 @@ def test_a_copy_may_be_renamed_or_left_out():
 
 
 def seven_goals_then_observations(place):
-    """The goal until it has changed seven times, and then the observation."""
+    """Return the goal until it has changed seven times, and then the observation."""
     goals = collected(FRAMES)["desired_goal"].tolist()
     numbers = [len({tuple(goal) for goal in goals[: at + 1]}) for at in range(len(goals))]
     return torch.where(torch.tensor(numbers)[:, None] <= 7, place["desired_goal"], place["observation"])
 
 
 def ragged():
-    """Transitions with an entry "x" of another shape in each row."""
+    """Return transitions with an entry "x" whose shape differs in each row."""
     sizes = [{"x": torch.ones(at % 3 + 1), "next": {"x": torch.ones(1)}} for at in range(FRAMES)]
     rows = zip(collected(FRAMES), sizes, strict=True)
     return LazyStackedTensorDict.lazy_stack([row.clone().update(entries) for row, entries in rows])

@@ -19,7 +19,7 @@ from support.goal_envs import FAULTS, Reach, apart, observed, variant, with_ener
 from torchrl_her import EnvReward, SparseReward, __main__, check_goal_env
 from torchrl_her.diagnosis.goal_env.finding import NAMES, SEVERITIES
 
-PAGE = Path(__file__).parents[2] / "docs" / "check-goal-env.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "check-goal-env.md"
 ROBOTICS = [
     "FetchReach-v4",
     "FetchPush-v4",
@@ -51,14 +51,14 @@ def test_a_correct_environment_has_no_errors_and_no_warnings(name):
     assert report.steps == 600
 
 
-def test_a_long_first_step_is_no_error():
+def test_a_long_first_step_is_a_warning():
     report = check_goal_env(Putt(), steps=600)
     assert not report.errors
     assert names(report.warnings) == ["achieved-goal-jumps"]
 
 
 @pytest.mark.parametrize("name", ROBOTICS)
-def test_nothing_is_wrong_with_gymnasium_robotics(name):
+def test_environments_of_gymnasium_robotics_are_correct(name):
     report = check_goal_env(name, steps=250)
     assert not report.errors
     assert not report.warnings
@@ -78,7 +78,7 @@ def test_a_mistake_is_found_and_is_the_first_error(fault):
         assert not report.errors
 
 
-def test_each_name_is_found_in_a_test_and_is_explained_on_the_page():
+def test_every_finding_is_tested_and_explained_on_the_page():
     page = PAGE.read_text()
     explained = set(re.findall(r"[a-z]+(?:-[a-z]+)+|\bendless\b", page)) & NAMES
     assert explained == NAMES
@@ -176,7 +176,7 @@ def test_other_keys_and_a_goal_that_is_part_of_the_state():
     assert "the entries ('robot', 'state'), 'target'." in check_goal_env(Own()).errors[0].message
 
 
-def test_the_reward_that_the_transform_gets_is_checked():
+def test_the_reward_of_the_transform_is_checked():
     assert all_names(check_goal_env(Reach(), lambda a, d: -((a - d).norm(dim=-1) > 0.2).float(), steps=600)) == set()
     assert names(check_goal_env(Reach(), SparseReward(0.1), steps=600).errors) == ["reward-differs"]
     ends = FAULTS["ends on success"][0]()
@@ -201,13 +201,13 @@ def test_the_reward_that_the_transform_gets_is_checked():
     ],
     ids=["function", "environment", "TorchRL wrapper", "transformed", "wrapper"],
 )
-def test_an_environment_is_taken_in_any_form(make):
+def test_an_environment_is_accepted_in_any_form(make):
     report = check_goal_env(make(), steps=100)
     assert (report.env, report.steps) == ("Reach", 100)
     assert not report.errors
 
 
-def test_only_an_environment_that_is_made_here_is_closed():
+def test_only_environments_that_the_checker_creates_are_closed():
     closed = []
     closing = variant(close=lambda self: closed.append(self))
     env = closing()
@@ -228,7 +228,7 @@ def test_the_same_seed_gives_the_same_report():
     assert other
 
 
-def test_an_environment_that_fails_is_reported_with_what_was_found_before():
+def test_an_environment_that_fails_is_reported_with_earlier_findings():
     def step(self, action):
         if self.time == 30:
             raise RuntimeError("broken")
@@ -278,7 +278,7 @@ def test_goals_of_other_kinds():
 @pytest.mark.parametrize(
     "env", [None, 3, SerialEnv(2, lambda: GymWrapper(Reach())), gymnasium.vector.SyncVectorEnv([Reach])]
 )
-def test_what_is_not_one_environment_is_refused(env):
+def test_anything_but_a_single_environment_is_refused(env):
     with pytest.raises(TypeError, match="check_goal_env needs one Gymnasium environment"):
         check_goal_env(env)
 
@@ -289,7 +289,7 @@ def test_a_reset_that_fails_is_a_finding():
     assert "reset failed: TypeError" in report.errors[0].message
 
 
-def test_the_threshold_is_named_only_where_there_is_one():
+def test_the_threshold_is_named_only_if_the_reward_has_one():
     def late(self, achieved, desired, info):
         before, self.before = getattr(self, "before", achieved), achieved
         return self.compute_reward(before, desired, info)
@@ -345,7 +345,7 @@ def test_the_module_can_be_run_and_takes_a_module_of_environments(tmp_path):
     assert "error reward-constant: compute_reward returned 0 for all" in result.stdout
 
 
-def test_no_warning_comes_from_the_checker():
+def test_the_checker_issues_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_goal_env(Reach(), steps=200)

@@ -1,4 +1,4 @@
-"""The numbers of a report are those that a count in plain Python finds."""
+"""The numbers of a report agree with counts in plain Python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_episodes_are_counted():
 
 def test_transitions_that_continue_nothing_are_counted():
     rb = make()
-    rb.extend(walks(2)[::2])  # 25 transitions that continue nothing; only the first of each episode may begin one
+    rb.extend(
+        walks(2)[::2]
+    )  # none of the 25 transitions continues another; only the first of each episode may start one
     assert rb.transform[0].report().discontinuous == pytest.approx(23 / 25, abs=0.05)
 
 
@@ -48,7 +50,7 @@ def test_transitions_that_continue_nothing_are_counted():
 def test_samples_are_counted(her_ratio):
     rb = make(her_ratio=her_ratio)
     rb.extend(walks(10))
-    samples = torch.cat([rb.sample() for _ in range(20)])  # of which all are counted
+    samples = torch.cat([rb.sample() for _ in range(20)])  # all of these samples are counted
     relabelled = samples["hindsight", "relabelled"]
     reward = samples["next", "reward"]
     report = rb.transform[0].report()
@@ -67,11 +69,11 @@ def test_samples_are_counted(her_ratio):
         assert (report.episode_running, report.evicted, report.elsewhere) == (0, 0, 0)
 
 
-def test_the_reasons_for_transitions_that_are_not_relabelled_are_told_apart():
+def test_the_reasons_for_transitions_that_are_not_relabelled_are_distinguished():
     other, rb = make(), make(capacity=500, her_ratio=1.0, strategy="final")
     other.extend(walks(2))
-    rb.extend(walks(24, seed=1))  # 600 transitions, of which the first 100 are evicted
-    rb.extend(walks(1, steps=180, seed=3)[:60])  # an episode that runs
+    rb.extend(walks(24, seed=1))  # 600 transitions; the goals of the first 100 are evicted
+    rb.extend(walks(1, steps=180, seed=3)[:60])  # a running episode
     rb.storage[torch.arange(100, 150)] = other.storage[torch.arange(50)]
     expected = {"elsewhere": 50, "evicted": 100, "episode_running": 60}
     assert int((~rb[:]["hindsight", "relabelled"]).sum()) == sum(expected.values())
@@ -81,7 +83,7 @@ def test_the_reasons_for_transitions_that_are_not_relabelled_are_told_apart():
     )
 
 
-def test_goals_that_are_reached_are_unknown_if_the_reward_does_not_tell():
+def test_the_share_of_reached_goals_is_unknown_if_their_reward_varies():
     def reward(achieved, desired):
         return (achieved - desired).norm(dim=-1).neg() - achieved[:, 0].abs()
 
@@ -138,7 +140,9 @@ def test_few_of_many_samples_are_counted():
     rb.extend(walks(10))
     for _ in range(640):
         rb.sample()
-    assert rb.transform[0].report().sampled == 21 * 100 + 10 * 100  # all of 2,048 transitions, then one in 64
+    assert (
+        rb.transform[0].report().sampled == 21 * 100 + 10 * 100
+    )  # all of the first 2,048 transitions, then one sample in 64
 
 
 def test_a_sample_that_is_captured_in_a_cuda_graph_is_not_counted(monkeypatch):

@@ -1,4 +1,4 @@
-"""Configurations in which hindsight fails are reported, once and at the user's line; healthy ones are not."""
+"""Faulty configurations cause one warning at the user's line, and healthy ones cause none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_buffer(
 
 @contextlib.contextmanager
 def one_warning(*words: str) -> Iterator[None]:
-    """Expects one warning, with these words, that names this file."""
+    """Expect one warning that contains these words and names this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -90,7 +90,7 @@ def test_the_warning_about_ends_comes_with_the_write_of_the_first_success():
         "episodes do not end on success": (SparseReward(THRESHOLD), walks()),
     }.values(),
 )
-def test_right_ends_are_silent(reward, data):
+def test_correct_ends_are_silent(reward, data):
     with no_warning():
         in_writes(make_buffer(reward), data, 20)
 
@@ -116,7 +116,7 @@ def test_a_reward_with_another_threshold_warns(kind, size, threshold):
 
 
 @pytest.mark.parametrize("keys", [["desired_goal"], ["desired_goal", "achieved_goal"]])
-def test_goals_that_are_normalized_before_they_are_written_warn(keys):
+def test_goals_that_are_normalized_before_writing_warn(keys):
     data = walks()
     for key in keys:
         for place in (data, data["next"]):
@@ -125,7 +125,7 @@ def test_goals_that_are_normalized_before_they_are_written_warn(keys):
         in_writes(make_buffer(), data, 25)
 
 
-def test_the_check_of_rewards_ends_when_reached_and_missed_goals_were_compared():
+def test_the_check_of_rewards_ends_after_reached_and_missed_goals_were_compared():
     calls = []
 
     def reward(achieved, desired):
@@ -145,8 +145,8 @@ def test_rewards_that_are_all_recomputed_are_not_compared():
     with no_warning():
         in_writes(rb, walks(), 25)
     batch = rb.sample()
-    right = SparseReward(0.2)(batch.clone())["next", "reward"]
-    assert torch.equal(batch["next", "reward"], right)
+    expected = SparseReward(0.2)(batch.clone())["next", "reward"]
+    assert torch.equal(batch["next", "reward"], expected)
     assert not batch["hindsight", "relabelled"].all()
 
 
@@ -359,7 +359,7 @@ def test_sequences_of_several_episodes_warn(sampler, warns):
             rb.sample()
 
 
-def test_episodes_without_an_end_warn_when_nothing_is_written_any_more():
+def test_episodes_without_an_end_warn_when_writing_has_stopped():
     rb = make_buffer()
     data = walks(1)[:20]
     rb.extend(data)
@@ -396,7 +396,7 @@ def test_a_healthy_buffer_is_silent(kind):
 
 
 def test_an_environment_that_starts_where_another_one_arrives_keeps_its_episode():
-    """Two environments with four states each, one step of each per write."""
+    """Two environments with four states each, and one step of each per write."""
     torch.manual_seed(0)
     rb = make_buffer(SparseReward(0), capacity=5000)
     position, goal, step = torch.randint(4, (2, 1)), torch.randint(4, (2, 1)), torch.zeros(2, dtype=torch.long)
@@ -423,7 +423,7 @@ def test_an_environment_that_starts_where_another_one_arrives_keeps_its_episode(
     assert rb.transform[0].report().ambiguous == 0
 
 
-def test_environments_that_cannot_be_told_apart_warn():
+def test_environments_that_cannot_be_distinguished_warn():
     rb = make_buffer(SparseReward(0))
     position = torch.zeros(8, 1)
     with one_warning("could continue several running episodes", "trajectory ids"):
@@ -464,14 +464,14 @@ def test_a_transform_inserted_after_the_last_write_is_checked_when_sampling():
     rb.extend(walks(2))
     rb.sample()
     rb.insert_transform(0, RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]))
-    with pytest.raises(ValueError, match="RewardScaling is listed before HERTransform"):
+    with pytest.raises(ValueError, match="RewardScaling comes before HERTransform"):
         rb.sample()
 
 
 # Memory
 
 
-def test_a_large_goal_table_takes_memory_as_it_is_written():
+def test_a_large_goal_table_takes_memory_only_when_it_is_written():
     data = walks(2)
     for key in ("achieved_goal", "desired_goal"):
         for place in (data, data["next"]):
@@ -479,13 +479,13 @@ def test_a_large_goal_table_takes_memory_as_it_is_written():
     rb = make_buffer(lambda achieved, desired: -(achieved - desired).abs().mean(-1), size=50, capacity=1_000_000)
     data["next", "reward"] = -(data["next", "achieved_goal"] - data["desired_goal"]).abs().mean(-1, keepdim=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rb.extend(data)  # 11.4 GiB if all of it were taken
+    rb.extend(data)  # the whole table would take 11.4 GiB
     assert rb.sample()["hindsight", "relabelled"].any()
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20 < 1  # GiB
 
 
 @pytest.mark.parametrize(("free", "error"), [(2**30, RuntimeError), (2**31, None), (2**40, "silent")])
-def test_a_goal_table_on_a_device_says_how_large_it_is(free, error):
+def test_a_large_goal_table_on_a_device_warns_or_is_an_error(free, error):
     check = functools.partial(goal_rows._check_room, 2**30 + 1, free, (1000, 64), torch.float32, "on cuda")
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match=r"capacity=1,000 goals.*1\.00 GiB on cuda.*1\.00 GiB are free"):
@@ -514,7 +514,7 @@ def test_names_of_strategies_are_found_in_any_case(name):
     assert repr(HERTransform(SparseReward(0), strategy=name).strategy) == "Future()"
 
 
-def test_no_copies_are_written_if_none_are_asked_for():
+def test_no_copies_are_written_if_none_are_requested():
     rb = make_buffer(kind=HindsightAugmentation, n_sampled_goal=0)
     data = walks(3)
     rb.extend(data)
@@ -549,7 +549,7 @@ def test_an_emptied_buffer_forgets_running_episodes_and_goals(transform):
 
 
 def still(episodes: int, steps: int) -> TensorDict:
-    """Episodes in which nothing moves, as an object before it is touched."""
+    """Return episodes in which nothing moves, like an object before it is touched."""
     data = walks(episodes, steps)
     for key in ("achieved_goal", ("next", "achieved_goal")):
         data[key] = data[key][torch.arange(len(data)) // steps * steps]
@@ -560,7 +560,7 @@ def still(episodes: int, steps: int) -> TensorDict:
 
 @pytest.mark.parametrize("steps", [5, 25])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_environment_that_stands_still_keeps_its_episodes(steps, size):
+def test_an_environment_that_does_not_move_keeps_its_episodes(steps, size):
     rb = make_buffer()
     data = still(28, steps)
     with no_warning():
@@ -579,7 +579,7 @@ def test_environments_that_are_reset_after_a_flush_are_silent():
             rb.transform[0].flush()
 
 
-def test_the_dummy_of_a_shared_buffer_is_not_checked():
+def test_the_dummy_transition_of_a_shared_buffer_is_not_checked():
     def reward(achieved, desired):
         return reached(achieved, desired).float()
 
@@ -616,7 +616,7 @@ def test_flags_that_the_program_casts_are_silent():
             batch["next", "terminated"] = batch["next", "terminated"].float()
 
 
-def test_large_batches_are_counted_from_the_first_on():
+def test_the_first_large_batch_is_counted():
     rb = make_buffer(capacity=100, batch_size=4096)
     in_writes(rb, walks(), 100)
     with one_warning("capacity=100"):

@@ -10,7 +10,7 @@ OPTIONS = [*FORMS, {"continuous": True}, {"fixed_goal": True}]
 
 
 def bits_of(value, n_bits):
-    """The list of bits that an observation or a goal of any form stands for."""
+    """Return the list of bits of an observation or a goal in any encoding."""
     if isinstance(value, int):
         return [int(bit) for bit in reversed(f"{value:0{n_bits}b}")]
     pixels = value.flatten().tolist()
@@ -72,7 +72,7 @@ def test_an_episode_is_truncated_at_its_last_step(max_steps, expected):
     for seed in (0, 1):
         observation, _ = env.reset(seed=seed)
         wrong = np.flatnonzero(observation["achieved_goal"] != observation["desired_goal"])
-        other = (wrong[0] + 1) % 6  # flipping another bit leaves this one wrong
+        other = (wrong[0] + 1) % 6  # flipping another bit does not reach the goal
         flags = [env.step(other)[2:4] for _ in range(expected)]
         assert flags == [(False, False)] * (expected - 1) + [(False, True)]
 
@@ -81,7 +81,7 @@ def test_fifteen_bits_are_the_default():
     env = gymnasium.make(ID)
     assert env.action_space == gymnasium.spaces.Discrete(15)
     for space in env.observation_space.values():
-        assert (space.shape, space.dtype) == ((15,), np.float32)  # that of networks
+        assert (space.shape, space.dtype) == ((15,), np.float32)  # the dtype of networks
     assert env.unwrapped.max_steps == 15
 
 
@@ -95,7 +95,7 @@ def test_starts_and_goals_are_uniform():
 
 
 @pytest.mark.parametrize(("fixed_goal", "n_pairs"), [(False, 12), (True, 3)])
-def test_no_episode_is_solved_at_its_start_and_all_others_are_as_likely(fixed_goal, n_pairs):
+def test_no_episode_is_solved_at_its_start_and_all_other_pairs_are_equally_likely(fixed_goal, n_pairs):
     env = BitFlipping(2, fixed_goal=fixed_goal)
     starts, goals = draws(env, 2400, "achieved_goal"), draws(env, 2400, "desired_goal")
     assert (starts != goals).any(axis=1).all()
@@ -113,7 +113,7 @@ def test_no_episode_is_solved_at_its_start_and_all_others_are_as_likely(fixed_go
         ({"max_steps": 0}, "max_steps must be at least 1.*got 0"),
         ({"n_bits": 1297, "image_observation": True}, "n_bits must be at most 1296.*got 1297"),
         ({"n_bits": 63, "discrete_observation": True}, "n_bits must be at most 62.*got 63"),
-        ({"image_observation": True, "discrete_observation": True}, "set one of"),
+        ({"image_observation": True, "discrete_observation": True}, "set only one of"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options, message):
@@ -124,7 +124,7 @@ def test_arguments_out_of_range_are_refused(options, message):
 @pytest.mark.parametrize(
     ("n_bits", "options"), [(1, {}), (1296, {"image_observation": True}), (62, {"discrete_observation": True})]
 )
-def test_the_ends_of_the_ranges_work(n_bits, options):
+def test_the_limits_of_the_arguments_work(n_bits, options):
     env = BitFlipping(n_bits, **options)
     before = bits_of(env.reset(seed=0)[0]["achieved_goal"], n_bits)
     observation, *_ = env.step(n_bits - 1)

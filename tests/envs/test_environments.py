@@ -33,13 +33,13 @@ def make_torchrl_env(form):
 
 
 def is_reached(env, achieved, desired):
-    """Whether one achieved goal counts as one desired goal."""
+    """Return whether an achieved goal counts as a desired goal."""
     one, other = (goal.flatten().tolist() for goal in (achieved, desired))
     return math.dist(one, other) <= 0.05 if isinstance(env, PointReach) else one == other
 
 
 def draw_goals(env, *batch):
-    """Draw achieved and desired goals ``[*batch, *goal]``, some of which are equal or near."""
+    """Draw achieved and desired goals ``[*batch, *goal]``, some of them equal or near."""
     if isinstance(env, PointReach):
         desired = env.np_random.uniform(-1, 1, (*batch, 2)).astype(np.float32)
         return desired + env.np_random.uniform(-0.06, 0.06, desired.shape).astype(np.float32), desired
@@ -53,7 +53,7 @@ def draw_actions(env, count):
 
 
 def episode(env, seed, actions):
-    """Everything that an environment returns in one episode."""
+    """Return all results of an environment in one episode."""
     return [env.reset(seed=seed), *(env.step(action) for action in actions)]
 
 
@@ -63,7 +63,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(("form", "dtype"), [*((form, None) for form in GOAL_FORMS), ("PointReach", np.float64)])
 @pytest.mark.parametrize("batch", [(), (1,), (50,), (6, 7), (2, 3, 4)])
-def test_rewards_of_a_batch_are_those_of_its_rows(form, dtype, batch):
+def test_rewards_of_a_batch_equal_the_rewards_of_its_rows(form, dtype, batch):
     env = make_env(form, n_bits=3)
     env.reset(seed=0)
     achieved, desired = (goals.astype(dtype or goals.dtype) for goals in draw_goals(env, *batch))
@@ -101,7 +101,7 @@ def test_seeds_make_episodes_reproducible(form):
 
 
 @pytest.mark.parametrize("form", ["PointReach", {}, IMAGES])
-def test_returned_observations_never_change_and_may_be_written_to(form):
+def test_returned_observations_never_change_and_may_be_modified(form):
     env = make_env(form, n_bits=20)
     actions = draw_actions(env, 20)
     kept = episode(env, 0, actions)
@@ -139,7 +139,7 @@ def test_an_action_outside_the_action_space_is_refused_and_changes_nothing(form,
 @pytest.mark.parametrize(
     ("form", "limit"), [("PointReach", {"max_episode_steps": 11}), ({}, {"n_bits": 20, "max_steps": 11})]
 )
-def test_a_copy_goes_on_like_the_original(form, limit, copy_of):
+def test_a_copy_continues_like_the_original(form, limit, copy_of):
     env = gymnasium.make(id_of(form), **limit)
     env.reset(seed=0)
     first, *actions = draw_actions(env, 11)
@@ -184,7 +184,7 @@ def test_a_rollout_in_torchrl_has_the_goals_of_each_episode(form):
 
 
 def drive_to_goal(tensordict):
-    """A policy that reaches every goal of PointReach: a spring towards it, and a damper."""
+    """Set an action that reaches every goal of PointReach, like a damped spring."""
     position, velocity = tensordict["observation"].chunk(2, dim=-1)
     force = 4 * (tensordict["desired_goal"] - position) - velocity
     return tensordict.set("action", force.clamp(-1, 1))
@@ -192,7 +192,7 @@ def drive_to_goal(tensordict):
 
 @pytest.mark.parametrize("n_envs", [None, 3])
 @pytest.mark.parametrize("form", FORMS)
-def test_an_info_reader_takes_success_to_torchrl(form, n_envs):
+def test_an_info_reader_passes_success_to_torchrl(form, n_envs):
     env = make_torchrl_env(form) if n_envs is None else SerialEnv(n_envs, lambda: make_torchrl_env(form))
     check_env_specs(env)
     env.set_seed(0)

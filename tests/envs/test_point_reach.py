@@ -67,7 +67,7 @@ def test_an_episode_is_truncated_at_step_50_and_never_terminates():
         assert flags == [(0.0, False, False)] * 49 + [(0.0, False, True)]
 
 
-def test_reward_and_success_of_a_step_are_those_of_the_goals_it_returns():
+def test_reward_and_success_of_a_step_match_its_goals():
     env = PointReach()
     seen = set()
     for seed in range(10):
@@ -83,7 +83,7 @@ def test_reward_and_success_of_a_step_are_those_of_the_goals_it_returns():
     assert seen == {0.0, -1.0}
 
 
-def test_the_picture_shows_the_mass_and_the_goal_where_they_are():
+def test_the_picture_shows_the_mass_and_the_goal_at_their_positions():
     env = PointReach(render_mode="rgb_array")
     env.reset(seed=0)
     env.position, env.goal = (np.array(place, dtype=np.float32) for place in ([-0.5, 0.75], [0.5, -0.25]))

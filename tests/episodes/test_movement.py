@@ -1,4 +1,4 @@
-"""MovementPriority: the priority of a transition is how far the achieved goal moves in its episode."""
+"""MovementPriority: the priority of a transition depends on the path of the achieved goal in its episode."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from torchrl_her import CompactGoals, HERTransform, MovementPriority
 
 
 def episodes(lengths, moves, goal=(2,), seed=0):
-    """Transitions ``[n]`` of episodes, whose achieved goals move at random, or not at all; and their trajectory ids."""
+    """Return transitions ``[n]`` of episodes whose achieved goals move at random or stay, with trajectory ids."""
     generator, parts = torch.Generator().manual_seed(seed), []
     for number, (length, move) in enumerate(zip(lengths, moves, strict=True)):
         states = torch.randn(length + 1, *goal, generator=generator)
@@ -39,7 +39,7 @@ def episodes(lengths, moves, goal=(2,), seed=0):
 
 
 def expected(data, far, lowest):
-    """The priorities, by a loop over the transitions in plain Python."""
+    """Return the priorities, computed by a plain Python loop over the transitions."""
     paths = {}
     for row in data:
         path = math.dist(row["achieved_goal"].flatten().tolist(), row["next", "achieved_goal"].flatten().tolist())
@@ -61,7 +61,7 @@ def hindsight(goal_fn=None):
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_the_priority_is_the_path_of_the_achieved_goal_in_the_episode(goal, shuffled):
     data = episodes([7, 3, 12, 1, 5], [True, False, True, True, False], goal)
-    if shuffled:  # steps of several environments in turn, as batched environments flatten them
+    if shuffled:  # the environments alternate, as in flattened batches of environments
         order = sorted(range(len(data)), key=lambda i: random.Random(i).random())
         order = sorted(order, key=lambda i: sum(data["collector", "traj_ids"][:i] == data["collector", "traj_ids"][i]))
         data = data[torch.tensor(order)]
@@ -69,7 +69,7 @@ def test_the_priority_is_the_path_of_the_achieved_goal_in_the_episode(goal, shuf
     rb.extend(data)
     priorities = expected(data, far=6.0, lowest=0.1)
     assert rb.storage[:]["movement"].tolist() == pytest.approx(priorities, rel=1e-5)
-    assert {0.1, 1.1} < {round(priority, 6) for priority in priorities}, "some lie still, some move farther than far"
+    assert {0.1, 1.1} < {round(priority, 6) for priority in priorities}, "some goals stay, some move farther than far"
 
 
 def test_the_buffer_samples_in_proportion_to_the_priority():
@@ -89,7 +89,7 @@ def test_goals_are_mapped_before_they_are_measured():
     assert rb.storage[:]["movement"].tolist() == pytest.approx(expected(data, 1e6, 1.0), abs=1e-7)
 
 
-def test_each_write_counts_by_itself():
+def test_the_path_is_measured_separately_for_each_write():
     data = episodes([10], [True])
     rb = buffer(MovementPriority(far=1e3), hindsight())
     rb.extend(data[:6])
@@ -108,7 +108,7 @@ def test_padding_has_the_lowest_priority():
 
 
 @pytest.mark.parametrize(("before", "ndim"), [(MultiStepTransform(3, 0.9), 2), (CompactGoals(), 1)])
-def test_other_transforms_can_be_listed_before_it(before, ndim):
+def test_other_transforms_can_come_before_it(before, ndim):
     data = episodes([10, 10], [True, False])
     rb = buffer(before, MovementPriority(far=2.0), hindsight(), ndim=ndim)
     rb.extend(data.reshape(2, 10) if ndim == 2 else data)
@@ -127,7 +127,7 @@ def test_samples_have_the_priorities_and_are_relabelled():
     assert batch["movement"].shape == (64,)
 
 
-def test_without_stamps_it_says_where_to_list_it():
+def test_without_stamps_the_error_says_where_to_place_it():
     for order in ([hindsight(), MovementPriority(far=1.0)], [MovementPriority(far=1.0)]):
         rb = buffer(*order)
         with pytest.raises(KeyError, match=r"Compose\(MovementPriority\(\.\.\.\), HERTransform\(\.\.\.\)\)"):
@@ -135,11 +135,11 @@ def test_without_stamps_it_says_where_to_list_it():
 
 
 @pytest.mark.parametrize("arguments", [{"far": 0.0}, {"far": -1.0}, {"far": 1.0, "lowest": 0.0}])
-def test_distances_and_priorities_are_positive(arguments):
+def test_distances_and_priorities_must_be_positive(arguments):
     with pytest.raises(ValueError, match="must be positive, got far="):
         MovementPriority(**arguments)
 
 
-def test_it_is_no_transform_of_environments():
+def test_it_is_refused_as_a_transform_of_an_environment():
     with pytest.raises(ValueError, match="MovementPriority is a transform of replay buffers"):
         TransformedEnv(make_tape(), MovementPriority(far=1.0))

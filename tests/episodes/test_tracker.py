@@ -1,4 +1,4 @@
-"""EpisodeTracker alone: cases that the oracle's streams, whose goals are all different, do not contain."""
+"""EpisodeTracker alone, in cases that the oracle's streams do not contain: all their goals are different."""
 
 import sys
 
@@ -11,7 +11,7 @@ from torchrl_her.episodes.transitions import WrittenTransitions
 
 
 def written(rows, ids=None, begins=None):
-    """Transitions of one write: (goal at the root, goal under next, done)."""
+    """Return the transitions of one write, given rows (goal at the root, goal under next, done)."""
     return WrittenTransitions(
         goals=torch.tensor([[float(after)] for _, after, _ in rows]),
         start=np.array([before for before, _, _ in rows], dtype=np.uint8).view("V1"),
@@ -32,7 +32,7 @@ class Tracking:
         self.opened = 0
 
     def write(self, *rows, ids=None, begins=None):
-        """Track a write; returns the episodes, the steps, and the goals of the episodes that were published."""
+        """Track a write; return the episodes, the steps, and the goals of the published episodes."""
         transitions = written(rows, ids, begins)
         tracked = self.tracker.track(transitions, transitions.goals, first_episode=self.opened + 1)
         self.opened += tracked.opened
@@ -40,11 +40,11 @@ class Tracking:
         return tracked.stamps[:, 0].tolist(), tracked.stamps[:, 1].tolist(), published
 
     def write_others(self, count, first):
-        """Track episodes of one step each, one at a time; returns what was published at each write."""
+        """Track episodes of one step, one per write; return the published episodes of each write."""
         return [self.write((goal, goal, True), ids=[goal])[2] for goal in range(first, first + count)]
 
 
-def test_of_lanes_at_the_same_goals_the_one_that_waited_longest_is_continued():
+def test_among_lanes_at_the_same_goals_the_one_that_waited_longest_is_continued():
     tracking = Tracking()
     assert tracking.write((1, 5, False), (2, 5, False), begins=[True, True])[0] == [1, 2]
     assert tracking.write((5, 5, False), (5, 7, False), begins=[True, True])[0] == [1, 2]
@@ -62,19 +62,19 @@ def test_an_id_that_is_used_again_after_the_end_begins_an_episode():
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 0, 0], [2**40, -7, 2**40, -7]], ids=["one id for both", "ids of any value"])
-def test_two_lanes_are_told_apart_by_their_goals_and_ids(ids):
+def test_two_lanes_are_distinguished_by_their_goals_and_ids(ids):
     rows = [(1, 2, False), (10, 11, False), (2, 3, True), (11, 12, True)]
     assert Tracking().write(*rows, ids=ids) == ([1, 2, 1, 2], [0, 0, 1, 1], {1: [2.0, 3.0], 2: [11.0, 12.0]})
 
 
-def test_a_lane_that_waits_longer_than_any_did_is_published_and_can_go_on():
+def test_a_lane_that_waits_longer_than_any_before_is_published_and_can_be_continued():
     tracking = Tracking()
     assert tracking.write((1, 2, False), ids=[0])[2] == {}
-    assert tracking.write((10, 11, False), ids=[1])[2] == {1: [2.0]}, "the first lane to wait is idle"
-    assert tracking.write((2, 3, False), ids=[0])[2] == {}, "it went on, so the other one may, too"
+    assert tracking.write((10, 11, False), ids=[1])[2] == {1: [2.0]}, "the first lane that waits is idle"
+    assert tracking.write((2, 3, False), ids=[0])[2] == {}, "it was continued, so the other one may be, too"
     assert tracking.write((20, 21, False), ids=[2])[2] == {}
-    assert tracking.write((21, 22, False), ids=[2])[2] == {2: [11.0]}, "nothing ever waited so long"
-    assert tracking.write((11, 12, True), ids=[1])[2] == {2: [11.0, 12.0]}, "but this one went on"
+    assert tracking.write((21, 22, False), ids=[2])[2] == {2: [11.0]}, "no lane has waited so long"
+    assert tracking.write((11, 12, True), ids=[1])[2] == {2: [11.0, 12.0]}, "the idle lane was continued"
 
 
 def test_a_lane_is_published_once_while_it_is_idle():
@@ -84,7 +84,7 @@ def test_a_lane_is_published_once_while_it_is_idle():
 
 
 def after_a_long_pause():
-    """Tracking of a lane that went on after a hundred other transitions."""
+    """Return the tracking of a lane that was continued after a hundred other transitions."""
     tracking = Tracking(capacity=1000)
     tracking.write((1, 2, False), ids=[0])
     tracking.write_others(100, first=10)
@@ -92,7 +92,7 @@ def after_a_long_pause():
     return tracking
 
 
-def test_one_lane_that_was_paused_for_long_does_not_make_the_others_wait_as_long():
+def test_a_single_long_pause_does_not_make_other_lanes_wait_as_long():
     tracking = after_a_long_pause()
     tracking.write((201, 202, False), ids=[1])
     published = tracking.write_others(10, first=110)
@@ -100,7 +100,7 @@ def test_one_lane_that_was_paused_for_long_does_not_make_the_others_wait_as_long
 
 
 def test_a_loaded_tracker_waits_for_idle_lanes_as_long_as_the_saved_one():
-    """A checkpoint without ``longest_wait`` would publish the running lane at once, and later lanes too early."""
+    """A checkpoint without ``longest_wait`` would publish the running lane immediately, and later lanes too early."""
     tracking = after_a_long_pause()
     tracking.write((120, 121, False), ids=[1])
     twin = Tracking(capacity=1000)
@@ -118,7 +118,7 @@ def test_episodes_are_published_in_the_order_of_writing_whatever_their_ids():
     assert list(published.values()) == [[row[1]] for row in rows]
 
 
-def test_a_lane_that_nothing_continues_is_forgotten():
+def test_a_lane_that_nothing_continues_is_closed():
     tracking = Tracking(capacity=10)
     tracking.write((1, 2, False))
     tracking.write_others(9, first=100)
@@ -136,7 +136,7 @@ def test_a_running_episode_is_published_at_64_steps_and_each_time_it_has_doubled
     assert tracking.tracker.flush() == []
 
 
-def test_an_episode_that_is_published_twice_in_one_write_is_handed_over_once():
+def test_an_episode_that_is_published_twice_in_one_write_is_returned_once():
     tracking = Tracking(capacity=1000)
     tracking.write(*[(step, step + 1, False) for step in range(64)], ids=[0] * 64)
     rows = [(step, step + 1, False) for step in range(64, 130)] + [(200, 201, True)]
@@ -162,4 +162,4 @@ def test_the_work_is_per_run_and_not_per_transition():
         tracker.track(data, data.goals, first_episode=1)
         sys.settrace(None)
         counts.append(lines)
-    assert abs(counts[1] - counts[0]) < 10  # the longer one is published as well
+    assert abs(counts[1] - counts[0]) < 10  # the longer run is also published

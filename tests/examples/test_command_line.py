@@ -27,6 +27,9 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     ):
         with pytest.raises(SystemExit, match=message):
             run_script(script, f"resume={folder}", *given)
+    # Commands that are refused or that resume a run leave no other folder.
+    assert not list(tmp_path.rglob("*-*-*_*-*-*"))
+    assert not (folder / ".hydra").exists()
     # New settings are kept, too.
     kept = OmegaConf.load(folder / "config.yaml")
     assert (kept.total_steps, kept.batch_size, kept.env.kwargs.n_bits, kept.resume) == (200, 32, 5, None)

@@ -18,7 +18,7 @@ def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):
     for strategy, of_seed in success.items():
         assert of_seed.keys() == {1, 2}
         median = sum(of_seed.values()) / 2
-        assert f"| strategy {strategy}, name torchrl_her/BitFlipping-v0 | 2 | {median:.2f} (" in compared
+        assert f"| hindsight.strategy={strategy}, env.name=torchrl_her/BitFlipping-v0 | 2 | {median:.2f} (" in compared
     assert "At 100 environment steps" in compared
     assert (tmp_path / "sweep" / "comparison.png").stat().st_size > 5_000
 
@@ -51,7 +51,7 @@ def test_a_setting_that_no_run_has_is_refused():
     runs = [compare.Run(OmegaConf.create(settings), {}) for settings in saved]
     compare.check_entries(runs, ["resume", "loss"])
     groups = [run.group(["loss", "hindsight.strategy"]) for run in runs]
-    assert groups == ["loss sac, strategy future", "loss None, strategy future"]
+    assert groups == ["loss=sac, hindsight.strategy=future", "loss=None, hindsight.strategy=future"]
     with pytest.raises(SystemExit, match=r"No run has a setting 'hindsight\.stragety'"):
         compare.check_entries(runs, ["hindsight.stragety"])
 

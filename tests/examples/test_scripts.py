@@ -11,6 +11,8 @@ from script_runs import configure, drawn, small_settings, train
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
+from torchrl_her.envs import BitFlipping
+
 
 @pytest.mark.parametrize(("updates_per_step", "updates"), [(0.25, 150 // 4), (0.82, 123)])
 def test_updates_are_exact(updates_per_step, updates, tmp_path):
@@ -50,10 +52,18 @@ def test_a_script_trains_on_the_device(script, speedup, tmp_path):
     assert run.components["buffer"].sample(32).device.type == "cuda"
 
 
+def make_rewarded_bits():
+    """The reward is 1 at the goal, so rewards after the end of an episode would count."""
+    return gymnasium.wrappers.TransformReward(BitFlipping(n_bits=6), lambda reward: reward + 1)
+
+
+gymnasium.register("RewardedBits-v0", make_rewarded_bits)
+
+
 @pytest.mark.parametrize("script", ["dqn", "ddpg"])
 def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environments_plays(script):
     """Each episode against one of a single Gymnasium environment with the same seed."""
-    kwargs = ["+env.kwargs.n_bits=6"] if script == "dqn" else ["+env.kwargs.max_episode_steps=15"]
+    kwargs = ["env.name=RewardedBits-v0"] if script == "dqn" else ["+env.kwargs.max_episode_steps=15"]
     config = configure(script, *kwargs, "evaluation.episodes=7", "evaluation.num_envs=3")
 
     def act(observation, goal):

@@ -86,9 +86,10 @@ REFUSED = [
     ("ddpg env.achieved_goal_key=achieved", r"have no \['achieved'\], but \['achieved_goal', "),
     ("ddpg env.desired_goal_key=desired", r"have no \['desired'\], but \['achieved_goal', "),
     ("ddpg env.info_keys=[fuel]", r"A step of .* has no info entry \['fuel'\], but \['is_success', 'terminated'\]"),
-    ("ddpg env.goal_fn=no_such_module:goal", r"(?s)no function 'no_such_module:goal' .*PYTHONPATH"),
-    ("ddpg env.goal_fn=numpy", r"no function 'numpy' \(module:function\)"),
-    ("ddpg env.terminated_fn=numpy:no_such", r"no function 'numpy:no_such' \(module:function\)"),
+    ("ddpg env.goal_fn=no_such_module:goal", r"(?s)'no_such_module:goal' must name a function .*PYTHONPATH"),
+    ("ddpg env.goal_fn=numpy", r"'numpy' must name a function as module:function"),
+    ("ddpg env.terminated_fn=numpy:no_such", r"'numpy:no_such' must name a function as module:function"),
+    ("ddpg hindsight.her_ratio=8", "hindsight.her_ratio=8.0 must be from 0 to 1"),
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
     ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
@@ -238,7 +239,7 @@ def test_other_rewards_and_names_of_success_work_without_clipped_targets(rewards
     assert torch.equal(batch["next", "reward"] == reward_at_goal, reached)
 
 
-# An environment of one's own, docs/your-own-environment.md
+# An environment of one's own, docs/tutorials/your-own-environment.md
 
 
 class Cart(gymnasium.Env):

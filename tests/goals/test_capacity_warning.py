@@ -1,4 +1,4 @@
-"""A goal table that is too small for the storage is reported once, with the capacity to use; others never are."""
+"""A goal table that is too small for the storage is reported once, with the capacity to use."""
 
 import re
 import warnings
@@ -12,7 +12,7 @@ from support.rewards import distance
 
 
 def warnings_of(length, writes, chunk, size=1000, **options):
-    """Write episodes of some length in chunks, sample after each write, and return the warnings."""
+    """Write episodes of the given length in chunks, sample after each write, and return the warnings."""
     rb = make_small_buffer(size=size, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -33,7 +33,7 @@ def test_a_table_too_small_for_the_storage_is_reported_once_with_the_capacity_to
     assert warnings_of(10, 200, 20, capacity=1000, strategy=strategy) == []
 
 
-def test_a_table_that_keeps_hardly_a_goal_of_the_samples_is_reported_once():
+def test_a_table_with_hardly_any_goal_of_the_samples_is_reported_once():
     (message,) = warnings_of(5, 200, 20, capacity=5)
     assert re.search(r"capacity=5\) is too small for .* the storage.*max_size of the storage", message)
 
@@ -47,11 +47,11 @@ def test_a_table_that_is_large_enough_is_not_reported(strategy, length, chunk, c
 
 
 @pytest.mark.filterwarnings("error")
-def test_episodes_that_run_in_many_environments_are_not_taken_for_lost_goals():
+def test_running_episodes_of_many_environments_are_not_mistaken_for_lost_goals():
     lanes, length, size = 80, 20, 2_000
     rb, lane = make_small_buffer(size=size), torch.arange(lanes)
     for now in range(0, 1_000, 5):
-        time = torch.arange(now, now + 5).unsqueeze(1) + lane  # [steps, lanes], each lane at another step
+        time = torch.arange(now, now + 5).unsqueeze(1) + lane  # [steps, lanes], each lane at a different step
         step, episode = (time % length).flatten(), (lane + lanes * (time // length)).flatten()
         start, desired = torch.stack([episode, step], 1).float(), -torch.ones(len(step), 2)
         outcome, done = start + torch.tensor([0.0, 1.0]), (step == length - 1).unsqueeze(1)
@@ -59,13 +59,13 @@ def test_episodes_that_run_in_many_environments_are_not_taken_for_lost_goals():
         after["reward"] = distance(outcome, desired).unsqueeze(1)
         rb.extend(TensorDict({"achieved_goal": start, "desired_goal": desired, "next": after}, [len(step)]).clone())
         rb.sample(512)
-    assert int(rb.transform[0].table.counters[1]) > size  # more episodes than the table has places
+    assert int(rb.transform[0].table.counters[1]) > size  # more episodes than the table has records
 
 
 @pytest.mark.filterwarnings("error")
-def test_padding_is_not_taken_for_lost_goals():
+def test_padding_is_not_mistaken_for_lost_goals():
     rb = make_small_buffer(size=1000, mask_key="mask", her_ratio=1.0)
-    for first in range(0, 2400, 16):  # more episodes than the table has places, so one gets that of the id 0
+    for first in range(0, 2400, 16):  # more episodes than the table has records, so that of id 0 is used
         chunk = transitions(first, 16, length=2).set("mask", torch.ones(16, dtype=torch.bool))
         rb.extend(torch.cat([chunk, chunk.apply(torch.zeros_like)]))
         rb.sample(2048)

@@ -1,4 +1,4 @@
-"""Extra goals, steps to the goal, members of mixtures and ReachedReward: row by row, and what is refused."""
+"""Extra goals, steps to the goal, members of mixtures and ReachedReward, checked row by row; refused arguments."""
 
 import pickle
 from dataclasses import replace
@@ -45,18 +45,18 @@ STREAM = Stream(
     her_ratio=0.7,
 )
 ANY_STEP = Mixture({Current(): 0.3, Episode(): 0.5, Random(): 0.2})
-ALLOWED = [current, episode, anywhere]  # of its members
+ALLOWED = [current, episode, anywhere]  # the rules of its members
 
 
 def sample_of(make_oracle=Oracle, count=3000, stream=STREAM, **options):
-    """A sample of a buffer, and the oracle."""
+    """Return a sample of a buffer, and the oracle."""
     transform = make_transform(stream, **options)
     rb, oracle = filled(make_oracle, stream, transform=transform, batch_size=count)
     return rb.sample(), oracle
 
 
 def rows_of(batch, *keys):
-    """The goals of each transition, as (episode, step), and the entries under further keys."""
+    """Return for each transition its goal, as (episode, step), and the entries under the given keys."""
     rows = as_dicts(batch, ["uid", "desired_goal", RELABELLED, *keys])
     for row in rows:
         of_episode, state = row["desired_goal"]
@@ -81,7 +81,7 @@ def test_the_goal_is_one_that_the_chosen_member_may_draw():
 
 
 @pytest.mark.parametrize("strategy", [ANY_STEP, Future(), "past_desired"])
-def test_steps_to_the_goal_are_counted_in_the_own_episode_and_in_no_other(strategy):
+def test_steps_to_the_goal_are_counted_only_within_the_transitions_own_episode(strategy):
     batch, oracle = sample_of(strategy=strategy, info=True)
     assert batch[STEPS_TO_GOAL].dtype == torch.int64
     for row in rows_of(batch, STEPS_TO_GOAL):
@@ -91,7 +91,7 @@ def test_steps_to_the_goal_are_counted_in_the_own_episode_and_in_no_other(strate
         assert row[STEPS_TO_GOAL] == (step - transition.step if is_ahead else -1)
 
 
-def test_extra_goals_are_at_both_places_and_the_stored_goal_where_nothing_is_relabelled():
+def test_extra_goals_are_at_the_root_and_under_next_and_equal_the_stored_goal_unless_relabelled():
     extra = {"actor_goal": "final", ("high", "goal"): Random()}
     batch, oracle = sample_of(strategy=ANY_STEP, extra_goals=extra, info=True)
     check_consistent(
@@ -134,7 +134,7 @@ def test_a_member_without_probability_is_never_chosen():
 )
 @pytest.mark.parametrize("mixed", [False, True])
 def test_past_desired_draws_desired_goals_though_the_table_has_wrapped(options, mixed):
-    """An outcome of the transition's own episode can be where the desired goal of another one was."""
+    """The row of an evicted desired goal can hold an achieved goal of the transition's own episode."""
     torch.manual_seed(0)
     strategy = Mixture({Final(): 0.5, PastDesired(): 0.5}) if mixed else PastDesired()
     options = {"reward": GoalReward(reward_of)} | options
@@ -170,8 +170,8 @@ def test_past_desired_keeps_the_goal_while_there_is_no_other_episode():
 
 
 @pytest.mark.filterwarnings("ignore:.*left the goal table")
-def test_rows_that_an_episode_lost_are_goals_of_other_episodes_to_it():
-    """The last 20 outcomes of 4 episodes of 8 steps are in the table: the second one has lost half of its outcomes."""
+def test_the_remaining_rows_of_a_partly_evicted_episode_are_goals_of_other_episodes():
+    """The table holds the last 20 outcomes of 4 episodes of 8 steps, so the second episode has lost half of its own."""
     transform = make_transform(strategy="random", her_ratio=1.0, capacity=20, info=True)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(32), transform=transform, batch_size=20_000)
     for number in range(4):
@@ -191,7 +191,7 @@ OTHER_REWARDS = pytest.mark.filterwarnings("ignore:ReachedReward gives 0 and -1,
 
 @OTHER_REWARDS
 @pytest.mark.parametrize("info", [False, True])
-def test_a_reached_goal_is_that_of_the_own_step(info):
+def test_a_goal_is_reached_only_at_the_step_that_achieved_it(info):
     batch, oracle = sample_of(reward=ReachedReward(), strategy=ANY_STEP, info=info)
     assert (STEPS_TO_GOAL in batch.keys(True)) == info
     reached = 0
@@ -259,7 +259,7 @@ def test_a_copy_that_an_augmentation_writes_reaches_the_goal_of_its_own_step():
     assert 40 < copies[TERMINATED].sum() < 120
 
 
-# Refused
+# Refused arguments
 
 
 def hindsight(strategy="future", **options):
@@ -270,16 +270,16 @@ def with_extra(*keys):
     return lambda: hindsight(extra_goals=dict.fromkeys(keys, "future"))
 
 
-SUM = r"must sum to 1, and Mixture\({Future\(\): 0.5, Random\(\): 0.4}\) has 0.9"
+SUM = r"The probabilities of Mixture\({Future\(\): 0.5, Random\(\): 0.4}\) must sum to 1, got the sum 0.9"
 DISCOUNT = "discount must be at least 0 and less than 1, got "
-STEPS = "steps must be a whole number of at least 1, got "
-USED = "extra_goals has the entry .* which transitions or another extra goal use for something else"
+STEPS = "steps must be an integer of at least 1, got "
+USED = "extra_goals has the key .* which transitions or another extra goal already use"
 REFUSED = {
     "no members": (lambda: Mixture({}), ValueError, "needs strategies and their probabilities"),
     "a list of members": (lambda: Mixture([Future()]), ValueError, "needs strategies and their probabilities"),
     "a sum of 0.9": (lambda: Mixture({Future(): 0.5, Random(): 0.4}), ValueError, SUM),
-    "a negative probability": (lambda: Mixture({Future(): -0.5, Random(): 1.5}), ValueError, "from 0 to 1, got -0.5"),
-    "no number": (lambda: Mixture({Future(): None}), ValueError, "from 0 to 1, got None"),
+    "a negative probability": (lambda: Mixture({Future(): -0.5, Random(): 1.5}), ValueError, r"in \[0, 1\], got -0.5"),
+    "no number": (lambda: Mixture({Future(): None}), ValueError, r"in \[0, 1\], got None"),
     "an unknown member": (lambda: Mixture({"nearest": 1.0}), ValueError, "Unknown strategy 'nearest': use one of"),
     "a class as a member": (lambda: Mixture({Future: 1.0}), TypeError, "name or a GoalStrategy"),
     **{f"a discount of {value!r}": (lambda value=value: Geometric(value), ValueError, DISCOUNT + repr(value))
@@ -293,12 +293,12 @@ REFUSED = {
     "a key under another one": (with_extra("goal", ("goal", "of_the_actor")), ValueError, USED),
     "a key above another one": (with_extra(("goal", "of_the_actor"), "goal"), ValueError, USED),
     "an unknown extra strategy": (lambda: hindsight(extra_goals={"a": "nearest"}), ValueError, "Unknown strategy"),
-    "a list of keys": (lambda: hindsight(extra_goals=["a"]), TypeError, "extra_goals maps entries to strategies"),
+    "a list of keys": (lambda: hindsight(extra_goals=["a"]), TypeError, "extra_goals must map keys to strategies"),
     "a limit that is missing": (
         lambda: hindsight(extra_goals={"low": Subgoal(2, limit="high")}), ValueError, "refers to 'high', for which no"
     ),
     "a limit that comes later": (
-        lambda: hindsight(extra_goals={"low": Subgoal(2, limit="high"), "high": "future"}), ValueError, "list that"
+        lambda: hindsight(extra_goals={"low": Subgoal(2, limit="high"), "high": "future"}), ValueError, "place that"
     ),
     "a limit of itself": (
         lambda: hindsight(extra_goals={"low": Subgoal(2, limit="low")}), ValueError, "refers to 'low', for which no"
@@ -310,7 +310,7 @@ REFUSED = {
         lambda: HindsightAugmentation(ReachedReward(), strategy=PastDesired()), ValueError, "only HERTransform keeps"
     ),
     "all rewards of steps": (
-        lambda: hindsight(recompute_all_rewards=True), ValueError, "in place of ReachedReward"
+        lambda: hindsight(recompute_all_rewards=True), ValueError, r"Replace ReachedReward by GoalReward\(reward_fn\)"
     ),
 }  # fmt: skip
 
@@ -323,7 +323,7 @@ def test_wrong_arguments_are_refused(name):
 
 
 @pytest.mark.parametrize("key", ["observation", "action", "goal_of_the_sensor"])
-def test_an_extra_goal_replaces_no_stored_entry_but_copies_of_the_desired_goal(key):
+def test_an_extra_goal_replaces_no_stored_entry_except_copies_of_the_desired_goal(key):
     rb = make_buffer(STREAM, make_transform(STREAM, extra_goals={key: "future"}))
     data = make_tensordict(next(iter(STREAM))[0])
     data["goal_of_the_sensor"] = data["desired_goal"] + 1
@@ -350,7 +350,7 @@ REPRESENTED = {
 
 
 @pytest.mark.parametrize("text", REPRESENTED)
-def test_a_strategy_is_printed_as_it_is_made_and_can_be_pickled(text):
+def test_the_representation_of_a_strategy_creates_it_and_it_can_be_pickled(text):
     strategy = REPRESENTED[text]
     assert repr(strategy) == text
     assert repr(pickle.loads(pickle.dumps(strategy))) == text

@@ -1,4 +1,4 @@
-"""Goals of mixtures and extra goals have the distributions of OGBench's presets: step, member and all goals jointly."""
+"""Mixtures and extra goals have the joint distributions of OGBench's presets: steps, members and all goals."""
 
 from dataclasses import replace
 from unittest import mock
@@ -21,7 +21,7 @@ from torchrl_her.episodes import tracker
 
 SHORT = {0: 9, 1: 4, 2: 1, 3: 6}  # episodes and their lengths
 LONG = {0: 40, 1: 7, 2: 1, 3: 12}
-STEPS = {9: 3, 40: 25}  # of subgoals, by the longest episode
+STEPS = {9: 3, 40: 25}  # the steps of subgoals, by the length of the longest episode
 NAMES = list(presets(1))
 
 
@@ -30,7 +30,7 @@ def ogbench(discount=0.99):
 
 
 def options_of(name, steps):
-    """The arguments of HERTransform for a preset."""
+    """Return the arguments of HERTransform for a preset."""
     actor = {"actor_goal": Future(own=False)}
     return {
         "GCIVL and GCIQL": {"strategy": ogbench(), "extra_goals": actor},
@@ -54,7 +54,7 @@ def options_of(name, steps):
 
 
 def batches(name, lengths, count, **options):
-    """Samples of a buffer with whole episodes, of so many transitions in all."""
+    """Yield samples, ``count`` transitions in total, of a buffer with whole episodes."""
     steps = STEPS[max(lengths.values())]
     transform = make_transform(capacity=2000, info=True, **({"her_ratio": 1.0} | options_of(name, steps) | options))
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2000), transform=transform, batch_size=100_000)
@@ -65,7 +65,7 @@ def batches(name, lengths, count, **options):
 
 
 def sampled(name, lengths, count, **options):
-    """The counted outcomes of so many transitions."""
+    """Return the counted outcomes of ``count`` transitions."""
     agreement = Agreement(presets(STEPS[max(lengths.values())])[name], lengths, evenly_on(lengths))
     for batch in batches(name, lengths, count, **options):
         check_consistent(batch, agreement.preset)
@@ -91,7 +91,7 @@ def test_ten_million_goals_have_the_joint_distribution_of_the_preset(name):
 
 @pytest.mark.parametrize("lengths", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
 @pytest.mark.parametrize("name", NAMES)
-def test_so_many_draws_show_every_mistake(name, lengths):
+def test_the_number_of_draws_is_large_enough_to_detect_every_mistake(name, lengths):
     count = draws_of(name) if lengths == SHORT else 10_000_000
     preset = presets(STEPS[max(lengths.values())])[name]
     agreement = Agreement(preset, lengths, evenly_on(lengths))
@@ -104,7 +104,7 @@ def test_so_many_draws_show_every_mistake(name, lengths):
     "mistake", ["a discount of 0.985", "a discount of 0.995", "geometric with double weight on the end"]
 )
 def test_the_computed_power_is_the_share_of_rejections(mistake):
-    """At 10,000 draws, where it is neither 0 nor 1."""
+    """The test uses 10,000 draws, for which the power is neither 0 nor 1."""
     preset = presets(3)["CRL"]
     agreement = Agreement(preset, SHORT, evenly_on(SHORT))
     wrong = variants(preset)[f"desired_goal: {mistake}"]
@@ -118,7 +118,7 @@ def test_the_computed_power_is_the_share_of_rejections(mistake):
 
 
 class Chooses(GoalStrategy):
-    """Chooses steps with a function."""
+    """Selects the steps that a function returns."""
 
     def __init__(self, step_of):
         self.step_of = step_of
@@ -136,7 +136,7 @@ def geometric_from_the_own_outcome(choice):
 
 
 class OneNumber:
-    """A geometric and a uniform goal that are drawn with the same number."""
+    """Draws a geometric and a uniform goal with the same random number."""
 
     def geometric(self, choice):
         self.share = torch.rand(choice.step.shape, dtype=torch.float64)
@@ -180,8 +180,8 @@ def test_draws_with_a_mistake_are_rejected(mistake):
 
 
 @pytest.mark.parametrize(("key", "rule"), [("desired_goal", G99), ("actor_goal", later)])
-def test_each_goal_of_the_pair_from_one_number_has_the_right_distribution(key, rule):
-    """So the pair is rejected because its goals depend on each other."""
+def test_each_goal_of_the_pair_from_one_number_has_the_correct_distribution(key, rule):
+    """Therefore, the pair is rejected only because its goals depend on each other."""
     name, options = WRONG["one number for both goals"]
     agreement = Agreement(Preset(alone(rule)), SHORT, evenly_on(SHORT))
     for batch in batches(name, SHORT, draws_of(name), **options):
@@ -210,10 +210,10 @@ STREAM = Stream(
     capacity=500,
 )
 LANES = replace(STREAM, layout="[lanes, time]")
-# Episodes are published as they grow, the last ones run, and their last steps are in the storage alone.
+# Episodes are published as they grow. The last episodes are running, and their last steps are only in the storage.
 RUNNING = replace(STREAM, lengths=((100, "truncated"), (3, "truncated")), first_publication=3)
-DESIRED_ROWS = 6  # of the goal table, with one for the desired goal of each episode
-# Two rounds of three episodes fill the table; five rounds are written.
+DESIRED_ROWS = 6  # rows of the goal table for desired goals, one for each episode
+# Two rounds of three episodes fill the table. Five rounds are written.
 WRAPPED = replace(STREAM, lanes=1, lengths=((5, "truncated"), (8, "terminated"), (3, "truncated")), chunk=16, writes=5)
 SETTINGS = {
     **{
@@ -242,7 +242,7 @@ BATCH = 30_000
 
 
 def filled(stream, storage=None, sequence_length=None, shared=False):
-    """A buffer that a stream was written into, with the goals of PRESET, and its oracle."""
+    """Write a stream to a buffer with the goals of PRESET; return the buffer and its oracle."""
     spec = Unbounded((2,)) if shared else None
     capacity = stream.capacity + DESIRED_ROWS
     transform = make_transform(stream, capacity=capacity, sequence_length=sequence_length, goal_spec=spec, **OPTIONS)
@@ -262,7 +262,7 @@ def filled(stream, storage=None, sequence_length=None, shared=False):
 
 
 def lengths_in_table(oracle):
-    """The lengths of the episodes that are in the goal table, all of which are there completely."""
+    """Return the lengths of the episodes in the goal table, and check that all are complete."""
     possible, certain = oracle.in_table()
     lengths = {e: n for e, n in oracle.published.items() if oracle.episodes[e][0].uid in certain}
     assert sum(lengths.values()) == len(possible) == len(certain)
@@ -270,7 +270,7 @@ def lengths_in_table(oracle):
 
 
 def agreement_of(rb, oracle, every=1, count=60_000):
-    """The counted outcomes of transitions, or of sequences of ``every`` transitions, drawn for their last ones."""
+    """Return the counted outcomes of transitions, or of the last transitions of sequences of length ``every``."""
     lengths = lengths_in_table(oracle)
     is_known = torch.zeros(len(oracle.transitions), dtype=torch.bool)
     for uid, window in oracle.windows.items():
@@ -316,7 +316,7 @@ def test_goals_have_the_joint_distribution_of_the_preset_after(way, tmp_path):
 
 
 def test_copies_have_the_joint_distribution_of_the_preset():
-    """Copies that hindsight makes when it writes; all copies of an episode are drawn at once."""
+    """HindsightAugmentation draws the goals of all copies of an episode in one call."""
     preset = Preset(alone(G99), {"actor_goal": alone(later), "subgoal": Ahead(3, "desired_goal")})
     extra = {"actor_goal": Future(own=False), "subgoal": Subgoal(3)}
     transform = make_augmentation(strategy=Geometric(0.99), extra_goals=extra, n_sampled_goal=2000)

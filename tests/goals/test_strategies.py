@@ -1,4 +1,4 @@
-"""Strategies and her_ratio, seen through a replay buffer: draws have the distribution that the design specifies."""
+"""Strategies and her_ratio: draws from a replay buffer have the specified distribution."""
 
 import pickle
 
@@ -22,7 +22,7 @@ from torchrl_her import Episode, Final, Future, GoalStrategy, Mixture, Random, u
 
 
 class Chooses(GoalStrategy):
-    """A strategy from a function of its input, which it keeps."""
+    """Selects rows with a function of its input, and keeps the input."""
 
     def __init__(self, select, same_episode=True):
         self.function, self.same_episode = select, same_episode
@@ -33,12 +33,12 @@ class Chooses(GoalStrategy):
 
 
 def later(choice):
-    """Wrong for `future`: the transition's own outcome is left out, except for the last step, which has no other."""
+    """A wrong version of `future` without the transition's own outcome, except for the last step."""
     return choice.start + uniform(torch.minimum(choice.step + 1, choice.length - 1), choice.length)
 
 
 def never_the_last(choice):
-    """Wrong for `future`: the last outcome of an episode is left out, except for the last step, which has no other."""
+    """A wrong version of `future` without the last outcome of an episode, except for the last step."""
     return choice.start + uniform(choice.step, torch.maximum(choice.length - 1, choice.step + 1))
 
 
@@ -61,7 +61,7 @@ def test_goals_have_the_distribution_of_their_strategy_and_no_other(strategy, le
 
 
 def test_steps_of_a_span_of_millions_are_drawn_without_gaps():
-    span = 3 * 2**23  # more than the numbers that torch.rand has in single precision, which leave out every third
+    span = 3 * 2**23  # torch.rand in float32 has too few values and would skip every third integer
     drawn = uniform(torch.full((100_000,), 5), torch.tensor(5 + span)) - 5
     assert 0 <= drawn.min() < span / 1000
     assert span - span / 1000 < drawn.max() < span
@@ -79,7 +79,7 @@ def test_a_strategy_by_name_and_as_an_object_are_the_same(name, strategy):
 
 
 def independence_p_value(relabelled):
-    """The least p-value of three tests for flags [batches, batch] that are independent with one probability."""
+    """Return the smallest p-value of three tests that flags ``[batches, batch]`` are independent and equally likely."""
     columns = np.stack([relabelled.sum(axis=0), (~relabelled).sum(axis=0)])
     pairs = [
         [np.sum((relabelled[:, :-1] == left) & (relabelled[:, 1:] == right)) for right in (False, True)]
@@ -88,7 +88,7 @@ def independence_p_value(relabelled):
     per_batch, ratio, size = relabelled.sum(axis=1), relabelled.mean(), relabelled.shape[1]
     dispersion = ((per_batch - ratio * size) ** 2 / (size * ratio * (1 - ratio))).sum()
     below = stats.chi2.cdf(dispersion, len(relabelled) - 1)
-    smoothed = (columns + 1, np.array(pairs) + 1)  # no cell is expected to be empty
+    smoothed = (columns + 1, np.array(pairs) + 1)  # avoids empty cells
     return min(*(stats.chi2_contingency(table).pvalue for table in smoothed), 2 * min(below, 1 - below))
 
 
@@ -148,7 +148,7 @@ def test_a_seed_makes_a_sample_reproducible(strategy):
 
 
 def published(written):
-    """How many steps of a running episode are in the table, given its length after each write."""
+    """Return the number of steps of a running episode in the table, given its length after each write."""
     known = 0
     for steps in written:
         if steps >= 64 and steps >= 2 * known:
@@ -191,7 +191,7 @@ def test_future_goals_of_a_long_episode_are_uniform_up_to_the_published_step(end
 
 
 def published_repeatedly(end, length, **options):
-    """A buffer with two short episodes and the first steps of a long one."""
+    """Return a buffer with two short episodes and the first steps of a long one."""
     rb = make_buffer("random", (1, 19), **options)
     for first in range(0, end, 10):
         rb.extend(transitions(2, first, first + 10, length))
@@ -206,7 +206,7 @@ def test_random_goals_are_uniform_over_distinct_steps_though_an_episode_was_publ
 
 
 @pytest.mark.parametrize("her_ratio", [0.3, 0.8])
-def test_random_goals_keep_to_her_ratio_though_an_episode_was_published_repeatedly(her_ratio):
+def test_random_goals_follow_her_ratio_though_an_episode_was_published_repeatedly(her_ratio):
     rb = published_repeatedly(150, 150, her_ratio=her_ratio)
     assert stats.binomtest(len(draw(rb, 10_000)), 10_000, her_ratio).pvalue > LEVEL
 
@@ -230,7 +230,7 @@ def test_a_custom_strategy_draws_from_the_steps_that_it_chooses():
 
 
 @pytest.mark.parametrize(("same_episode", "relabelled"), [(False, {0, 1, 2}), (True, {2})])
-def test_a_strategy_that_leaves_the_episode_relabels_the_other_episodes_only_if_it_says_so(same_episode, relabelled):
+def test_goals_of_other_episodes_are_used_only_if_the_strategy_sets_same_episode_to_false(same_episode, relabelled):
     newest_row = Chooses(lambda choice: (choice.size - 1).expand_as(choice.step), same_episode)
     draws = draw(make_buffer(newest_row, (5, 3, 4)), 200)
     assert {drawn[2:] for drawn in draws} == {(2, 3)}
@@ -238,7 +238,7 @@ def test_a_strategy_that_leaves_the_episode_relabels_the_other_episodes_only_if_
     assert len(draws) == 200 or same_episode
 
 
-def test_a_row_that_holds_no_goal_relabels_nothing():
+def test_an_empty_row_relabels_nothing():
     unwritten = Chooses(lambda choice: choice.size.expand_as(choice.step), same_episode=False)
     assert draw(make_buffer(unwritten, (5, 3)), 200) == []
 
@@ -264,23 +264,24 @@ def test_a_strategy_gets_the_steps_and_lengths_of_the_episodes_and_the_owners_of
 )
 def test_rows_of_the_wrong_shape_or_dtype_are_an_error(rows, got):
     rb = make_buffer(Chooses(rows), (20,))
-    with pytest.raises(ValueError, match=rf"Chooses\(\) must select one row .*int64 \(100,\), and returned {got}"):
+    message = rf"Chooses\(\) must select one row .*int64 \(100,\), but select\(\) returned {got}"
+    with pytest.raises(ValueError, match=message):
         rb.sample(100)
 
 
-def test_each_member_of_a_mixture_keeps_to_its_own_episodes():
+def test_each_member_of_a_mixture_keeps_its_own_same_episode():
     def newest_row(choice):
         return (choice.size - 1).expand_as(choice.step)
 
     own, any_episode = (Chooses(newest_row, same_episode) for same_episode in (True, False))
     rb = make_buffer(Mixture({own: 0.5, any_episode: 0.5}), (5, 3, 4))
     counts = np.bincount([episode for episode, *_ in draw(rb, 4000)], minlength=3)
-    expected = np.array([5 / 2, 3 / 2, 4]) / 12 * 4000  # the first member relabels the newest episode alone
+    expected = np.array([5 / 2, 3 / 2, 4]) / 12 * 4000  # the first member relabels only the newest episode
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
 
 
 class FromTheBeginning(GoalStrategy):
-    """Any goal of the episode, the initial one included."""
+    """Selects any goal of the episode, including the initial one."""
 
     uses_initial_goal = True
 
@@ -291,7 +292,7 @@ class FromTheBeginning(GoalStrategy):
 @pytest.mark.parametrize("chunk", [1, 7, 200])
 @pytest.mark.parametrize("how", ["written", "saved and loaded"])
 def test_the_initial_goal_of_an_episode_can_be_drawn(chunk, how):
-    """Goals are (episode, number of the state); the initial state has the number 0."""
+    """Goals are (episode, number of the state), and the initial state has number 0."""
     lengths = (5, 130, 3, 70)
     rb = make_buffer(FromTheBeginning())
     data = torch.cat([transitions(episode, 0, length, length) for episode, length in enumerate(lengths)])

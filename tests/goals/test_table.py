@@ -1,4 +1,4 @@
-"""The goal table alone, against a model that keeps every episode as a list of goals."""
+"""The goal table alone, compared with a model that keeps every episode as a list of goals."""
 
 import copy
 import io
@@ -17,8 +17,8 @@ from torchrl_her.goals.table import GoalTable
 CPU = torch.device("cpu")
 
 
-def test_while_it_moves_it_is_where_the_goals_are_not_yet():
-    """The device of the goals is that of the table, and it is asked without a lock."""
+def test_the_goals_move_last_to_another_device():
+    """Readers take no lock and use the device of the goals as the device of the table."""
     moved = []
 
     class Recording(GoalTable):
@@ -34,30 +34,30 @@ def test_while_it_moves_it_is_where_the_goals_are_not_yet():
 
 
 class Model:
-    """What a table that was published to holds: the goals of each episode, and which of them are still there.
+    """A model of a table: the published goals of each episode, and which of them are still in the table.
 
-    Every goal ever published is a number of its own.
+    Every published goal is a different number.
     """
 
     def __init__(self, capacity, goal_shape=(), dtype=torch.float32, calls=()):
         self.capacity = capacity
         self.table = GoalTable(capacity, goal_shape, dtype, CPU)
         self.first = self.table.next_episode
-        self.goals = {}  # episode -> the number of each step's goal
-        self.first_row = {}  # episode -> how many rows had been written before its own
+        self.goals = {}  # episode -> the goal of each step, a number
+        self.first_row = {}  # episode -> the number of rows written before its first row
         self.rows = 0
-        self.records = {}  # place of an episode's record -> the episode that it is of
-        self.lost = set()  # episodes whose record is another's, with the same id modulo the capacity
-        self.repeated = set()  # of these, such as were published again
+        self.records = {}  # episode id modulo the capacity -> the episode whose record is stored there
+        self.lost = set()  # episodes whose record was replaced by an episode with the same id modulo the capacity
+        self.repeated = set()  # members of `lost` that were published again
         for call in calls:
             self.publish(call)
 
     def goal(self, episode, step):
-        """A number below 2**24 that tells the episode and the step."""
+        """Return a number below 2**24 that identifies the episode and the step."""
         return 1000.0 * (1 + episode - self.first) + step
 
     def publish(self, call):
-        """Make one call of publish: of each pair (which episode, or None for a new one; how many steps more)."""
+        """Make one call of publish, given pairs (episode, or None for a new one; number of new steps)."""
         publications = {}
         for which, steps in call:
             if which is None or not self.goals:
@@ -84,7 +84,7 @@ class Model:
         return values.expand(-1, *self.table.goals.shape[1:]).to(self.table.goals.dtype)
 
     def found(self):
-        """What the table says: (episode, step) -> goal, where the owner is that episode."""
+        """Return the goals found in the table, (episode, step) -> goal, if the owner is that episode."""
         found = {}
         for episode in range(self.first, self.table.next_episode + 2 * self.capacity):
             start, length = (int(each) for each in self.table.find(torch.tensor([episode])))
@@ -98,7 +98,7 @@ class Model:
         return found
 
     def kept(self):
-        """What the newest rows hold: (episode, step) -> goal."""
+        """Return the goals that the newest rows must hold, (episode, step) -> goal."""
         size = max(1, self.table.goals[0].numel())
         return {
             (episode, step): [goal] * size
@@ -109,7 +109,7 @@ class Model:
 
 
 capacities = st.integers(1, 12)
-# None: a new episode. A length of 12 fills the largest table; several in a call are more than it holds.
+# None means a new episode. A length of 12 fills the largest table; a call with several episodes can exceed it.
 calls = st.lists(
     st.lists(st.tuples(st.none() | st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4), max_size=15
 )
@@ -117,18 +117,18 @@ calls = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(capacities, calls)
-def test_the_newest_goals_and_no_wrong_ones_are_found_each_in_one_row(capacity, calls):
+def test_exactly_the_newest_goals_are_found_each_in_one_row(capacity, calls):
     model = Model(capacity)
     for call in calls:
         model.publish(call)
         found, kept = model.found(), model.kept()
-        # Each goal is that episode's, of that step.
+        # Each goal belongs to its episode and step.
         for (episode, step), goal in found.items():
             assert goal == [model.goal(episode, step)]
             assert step < len(model.goals[episode])
-        # The newest are found.
+        # All goals of the newest rows are found.
         assert found == {place: goal for place, goal in kept.items() if place[0] not in model.lost}
-        # Each is in one row, and rows are filled from the first one on.
+        # Each goal is in one row, and rows are filled from the first one on.
         goals, owners = model.table.read(torch.arange(capacity))
         rows = zip(owners.tolist(), goals.tolist(), strict=True)
         once = sorted((owner, goal) for owner, goal in rows if owner not in {0, *model.repeated})
@@ -138,7 +138,7 @@ def test_the_newest_goals_and_no_wrong_ones_are_found_each_in_one_row(capacity, 
 
 
 def test_the_goals_of_a_growing_episode_are_found_though_its_new_rows_overlap_its_old_ones():
-    model = Model(10, calls=[[(None, 4)], [(0, 4)]])  # 8 steps in rows 4 to 11, of which the last two are 0 and 1
+    model = Model(10, calls=[[(None, 4)], [(0, 4)]])  # 8 steps in rows 4 to 11 modulo 10
     assert model.found() == {(model.first, step): [1000.0 + step] for step in range(8)}
 
 
@@ -155,7 +155,7 @@ def test_goals_of_any_shape_and_dtype_come_back_as_they_were(shape, dtype):
 
 
 @given(st.lists(st.integers(0, 5), max_size=20))
-def test_no_episode_id_is_given_away_twice_and_0_is_none(counts):
+def test_episode_ids_are_unique_and_never_0(counts):
     table = GoalTable(4, (), torch.float32, CPU)
     given_away = [table.next_episode - 1]
     assert given_away[0] >= 0
@@ -167,14 +167,14 @@ def test_no_episode_id_is_given_away_twice_and_0_is_none(counts):
     assert table.next_episode == max(given_away) + 1
 
 
-def test_an_episode_that_begins_has_no_steps_though_an_earlier_one_had_its_place():
+def test_a_new_episode_has_no_steps_even_if_it_replaces_the_record_of_an_earlier_one():
     model = Model(4, calls=[[(None, 1)]] * 6)
     for _ in range(8):
         episode = model.table.open_episodes(1)
         assert model.table.find(torch.tensor([episode]))[1] == 0
 
 
-def test_after_loading_an_episode_that_begins_has_no_steps():
+def test_a_new_episode_has_no_steps_after_loading():
     used, saved = (Model(4, calls=[[(None, 1)]] * count) for count in (4, 1))
     used.table.load_state_dict(saved.table.state_dict())
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_publishing_nothing_changes_nothing():
 
 
 @pytest.mark.parametrize("with_version", [False, True])
-def test_a_goal_that_is_read_while_a_writer_works_is_whole_or_has_no_owner(with_version):
+def test_a_goal_that_is_read_during_a_write_is_complete_or_has_no_owner(with_version):
     table = GoalTable(8, (50_000,), torch.float32, CPU)
     stop = threading.Event()
 
@@ -218,7 +218,7 @@ def test_a_goal_that_is_read_while_a_writer_works_is_whole_or_has_no_owner(with_
         writer.join()
 
 
-# Keeping
+# Saving, shared memory
 
 
 @settings(max_examples=100, deadline=None)
@@ -227,7 +227,7 @@ def test_a_table_that_was_saved_and_loaded_goes_on_like_the_original(capacity, b
     model, other = Model(capacity, calls=before), Model(capacity, calls=replaced)
     twin = copy.deepcopy(model)
     twin.table = other.table
-    file = io.BytesIO()  # as rb.dumps and rb.loads do
+    file = io.BytesIO()  # rb.dumps and rb.loads use torch.save and torch.load, too
     torch.save(model.table.state_dict(), file)
     file.seek(0)
     twin.table.load_state_dict(torch.load(file, weights_only=True))
@@ -243,7 +243,7 @@ def test_a_table_that_was_saved_and_loaded_goes_on_like_the_original(capacity, b
 
 @given(capacities, calls, calls)
 @settings(max_examples=50, deadline=None)
-def test_a_state_is_not_changed_by_what_is_published_later(capacity, before, after):
+def test_a_state_is_not_changed_by_later_publications(capacity, before, after):
     model = Model(capacity, calls=before)
     state = model.table.state_dict()
     expected = copy.deepcopy(state)
@@ -252,7 +252,7 @@ def test_a_state_is_not_changed_by_what_is_published_later(capacity, before, aft
     assert same(state, expected)
 
 
-def test_a_state_is_as_large_as_what_the_table_holds():
+def test_a_state_is_only_as_large_as_the_filled_part_of_the_table():
     model = Model(100_000, calls=[[(None, 50), (None, 30)]])
     numbers = sum(value.numel() for value in model.table.state_dict().values() if isinstance(value, torch.Tensor))
     assert numbers < 200
@@ -261,8 +261,8 @@ def test_a_state_is_as_large_as_what_the_table_holds():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (GoalTable(11, (2,), torch.float32, CPU), "holds 10 goals and this one 11: .*capacity=10"),
-        (GoalTable(9, (2,), torch.float32, CPU), "holds 10 goals and this one 9: .*capacity=10"),
+        (GoalTable(11, (2,), torch.float32, CPU), "holds 10 goals, but this one holds 11.*capacity=10"),
+        (GoalTable(9, (2,), torch.float32, CPU), "holds 10 goals, but this one holds 9.*capacity=10"),
         (GoalTable(10, (3,), torch.float32, CPU), r"torch.float32 \(2,\).*torch.float32 \(3,\)"),
         (GoalTable(10, (), torch.float32, CPU), r"torch.float32 \(2,\).*torch.float32 \(\)"),
         (GoalTable(10, (2,), torch.float64, CPU), r"torch.float32 \(2,\).*torch.float64 \(2,\)"),

@@ -1,4 +1,4 @@
-"""The goal table while it is written and read at once: writes and reads interleaved at every operation."""
+"""Concurrent reads and writes of the goal table, interleaved at every operation."""
 
 import copy
 import itertools
@@ -18,13 +18,13 @@ from torchrl_her.relabel import OneStepReward, SampledBatch
 
 @pytest.fixture(autouse=True)
 def without_diagnosis(monkeypatch):
-    """Counting samples reads only what the sample has read before, and comparing rewards only what is written."""
+    """Switch off checks that read nothing new from the table: counting samples and comparing rewards."""
     monkeypatch.setattr(SampleCounts, "is_due", lambda self, transitions: False)
     monkeypatch.setattr(RewardCheck, "check", lambda self, tensordict, written: None)
 
 
 class Between(TorchDispatchMode):
-    """Calls a function after each operation of a block, with the operation's number, as another thread could."""
+    """Calls a function after each operation of a block, as another thread could, with the operation's number."""
 
     def __init__(self, do):
         super().__init__()
@@ -38,7 +38,7 @@ class Between(TorchDispatchMode):
 
 
 def table_that_wraps_round(strategy="future"):
-    """A transform whose longest episodes overlap their own rows as they grow, and chunks to write."""
+    """Return chunks to write, and a transform in whose table the longest episodes overlap their own rows."""
     transform = make_transform(reward=reward_of, strategy=strategy, her_ratio=1.0, capacity=145)
     source = Source(0, 3, 30)
     return transform, [source.next() for _ in range(40)]
@@ -50,7 +50,7 @@ def check_sample(batch, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["future", "random"])
-def test_whatever_is_sampled_between_two_operations_of_a_write_is_right(strategy):
+def test_a_sample_between_any_two_operations_of_a_write_is_correct(strategy):
     transform, chunks = table_that_wraps_round(strategy)
     stored, relabelled = transform.inv(chunks[0].copy()), 0
     for chunk in chunks[1:]:
@@ -67,9 +67,10 @@ def test_whatever_is_sampled_between_two_operations_of_a_write_is_right(strategy
 
 
 def reads_with_a_write_between(transform, chunks, read):
-    """Write chunks, and now and then yield the stored rows ``[n]`` and what ``read(copy of transform, rows)`` returns.
+    """Write chunks, and at intervals yield the stored rows ``[n]`` and the result of ``read(transform, rows)``.
 
-    It reads once for each operation of the read, with three more chunks written to the copy after that operation.
+    The read is repeated, each time with a copy of the transform, so that three more chunks are written after each of
+    its operations in turn.
     """
     stored = transform.inv(chunks[0].copy())
     for begun, chunk in enumerate(chunks[1:-3], start=2):
@@ -109,12 +110,12 @@ def test_there_is_no_version_while_something_is_written():
 
 
 @pytest.mark.parametrize("strategy", ["future", "random"])
-def test_whatever_is_written_between_two_operations_of_a_sample_it_is_right(strategy):
+def test_a_sample_is_correct_whatever_is_written_between_two_of_its_operations(strategy):
     reads = reads_with_a_write_between(*table_that_wraps_round(strategy), lambda transform, stored: transform(stored))
     assert sum(check_sample(batch, strategy) for _, batch in reads) > 10_000
 
 
-def test_whatever_is_written_between_two_operations_the_steps_of_a_window_are_its_own():
+def test_the_steps_of_a_window_are_correct_whatever_is_written_between_two_operations():
     steps_of_rows = torch.randint(1, 4, (360,))
 
     def read_windows(transform, stored):

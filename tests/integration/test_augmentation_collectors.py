@@ -1,4 +1,4 @@
-"""HindsightAugmentation behind collectors of one and of several processes."""
+"""HindsightAugmentation with collectors of one and of several processes."""
 
 from collections import Counter
 from functools import partial
@@ -21,7 +21,7 @@ def make_buffer(kind=TensorDictReplayBuffer, mask_key=None, **options):
 
 
 def check_rows(rb, environments, copies=4):
-    """Check each row by itself, that each transition is there once and in k copies, and that episodes are whole."""
+    """Check each row, that each transition is stored once and in k copies, and that episodes are whole."""
     rows = rb[:]
     assert check(rows).relabelled == copies * len(rows) / (copies + 1)
     counts = Counter(zip(places(rows), rows[RELABELLED].flatten().tolist(), strict=True))
@@ -50,7 +50,7 @@ def test_batches_of_a_collector_are_written_flattened(options):
 
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 @pytest.mark.parametrize("shared", [True, False])
-def test_processes_write_into_a_shared_buffer_and_each_holds_its_own_back(kind, shared):
+def test_processes_write_into_a_shared_buffer_and_each_holds_back_its_own_transitions(kind, shared):
     rb = make_buffer(shared=shared)
     collect([partial(make_tape, 1), partial(make_tape, 2)], 40, 20, kind, replay_buffer=rb)
     assert check_rows(rb, {1, 2}) >= 5 * 700

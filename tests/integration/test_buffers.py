@@ -1,6 +1,7 @@
 """HERTransform in TorchRL's buffers, storages, samplers and writers, and with the other features of a buffer.
 
-The tables of docs/buffers.md list what works and what TorchRL cannot do; the last test compares them with the tests.
+The tables of docs/reference/buffers.md list supported combinations and limits of TorchRL. The last test compares them
+with the tests.
 """
 
 import re
@@ -48,7 +49,7 @@ STREAM = Stream(
     rows=40,
     capacity=1000,
 )
-SOME = replace(STREAM, her_ratio=0.9)  # an oracle for it does not require any transition to be relabelled
+SOME = replace(STREAM, her_ratio=0.9)  # with this ratio, the oracle does not require relabelling
 SIZE = STREAM.size
 BATCH = 64
 PRIORITIES = {"alpha": 0.7, "beta": 0.5}
@@ -59,7 +60,7 @@ def make(kind=TensorDictReplayBuffer, storage=LazyTensorStorage, stream=STREAM, 
 
 
 def stored_in(rb):
-    """A copy of the stored transitions, read without the transform."""
+    """Return a copy of the stored transitions, read without the transform."""
     if isinstance(rb, ReplayBufferEnsemble):
         return torch.cat([stored_in(rb[number]) for number in range(len(rb))])
     stored = rb.storage[:]
@@ -81,12 +82,12 @@ def fill(rb, oracle, chunks, write=extend):
 
 
 def filled(chunks=STREAM, stream=STREAM, **options):
-    """A buffer that chunks were written into, and its oracle."""
+    """Return a buffer with written chunks, and its oracle."""
     return fill(make(stream=stream, **options), Oracle(stream), chunks)
 
 
 def go_through(rb, write=extend):
-    """Write a stream, sample as the buffer grows, check each transition and that sampling changes nothing stored."""
+    """Write a stream, sample after each write, check every transition and that the storage is unchanged."""
     oracle = Oracle(STREAM)
     sampled = relabelled = 0
     for number, _ in enumerate(go_on(rb, oracle, STREAM, write)):
@@ -97,18 +98,18 @@ def go_through(rb, write=extend):
         if before is not None:
             assert uids(before) == list(oracle.transitions)[-SIZE:], "a transition is lost"
             assert_same(before, stored_in(rb))
-    assert relabelled > 0.75 * sampled  # the rest belongs to running episodes
+    assert relabelled > 0.75 * sampled  # all others belong to running episodes
 
 
 def fails_as_without(match, run_with):
-    """Check that something fails in TorchRL's buffer alone, and in the same way with hindsight."""
+    """Check that something fails in TorchRL's buffer alone, and with hindsight in the same way."""
     for hindsight in (False, True):
         with pytest.raises(Exception, match=match):
             run_with(hindsight)
 
 
 def goes_through_or_fails(limit, make_with, write=extend):
-    """Go through a stream, or fail as TorchRL's buffer does where it has a limit."""
+    """Check a stream, or, at a limit of TorchRL's buffer, check that it fails as without hindsight."""
 
     def run(hindsight):
         rb = make_with(hindsight=hindsight)
@@ -126,7 +127,7 @@ def goes_through_or_fails(limit, make_with, write=extend):
 
 
 def ensemble(*, in_members, storage=LazyTensorStorage, **options):
-    """A buffer for each lane, with a transform in each of them or one for all."""
+    """Return an ensemble with one buffer per lane, and a transform in each of them or one for all."""
     members = [
         TensorDictReplayBuffer(storage=storage(STREAM.rows), transform=make_transform(STREAM) if in_members else None)
         for _ in range(STREAM.lanes)
@@ -149,7 +150,7 @@ def write_routed(rb, lanes):
 MEMBERS_RELABEL = (partial(ensemble, in_members=True), write_to_members)
 ROUTED_BY_KEY = (partial(ensemble, in_members=False, routing_key="lane"), write_routed)
 PRIORITIZED = partial(make, named("TensorDictPrioritizedReplayBuffer"), **PRIORITIES)
-BUFFERS = {  # what makes a buffer, and what writes to it
+BUFFERS = {  # functions that make a buffer and write to it
     "ReplayBuffer": (partial(make, ReplayBuffer), extend),
     "TensorDictReplayBuffer": (make, extend),
     "PrioritizedReplayBuffer": (partial(make, named("PrioritizedReplayBuffer"), **PRIORITIES), extend),
@@ -219,18 +220,18 @@ def test_every_storage_restores_what_compact_leaves_out(storage):
 
 
 def test_rows_stored_without_compact_goals_are_sampled_correctly_with_it():
-    """The storage alone is loaded, with the columns that new rows leave out."""
+    """Only the storage is loaded, with entries that CompactGoals does not store."""
     after = make(stream=replace(STREAM, compact=True))
     before, oracle = filled(stream=SOME)
     after.storage.load_state_dict(before.storage.state_dict())
-    assert oracle.check(after[:]) == 0  # as stored: their stamps belong to another table
-    for lanes in list(STREAM)[:2]:  # the storage holds the old rows' entries under "next"
+    assert oracle.check(after[:]) == 0  # all rows are original: their stamps belong to another table
+    for lanes in list(STREAM)[:2]:  # the storage still has the entries under "next" of old rows
         extend(after, lanes)
     oracle.check(after[:])
 
 
 def add(rb, lanes, shape):
-    """Write one step at a time: of one environment after the other, or of all at once."""
+    """Write one step at a time, of one environment after the other or of all together."""
     for rows in zip(*lanes, strict=True):
         step = make_tensordict(rows, with_ids=False)
         for transition in [step.reshape(shape)] if shape else step:
@@ -262,8 +263,8 @@ def test_transitions_of_every_round_robin_writer_are_relabelled(writer, kind):
 
 
 @pytest.mark.parametrize("capacity", [SIZE, 10_000])
-def test_a_row_that_outlives_its_goals_keeps_the_original_one(capacity):
-    """TensorDictMaxValueWriter keeps the rows of the highest rank, however old they are."""
+def test_a_row_that_outlives_its_goals_keeps_its_original_goal(capacity):
+    """TensorDictMaxValueWriter keeps the rows with the highest ranks, whatever their age."""
     stream = replace(STREAM, writes=100, capacity=capacity)
     rb, oracle = make(stream=stream, writer=TensorDictMaxValueWriter(rank_key="rank")), Oracle(stream)
     for number, lanes in enumerate(stream):
@@ -292,7 +293,7 @@ WAYS_TORCHRL_HAS_NOT = {
 @pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict")
 @pytest.mark.parametrize("way", WAYS_TO_COPY)
 @every_storage
-def test_a_copy_of_the_buffer_goes_on_with_the_same_goals(storage, way, tmp_path):
+def test_a_copy_of_the_buffer_continues_with_the_same_goals(storage, way, tmp_path):
     writes = list(STREAM)
 
     def run(hindsight):
@@ -319,7 +320,7 @@ def test_a_copy_of_the_buffer_goes_on_with_the_same_goals(storage, way, tmp_path
 @both_ensembles
 @pytest.mark.parametrize("way", [copied_by_dumps, copied_by_state_dict])
 def test_a_restored_ensemble_has_no_wrong_goals(way, make_ensemble, write, tmp_path):
-    """An ensemble's state_dict leaves its members' transforms out: earlier transitions keep their own goals."""
+    """The state_dict of an ensemble lacks its members' transforms, so earlier transitions keep their goals."""
     chunks = list(STREAM)
     rb, oracle = fill(make_ensemble(), Oracle(SOME), chunks[:4], write)
     twin = way(rb, make_ensemble(), tmp_path)
@@ -329,7 +330,7 @@ def test_a_restored_ensemble_has_no_wrong_goals(way, make_ensemble, write, tmp_p
         oracle.check(twin.sample())
 
 
-# What else a buffer can do
+# Other features of a buffer
 
 ROWS = set()  # of the docs' last table
 
@@ -374,13 +375,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_features_of_a_buffer_leave_goals_right(name):
+def test_goals_are_correct_with_other_features_of_a_buffer(name):
     go_through(OTHERS[name](), extend_time_first if name == "dim_extend=0" else extend)
 
 
 @row("prefetch=3")
-def test_prefetched_batches_are_right_while_another_thread_writes():
-    """Batches are sampled in other threads, and returned after more was written."""
+def test_prefetched_batches_are_correct_while_another_thread_writes():
+    """Batches are sampled in other threads, and returned after later writes."""
     rb, oracle = make(prefetch=3, stream=SOME), Oracle(SOME)
     for _ in go_on(rb, oracle, replace(SOME, writes=60)):
         oracle.check(rb.sample())
@@ -399,7 +400,7 @@ def test_every_transition_is_consumed_once():
 
 
 @row("for batch in rb")
-def test_an_epoch_over_the_buffer_holds_every_transition_once():
+def test_an_epoch_over_the_buffer_contains_every_transition_once():
     rb, oracle = filled(list(STREAM)[:4], sampler=SamplerWithoutReplacement(drop_last=True))
     batches = list(rb)
     assert sorted(uids(torch.cat(batches))) == list(range(128))
@@ -415,7 +416,7 @@ def test_without_a_cuda_device_no_memory_can_be_pinned():
 @row("pin_memory=True")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_is_relabelled_is_pinned():
+def test_relabelled_batches_are_pinned():
     rb = make(pin_memory=True)
     go_through(rb)
     assert rb.sample()["desired_goal"].is_pinned()
@@ -426,7 +427,7 @@ def test_what_is_relabelled_is_pinned():
 @pytest.mark.parametrize(
     "storage", ["LazyTensorStorage", "LazyMemmapStorage", "PackedStorage", "ListStorage", "CompressedListStorage"]
 )
-def test_reading_by_index_relabels_and_leaves_the_storage_as_it_is(storage):
+def test_reading_by_index_relabels_and_does_not_change_the_storage(storage):
     rb, oracle = filled(storage=STORAGES[storage])
     before = stored_in(rb)
     for index in (slice(None), slice(5, 30), [1, 2], torch.tensor([0, 99]), np.arange(9), range(4)):
@@ -443,7 +444,7 @@ def test_reading_by_index_relabels_and_leaves_the_storage_as_it_is(storage):
 
 
 @row("rb[i] = ...")
-def test_a_row_that_is_written_over_is_an_episode_of_its_own():
+def test_an_overwritten_row_is_a_separate_episode():
     writes = list(STREAM)
     rb, oracle = filled(writes[:4])
     rb[50] = rb.storage[50].clone()
@@ -467,7 +468,7 @@ CHANGES = {
 
 @row("rb.set_at_, rb.set_, rb.update_, rb.storage[i] = ...")
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_entry_that_is_changed_without_the_transform_keeps_its_hindsight(change):
+def test_rows_with_entries_changed_without_the_transform_are_still_relabelled(change):
     rb, oracle = filled()
     before, changed = stored_in(rb), stored_in(rb)
     changed["uid"][50] = 10**6
@@ -478,7 +479,7 @@ def test_an_entry_that_is_changed_without_the_transform_keeps_its_hindsight(chan
 
 @row('rb["key"] = ...')
 def test_an_entry_that_is_set_through_the_buffer_does_not_reach_the_storage():
-    """In TorchRL's buffer alone it reaches the storage only where that is full."""
+    """In TorchRL's buffer alone, it reaches the storage only if the storage is full."""
     for hindsight, writes, reaches in ((False, 4, False), (False, 5, True), (True, 4, False), (True, 5, False)):
         rb, _ = filled(list(STREAM)[:writes], hindsight=hindsight)
         rb["uid"] = torch.full((len(rb),), -1)
@@ -487,7 +488,7 @@ def test_an_entry_that_is_set_through_the_buffer_does_not_reach_the_storage():
 
 @row("rb.empty()")
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-def test_an_emptied_buffer_goes_on_with_goals_of_the_transitions_own_episodes(strategy):
+def test_an_emptied_buffer_only_draws_goals_from_episodes_of_new_transitions(strategy):
     chunks = list(STREAM)
     rb, oracle = filled(chunks[:6], replace(STREAM, strategy=strategy))
     rb.empty()
@@ -514,7 +515,7 @@ def test_earlier_goals_stay_in_the_table_for_the_strategy_random():
 
 
 def appended_late(storage):
-    """A buffer that got the transform after three of five writes, and the oracle."""
+    """Return a buffer that got the transform after three of five writes, and the oracle."""
     chunks = list(STREAM)
     rb, oracle = filled(chunks[:3], storage=storage, hindsight=False)
     rb.append_transform(make_transform(STREAM))
@@ -545,7 +546,7 @@ def test_storages_without_room_for_stamps_are_refused(storage):
 
 @row("rb.append_transform, on a buffer that holds data")
 @every_storage
-def test_the_contents_of_a_buffer_without_hindsight_can_be_written_to_one_with(storage):
+def test_the_contents_of_a_buffer_without_hindsight_can_be_written_to_a_buffer_with_it(storage):
     old, oracle = filled(list(STREAM)[:5], storage=STORAGES[storage], hindsight=False)
     new = make(storage=STORAGES[storage])
     new.extend(old[:])
@@ -566,7 +567,7 @@ def test_two_buffers_over_one_storage_share_the_transform():
 
 
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded without its transform", "another transform"])
-def test_stamps_of_another_transform_are_not_mistaken_for_its_own(loaded, tmp_path):
+def test_stamps_of_another_transform_are_recognized(loaded, tmp_path):
     chunks = list(STREAM)
     rb, oracle = filled(chunks[:5], SOME)
     if loaded:
@@ -597,8 +598,8 @@ def test_queried_trajectories_are_relabelled():
 
 
 def read_docs(heading):
-    """The table under a heading of docs/buffers.md: the header's cells after the first, and by row those of the row."""
-    page = (Path(__file__).parents[2] / "docs" / "buffers.md").read_text()
+    """Return a table of docs/reference/buffers.md: the header without its first cell, and the cells of each row."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "buffers.md").read_text()
     section = re.search(rf"^## {heading}$(.*?)(^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
     lines = re.findall(r"^\|(.*)\|$", section, re.MULTILINE)
     cells = [[cell.strip().strip("`") for cell in line.split("|")] for line in lines]
@@ -606,10 +607,10 @@ def read_docs(heading):
     return cells[0][1:], {name: rest for name, *rest in cells[2:]}
 
 
-def test_the_rows_of_the_docs_are_what_is_tested():
+def test_the_rows_of_the_docs_are_tested():
     assert read_docs("Buffers")[1].keys() == BUFFERS.keys()
     assert read_docs("Writers")[1].keys() == {*WRITERS, "TensorDictMaxValueWriter"}
-    assert read_docs("What else a buffer can do")[1].keys() == {*OTHERS, *ROWS}
+    assert read_docs("Other features")[1].keys() == {*OTHERS, *ROWS}
     for heading, columns, limits in (
         ("Storages and samplers", SAMPLERS, TORCHRLS_LIMITS),
         ("Saving and copying", WAYS_TO_COPY, WAYS_TORCHRL_HAS_NOT),

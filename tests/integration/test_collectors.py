@@ -1,8 +1,8 @@
 """HERTransform behind TorchRL's collectors, in one process, in several and in the background.
 
-The cases are the rows of the tables in docs/collectors.md. Each row is tested exactly once: by the test that selects it
-with `of`, or else by one of the three tests at the end. Its words say how to build it: ``replay_buffer=rb,
-extend_buffer=False`` are arguments of the collector, ``shared=True`` is an argument of the buffer.
+The cases are the rows of the tables in docs/reference/collectors.md. Each row is tested exactly once: by the test that
+selects it with `of`, or by one of the three tests at the end. The words of a row are arguments: ``replay_buffer=rb,
+extend_buffer=False`` are arguments of the collector, and ``shared=True`` is an argument of the buffer.
 """
 
 import ast
@@ -28,9 +28,9 @@ from support.named import named
 from support.tape import Tape, check, length_of, make_tape, places, taken
 from torchrl_her import EnvReward
 
-NUMBER = 8  # of environments of one process
-STEPS, BATCHES = 8, 6  # a collector yields so many batches, with so many steps of each environment
-SIZE = 30_000  # of storages and goal tables: nothing is overwritten
+NUMBER = 8  # environments in one process
+STEPS, BATCHES = 8, 6  # steps of each environment per batch, and batches per collector
+SIZE = 30_000  # rows of storages and goal tables, large enough that nothing is overwritten
 MASK = ("collector", "mask")
 
 
@@ -38,7 +38,7 @@ quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_
 
 
 class Row(NamedTuple):
-    """A row of the tables in docs/collectors.md, without the backticks."""
+    """A row of the tables in docs/reference/collectors.md, without backticks."""
 
     collector: str
     environments: str
@@ -51,8 +51,8 @@ class Row(NamedTuple):
 
 
 def read_docs():
-    """The rows of all tables; a line for two collectors is two rows."""
-    page = (Path(__file__).parents[2] / "docs" / "collectors.md").read_text()
+    """Return the rows of all tables; a line for two collectors is two rows."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "collectors.md").read_text()
     lines = re.findall(r"^\| (?!collector )(.+) \|$", page.replace("`", ""), flags=re.MULTILINE)
     cells = [line.split(" | ") for line in lines]
     return [Row(collector, *rest) for collectors, *rest in cells for collector in collectors.split(" or ")]
@@ -63,9 +63,9 @@ SELECTED = []
 
 
 def of(count, pattern):
-    """Parametrize a test with the rows that match a pattern and that no test before it has selected."""
+    """Parametrize a test with the rows that match a pattern and were not selected by an earlier test."""
     own = [row for row in DOCUMENTED if row not in SELECTED and re.search(pattern, str(row))]
-    assert len(own) == count, f"docs/collectors.md has {len(own)} rows like {pattern!r}, not {count}"
+    assert len(own) == count, f"docs/reference/collectors.md has {len(own)} rows like {pattern!r}, not {count}"
     SELECTED.extend(own)
     return pytest.mark.parametrize("row", own, ids=str)
 
@@ -78,11 +78,11 @@ def started_by(method):
     multiprocessing.set_start_method(before, force=True)
 
 
-# What the words of a row mean
+# The meaning of the words in a row
 
 
 class SlowTape(Tape):
-    """A tape whose steps take long."""
+    """A tape with slow steps."""
 
     def step(self, action):
         time.sleep(0.01)
@@ -94,12 +94,12 @@ def tapes(first, number=NUMBER):
 
 
 def serial(first):
-    # One function with arguments: for a list of functions, TorchRL makes each environment twice.
+    # One function with arguments: with a list of functions, TorchRL creates each environment twice.
     return SerialEnv(NUMBER, make_tape, create_env_kwargs=[{"number": first + i} for i in range(NUMBER)])
 
 
 def parallel(first):
-    return ParallelEnv(NUMBER, tapes(first), mp_start_method="fork", shutdown_timeout=0.1)  # quick to start and to end
+    return ParallelEnv(NUMBER, tapes(first), mp_start_method="fork", shutdown_timeout=0.1)  # starts and ends quickly
 
 
 COLLECTORS = {kind.__name__: kind for kind in (Collector, MultiSyncCollector, MultiAsyncCollector)}
@@ -108,7 +108,7 @@ GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
 
 
 def read(words):
-    """``"by hand, [B, T], split_trajs=True"`` is ``["by hand", "[B, T]"], {"split_trajs": True}``."""
+    """Split ``"by hand, [B, T], split_trajs=True"`` into ``["by hand", "[B, T]"], {"split_trajs": True}``."""
     parts = re.split(r", (?![^\[(]*[\])])", words)
     options = [part for part in parts if "=" in part and part != "replay_buffer=rb"]
     values = dict(option.split("=") for option in options)
@@ -116,7 +116,7 @@ def read(words):
 
 
 def make_buffer(words, hindsight=True, capacity=None):
-    """A buffer that relabels every transition that it can."""
+    """Return a buffer that relabels as many transitions as possible."""
     (kind, *storage), options = read(words)
     size = options.pop("size", SIZE)
     options |= {"alpha": 0.7, "beta": 0.5} if "Prioritized" in kind else {}
@@ -131,7 +131,7 @@ def make_buffer(words, hindsight=True, capacity=None):
 
 @contextlib.contextmanager
 def shut_down_after(*running):
-    """Leave no process behind, even if a test fails."""
+    """End all processes, even if a test fails."""
     try:
         yield
     except BaseException:
@@ -145,7 +145,7 @@ def shut_down_after(*running):
 
 @contextlib.contextmanager
 def collecting(collector, environments, **options):
-    """A collector in this process, or one with two processes, each with environments of its own."""
+    """Return a collector in this process, or one with two processes that have their own environments."""
     make, number = ENVIRONMENTS[environments]
     frames = STEPS * number * (2 if collector == "MultiSyncCollector" else 1)
     options = {"frames_per_batch": frames, "total_frames": -1, **options}
@@ -156,19 +156,19 @@ def collecting(collector, environments, **options):
 
 
 def collector_here(number):
-    """A collector of one environment in this process."""
+    """Return a collector of one environment in this process."""
     return Collector(make_tape(number), None, frames_per_batch=STEPS, total_frames=-1)
 
 
 @functools.cache
 def yielded(collector, environments, options):
-    """The batches of a collector, shared by the rows that differ in the buffer alone."""
+    """Return the batches of a collector, shared by rows that differ only in the buffer."""
     with collecting(collector, environments, **dict(options)) as running:
         return [batch.clone() for batch in itertools.islice(running, BATCHES)]
 
 
 def fill(row, rb):
-    """Collect transitions into the buffer in the way that the row describes."""
+    """Collect transitions into the buffer as the row describes."""
     (how, *layout), options = read(row.data)
     if how == "by hand":
         for batch in yielded(row.collector, row.environments, tuple(options.items())):
@@ -182,7 +182,7 @@ def fill(row, rb):
 
 
 def until(is_true, things=None):
-    """Yield the things until the condition holds, for two minutes at most."""
+    """Yield items until the condition is met, for at most two minutes."""
     deadline = time.monotonic() + 120
     for thing in things or itertools.repeat(None):
         if is_true():
@@ -205,13 +205,13 @@ def run_in_the_background(running, rb):
 
 
 def unpadded(batch):
-    """The transitions of a batch, ``[n]``."""
+    """Return the transitions of a batch, ``[n]``."""
     rows = batch.reshape(-1)
     return rows[rows[MASK].reshape(-1)] if MASK in rows.keys(True) else rows
 
 
 def taken_with_resets(number, steps, every):
-    """The first steps of an environment that a collector resets, once in its constructor and every so many steps."""
+    """Return the first steps of an environment that a collector resets at its creation and at an interval."""
     found, episode = [], 0
     for _ in range(0, steps, every):
         episode, state = episode + 1, 0
@@ -224,13 +224,13 @@ def taken_with_resets(number, steps, every):
 
 
 def ended(steps):
-    """The steps of episodes whose last step is among them."""
+    """Return the steps of complete episodes."""
     ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
     return [place for place in steps if place[:2] in ends]
 
 
 def check_nothing_is_lost(rows, environments, steps=None, only_whole=False, reset_every=None):
-    """Every environment's first ``steps`` steps are stored once; by default, all steps up to its last one."""
+    """Check that the first ``steps`` steps of every environment, by default all, are stored once."""
     stored = sorted(places(rows))
     counts = Counter(number for number, _, _ in stored)
     assert sorted(counts) == list(range(environments))
@@ -243,7 +243,7 @@ def check_nothing_is_lost(rows, environments, steps=None, only_whole=False, rese
 
 
 def check_hindsight(rb, least=0.6, **kwargs):
-    """No goal is wrong, and transitions of episodes that are over are relabelled: all of them, or a share of 0.8."""
+    """Check that goals are correct, and that transitions of ended episodes are relabelled: all, or a share of 0.8."""
     stored = rb[:]
     rows = unpadded(stored)
     relabelled = rows["hindsight", "relabelled"].reshape(-1).tolist()
@@ -265,7 +265,7 @@ def check_hindsight(rb, least=0.6, **kwargs):
 
 
 def check_buffer(rb, environments, **kwargs):
-    """Nothing is lost, no goal is wrong, and hindsight happens."""
+    """Check that nothing is lost, all goals are correct, and transitions are relabelled."""
     check_nothing_is_lost(unpadded(rb[:]), environments, **kwargs)
     check_hindsight(rb)
 
@@ -374,7 +374,7 @@ def test_rollouts_that_are_dropped_leave_no_wrong_goals(row):
     check_hindsight(rb)
 
 
-@of(1, "its parts count as episodes")
+@of(1, "parts of an episode count as episodes")
 def test_parts_of_an_episode_with_different_ids_are_episodes(row):
     rb = make_buffer(row.buffer)
     fill(row, rb)
@@ -401,7 +401,7 @@ def test_the_padding_of_a_slow_environment_is_left_out(row):
     check_buffer(rb, 2)
 
 
-@of(1, "done is that of another batch")
+@of(1, "done belongs to another batch")
 def test_torchrl_yields_the_flags_of_another_batch(row):
     def has_wrong_flags(**options):
         with collecting(row.collector, row.environments, set_truncated=True, **options) as running:
@@ -413,10 +413,10 @@ def test_torchrl_yields_the_flags_of_another_batch(row):
 
 
 @of(3, "started by .*-works$")
-def test_however_processes_are_started(row):
+def test_every_start_method_of_processes(row):
     rb = make_buffer(row.buffer)
     here = collector_here(2)
-    rb.extend(here.next())  # an episode that runs in this process when the others start
+    rb.extend(here.next())  # an episode that is running in this process when the others start
     method = started_by(row.data.split()[-1])
     with method, collecting(row.collector, row.environments, replay_buffer=rb) as running:
         for _ in itertools.islice(running, BATCHES):
@@ -424,7 +424,7 @@ def test_however_processes_are_started(row):
     check_buffer(rb, 3)
 
 
-@of(1, "started by fork.*samples something else")
+@of(1, "started by fork.*samples other data than was written")
 def test_torchrl_shares_no_storage_with_forked_processes(row):
     rb = make_buffer(row.buffer, hindsight=False)
     with started_by("fork"), collecting(row.collector, row.environments, replay_buffer=rb) as running:
@@ -437,7 +437,7 @@ def test_torchrl_shares_no_storage_with_forked_processes(row):
 def test_a_process_logs_what_it_refuses(row, capfd):
     rb = make_buffer(row.buffer)
     with (
-        started_by("fork"),  # so that it logs to this process's stderr
+        started_by("fork"),  # logs to the stderr of this process
         pytest.raises(RuntimeError, match="At least one process failed"),
         collecting(row.collector, row.environments, replay_buffer=rb, compact_obs=True) as running,
     ):
@@ -447,7 +447,7 @@ def test_a_process_logs_what_it_refuses(row, capfd):
 
 
 @of(4, "size=.*-works$")
-def test_a_buffer_that_has_been_full_for_long(row):
+def test_a_buffer_that_has_wrapped_round_many_times(row):
     rb = make_buffer(row.buffer)
     fill(row, rb)
     assert len(rb) == read(row.buffer)[1]["size"]
@@ -462,7 +462,7 @@ def test_a_buffer_that_has_been_full_for_long(row):
 
 
 @of(1, "works with a capacity")
-def test_rows_of_the_storage_that_hold_many_transitions_need_as_much_capacity(row):
+def test_storage_rows_with_many_transitions_need_more_capacity(row):
     def share(capacity):
         rb = make_buffer(row.buffer, capacity=capacity)
         fill(row, rb)
@@ -470,7 +470,7 @@ def test_rows_of_the_storage_that_hold_many_transitions_need_as_much_capacity(ro
         return rb[:]["hindsight", "relabelled"].float().mean()
 
     assert share(capacity=40) < 0.2
-    assert share(capacity=40 * STEPS) > 0.7  # the rest belongs to running episodes
+    assert share(capacity=40 * STEPS) > 0.7  # all others belong to running episodes
 
 
 def test_flush_ends_the_episodes_of_the_process_that_writes():
@@ -510,11 +510,11 @@ def test_statistics_of_goals_reach_policies_in_other_processes():
 
 
 @of(84, "-works$")
-def test_goals_are_right_nothing_is_lost_and_hindsight_happens(row):
+def test_goals_are_correct_nothing_is_lost_and_transitions_are_relabelled(row):
     rb = make_buffer(row.buffer)
     fill(row, rb)
     (how, *_), options = read(row.data)
-    only_whole = "trajs_per_batch" in options  # the collector holds the other episodes back
+    only_whole = "trajs_per_batch" in options  # the collector holds back the other episodes
     has_all_steps = how == "replay_buffer=rb" or (how == "by hand" and not only_whole)
     check_nothing_is_lost(
         unpadded(rb[:]),
@@ -533,7 +533,7 @@ def test_data_that_cannot_be_relabelled_correctly_is_refused(row):
 
 
 @of(19, "-TorchRL: ")
-def test_what_torchrl_cannot_do_fails_without_the_transform(row):
+def test_limits_of_torchrl_also_exist_without_the_transform(row):
     with pytest.raises(Exception, match=re.escape(row.result.removeprefix("TorchRL: "))):
         fill(row, make_buffer(row.buffer, hindsight=False))
 

@@ -1,4 +1,4 @@
-"""The sampling path compiles into one graph, once, and never synchronizes a device with the host.
+"""Sampling compiles into one graph, only once, and never synchronizes a device with the host.
 
 On the CPU, `NoWaits` rejects the operations that would synchronize; on CUDA, PyTorch's own debug mode does.
 """
@@ -75,13 +75,13 @@ def buffer(transform, data=None, device="cpu", **options):
 
 
 def stored_rows(rb, count=16, length=4):
-    """Random sequences of stored rows, as the storage returns them: [count * length]."""
+    """Return random sequences of stored rows as the storage returns them, [count * length]."""
     begins = torch.randint(0, len(rb) - length + 1, (count, 1))
     return rb.storage[(begins + torch.arange(length)).flatten()]
 
 
 def check(batch, strategy="future", reward="GoalReward, terminated_fn"):
-    """Check a batch against the oracle; `SparseReward`s, which are not the environment's rewards, are checked here."""
+    """Check a batch with the oracle, and rewards of `SparseReward`, which the environment does not have, here."""
     batch = batch.cpu()
     if "SparseReward" in reward:
         batch = batch.clone()
@@ -101,7 +101,7 @@ def goal_spec(device):
 
 
 def check_while_written(relabel, rb, strategy, reward):
-    """Check what is relabelled from now on, while a table of 120 goals wraps round three times."""
+    """Check later samples, while a table of 120 goals wraps round three times."""
     count = tape.Count()
     for written in collected(400).split(20):
         rb.extend(written)
@@ -113,7 +113,7 @@ def check_while_written(relabel, rb, strategy, reward):
 
 @each_device
 @each_case
-def test_it_compiles_into_one_graph_once_whatever_is_written_later(strategy, reward, sequence_length, device):
+def test_it_compiles_into_one_graph_and_later_writes_do_not_recompile_it(strategy, reward, sequence_length, device):
     options = {"strategy": strategy, "sequence_length": sequence_length, "capacity": 120}
     her = HERTransform(REWARDS[reward], **options, goal_spec=goal_spec(device))
     graphs = CompileCounter()
@@ -123,7 +123,7 @@ def test_it_compiles_into_one_graph_once_whatever_is_written_later(strategy, rew
 
 
 def with_extra_goals(device):
-    """A transform with every strategy and every additional entry."""
+    """Return a transform with every strategy and every additional entry."""
     members = dict.fromkeys([Current(), Geometric(0.9), Random(), PastDesired(), Future(own=False)], 0.2)
     extra_goals = {"actor_goal": Mixture(members), "subgoal": Subgoal(2), "next_subgoal": Subgoal(2, limit="subgoal")}
     options = {"strategy": Mixture(members), "extra_goals": extra_goals, "info": True, "her_ratio": 1.0}
@@ -131,7 +131,7 @@ def with_extra_goals(device):
 
 
 def check_extra_goals(batch):
-    """Check the entries against each other; goals are compared with the outcomes that they should be."""
+    """Check that entries are consistent, and compare goals with the expected outcomes."""
     steps, relabelled = batch["hindsight", "steps_to_goal"], batch["hindsight", "relabelled"]
     assert relabelled.float().mean() > 0.5
     is_own = (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1, keepdim=True)
@@ -215,7 +215,7 @@ def test_it_compiles_together_with_the_transforms_around_it():
 
 @pytest.mark.parametrize("transform", [RewardScaling, ObservationNorm])
 def test_some_transforms_break_the_graph_by_themselves(transform):
-    """TorchRL's own, which keep a flag in a tensor. HERTransform compiles by itself beside them."""
+    """TorchRL's own transforms keep a flag in a tensor. HERTransform compiles separately."""
     rewards = TensorDict({"reward": torch.ones(4, 1)}, batch_size=4)
     alone = torch.compile(transform(0.0, 0.5, in_keys=["reward"]), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="standard_normal"):
@@ -228,8 +228,8 @@ def test_some_transforms_break_the_graph_by_themselves(transform):
 
 
 @pytest.mark.parametrize("transform", [None, HERTransform(GOAL_REWARD)], ids=["no transform", "hindsight"])
-def test_a_buffer_takes_a_lock_that_does_not_compile(transform):
-    """TorchRL's own, with its compilable=True and without."""
+def test_a_buffer_acquires_a_lock_that_does_not_compile(transform):
+    """It is TorchRL's lock, with compilable=True and without."""
     rb = buffer(transform, collected(), compilable=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="RLock"):
         torch.compile(rb.sample, fullgraph=True, backend="eager")()

@@ -1,4 +1,4 @@
-"""Many threads and processes at once, checkpoints, processes that are killed or forked, and memory over a long time."""
+"""Concurrent threads and processes, checkpoints, killed and forked processes, and memory over a long time."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_
 
 
 def in_thread(function, *arguments):
-    """The result of a function in a daemon thread, as a future: a deadlock is a timeout of ``result``."""
+    """Run a function in a daemon thread, and return a future. A deadlock is a timeout of ``result``."""
     future = Future()
 
     def run():
@@ -59,7 +59,7 @@ def in_thread(function, *arguments):
 
 @pytest.fixture
 def frequent_switches():
-    """Threads take turns more often."""
+    """Make threads switch more often."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -67,14 +67,14 @@ def frequent_switches():
 
 
 def write(rb, first, steps, count):
-    """Write at least so many transitions of eight environments."""
+    """Write at least ``count`` transitions of eight environments."""
     source = Source(first, 8, steps)
     for _ in range(-(-count // (8 * steps))):
         rb.extend(source.next())
 
 
 def sample_until(done, rb, strategy="future", rest=0.0):
-    """Sample and check at least 10,000 transitions, and until an event."""
+    """Sample and check transitions until an event, and at least 10,000."""
     sampled = relabelled = 0
     while sampled < 10_000 or not done.is_set():
         batch = rb.sample()
@@ -87,7 +87,7 @@ def sample_until(done, rb, strategy="future", rest=0.0):
 
 
 class InProcess(SPAWN.Process):
-    """A function in a process of its own, with the ``result`` of a future."""
+    """Runs a function in a separate process, with the ``result`` of a future."""
 
     def __init__(self, function, *arguments):
         super().__init__(target=function, args=arguments, daemon=True)
@@ -115,11 +115,11 @@ class InProcess(SPAWN.Process):
     ],
     ids=["threads", "threads with prefetch", "processes"],
 )
-def test_writers_and_samplers_at_once_never_make_a_goal_wrong(start, samplers, strategy, options, count):
+def test_goals_are_correct_with_concurrent_writers_and_samplers(start, samplers, strategy, options, count):
     rb = make_buffer(4096, 2048, strategy, **options)
     write(rb, 0, 100, 1)
     done = SPAWN.Event()
-    rest = 0.002 if "shared" in options else 0.0  # leaves the buffer's lock to the other processes
+    rest = 0.002 if "shared" in options else 0.0  # releases the buffer's lock for the other processes
     sampling = (sample_until, done, rb, strategy, rest)
     running = [in_thread(*sampling), *(start(*sampling) for _ in range(samplers))]
     try:
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_is_made_while_collectors_in_other_processes_pause_is_
     rotation.load_latest(Checkpoint(buffer=resumed))
     resumed.transform[0].flush()
     assert len(resumed) == resumed.write_count == count
-    # The episodes that ran in the other processes are missing.
+    # The running episodes of the other processes are missing.
     assert tape.check(resumed[:]).share > 1 - 2 * max(tape.LENGTHS) / count
 
 
@@ -208,13 +208,13 @@ def buffer(**options):
 
 
 def episode(steps, begin=0, done=True, desired=DESIRED):
-    """Steps of one environment, without a trajectory id, whose goals count from ``begin``: [steps]."""
+    """Return steps of one environment without a trajectory id, [steps]; goals count from ``begin``."""
     goals = torch.arange(begin, begin + steps + 1).unsqueeze(-1).to(desired.dtype)
     return make_episode(goals.expand(-1, *desired.shape), desired, truncated=done)
 
 
 def goals_of(rb, rows):
-    """The goals that are drawn for stored rows."""
+    """Return the goals that are drawn for stored rows."""
     return {goal for _ in range(50) for goal in rb[:][rows]["desired_goal"].flatten().tolist()}
 
 
@@ -228,7 +228,7 @@ def test_flush_after_loading_ends_the_running_episodes_and_without_it_they_conti
     if flushed:
         resumed.transform[0].flush()
         assert goals_of(resumed, slice(0, 3)) == {1, 2, 3}
-    resumed.extend(episode(3, begin=3))  # begins where the other one stopped
+    resumed.extend(episode(3, begin=3))  # starts with the last goals of the other episode
     assert goals_of(resumed, slice(0, 3)) == ({1, 2, 3} if flushed else {1, 2, 3, 4, 5, 6})
     assert goals_of(resumed, slice(3, 6)) == {4, 5, 6}
 
@@ -237,15 +237,13 @@ def test_flush_after_loading_ends_the_running_episodes_and_without_it_they_conti
 @pytest.mark.parametrize(
     ("desired", "capacity", "message"),
     [
-        (torch.tensor([-1.0, -1.0]), 100, r"saved goals are torch.float32 \(1,\), those of this transform .* \(2,\)"),
+        (torch.tensor([-1.0, -1.0]), 100, r"saved goals are torch.float32 \(1,\), but goals of this .* \(2,\)"),
         (DESIRED.double(), 100, "saved goals are torch.float32 .* torch.float64"),
-        (DESIRED, 50, "holds 100 goals and this one 50: .* capacity=100"),
+        (DESIRED, 50, "holds 100 goals, but this one holds 50.* capacity=100"),
     ],
     ids=["shape", "dtype", "capacity"],
 )
-def test_a_checkpoint_of_other_goals_is_refused_and_leaves_the_transform_as_it_was(
-    shared, desired, capacity, message, tmp_path
-):
+def test_a_checkpoint_of_other_goals_is_refused_and_changes_nothing(shared, desired, capacity, message, tmp_path):
     saved = buffer()
     saved.extend(episode(5))
     CheckpointRotation(tmp_path, keep_last=1).save(Checkpoint(buffer=saved), step=5)
@@ -289,11 +287,11 @@ def plain(count):
 
 
 def blocks(function, seconds=1.0):
-    """Whether a function is still waiting after this time."""
+    """Return whether a function is still waiting after ``seconds``."""
     return not wait([in_thread(function)], timeout=seconds).done
 
 
-def test_a_plain_dump_over_an_earlier_one_that_is_cut_short_mixes_the_two(tmp_path, monkeypatch):
+def test_an_interrupted_plain_dump_over_an_earlier_one_mixes_both(tmp_path, monkeypatch):
     rb = plain(10)
     rb.dumps(tmp_path / "rb")
     rb.extend(rb.storage[:].clone())
@@ -305,8 +303,8 @@ def test_a_plain_dump_over_an_earlier_one_that_is_cut_short_mixes_the_two(tmp_pa
     assert (len(loaded), loaded.write_count) == (20, 10)  # the next write overwrites the newest rows
 
 
-def test_a_plain_checkpoint_over_an_earlier_one_is_not_there_for_a_moment(tmp_path, monkeypatch):
-    """Why the docs advise CheckpointRotation, which never saves over another."""
+def test_a_plain_checkpoint_over_an_earlier_one_is_missing_for_a_moment(tmp_path, monkeypatch):
+    """Therefore the docs recommend CheckpointRotation, which never overwrites a checkpoint."""
     path, there = tmp_path / "checkpoint", []
     rename = os.replace
 
@@ -327,10 +325,10 @@ def test_a_plain_checkpoint_over_an_earlier_one_is_not_there_for_a_moment(tmp_pa
 
 
 def test_a_plain_dump_does_not_wait_for_a_process_that_writes(tmp_path):
-    """Why the docs advise to pause collectors that write in other processes."""
+    """Therefore the docs recommend pausing collectors that write in other processes."""
     rb = plain(10)
     rb.share()
-    with rb._write_lock:  # as a process in the middle of a write
+    with rb._write_lock:  # like a process in the middle of a write
         assert not blocks(lambda: rb.dumps(tmp_path / "rb"), seconds=20)
         assert blocks(rb.sample)
 
@@ -348,7 +346,7 @@ def forked(function):
 
 
 def kill_while_holding(lock):
-    """Kill a process that holds a lock."""
+    """Kill a process while it holds a lock."""
 
     def take_and_die():
         lock.__enter__()
@@ -357,7 +355,7 @@ def kill_while_holding(lock):
     assert os.WTERMSIG(forked(take_and_die)) == signal.SIGKILL
 
 
-def test_a_process_killed_in_a_write_blocks_a_plain_shared_buffer_for_ever():
+def test_a_process_killed_in_a_write_blocks_a_plain_shared_buffer_forever():
     rb = plain(10)
     rb.share()
     kill_while_holding(rb._write_lock)
@@ -369,7 +367,7 @@ def test_a_process_killed_in_a_write_blocks_a_plain_shared_buffer_for_ever():
 
 @pytest.fixture
 def shared_rb():
-    """A shared buffer, and a running episode of three steps in it."""
+    """Return a shared buffer with a running episode of three steps."""
     rb = buffer(goal_spec=GOAL_SPEC)
     rb.share()
     rb.extend(episode(3, done=False))
@@ -381,15 +379,17 @@ def test_a_process_killed_while_it_writes_to_the_table_is_an_error_for_the_next_
     shared_rb.extend(episode(3))
     kill_while_holding(shared_rb.transform[0]._lock._lock)
     write_again = in_thread(shared_rb.extend, episode(3))
-    message = r"was killed or stopped while it wrote\. Restart from the last checkpoint"
+    message = r"was killed or stopped during a write\. Restart from the last checkpoint"
     with pytest.raises(RuntimeError, match=message):
         write_again.result(timeout=5)
-    assert shared_rb[3:]["hindsight", "relabelled"].all()  # readers take no lock
+    assert shared_rb[3:]["hindsight", "relabelled"].all()  # readers need no lock
 
 
 def test_a_forked_process_does_not_continue_the_episodes_of_its_parent(shared_rb):
     shared_rb.storage._storage.share_memory_()
-    assert forked(lambda: shared_rb.extend(episode(3, begin=3))) == 0  # begins where the parent's episode is
+    assert (
+        forked(lambda: shared_rb.extend(episode(3, begin=3))) == 0
+    )  # starts with the last goals of the parent's episode
     assert len(shared_rb) == 6
     shared_rb.extend(episode(4, begin=3))
     assert goals_of(shared_rb, slice(0, 3)) == {1, 2, 3, 4, 5, 6, 7}
@@ -409,7 +409,7 @@ def test_a_state_that_a_forked_process_loads_is_not_lost_at_its_first_write(shar
     assert forked(load_and_continue) == 0
 
 
-def test_the_state_of_a_forked_process_is_without_the_lanes_of_its_parent(shared_rb):
+def test_the_state_of_a_forked_process_lacks_the_lanes_of_its_parent(shared_rb):
     def lanes():
         return shared_rb.transform[0].get_extra_state()["lanes"]["lanes"]
 
@@ -430,7 +430,7 @@ def test_a_copy_of_a_shared_transform_is_independent_and_continues_its_episodes(
 
 def test_a_shared_transform_cannot_be_sent_through_a_queue_which_would_lose_its_lock(shared_rb):
     with pytest.raises(RuntimeError, match=r"inheritance|when that starts"):
-        ForkingPickler.loads(ForkingPickler.dumps(shared_rb.transform[0]))  # what a queue does
+        ForkingPickler.loads(ForkingPickler.dumps(shared_rb.transform[0]))  # as a queue does
 
 
 def test_a_state_from_before_the_first_write_empties_the_table_that_processes_share(shared_rb):
@@ -446,7 +446,7 @@ def test_a_state_from_before_the_first_write_empties_the_table_that_processes_sh
 
 def test_samples_on_another_device_than_a_shared_table_are_refused(shared_rb):
     table = shared_rb.transform[0].table
-    message = r"on meta, and the goal table, which processes share, on cpu: give .* goal_spec"
+    message = r"on meta, but the goal table is shared between processes on cpu\. Pass .* goal_spec"
     with pytest.raises(RuntimeError, match=message):
         shared_rb.transform(shared_rb.storage[:3].to("meta"))
     assert table.goals.device.type == "cpu"
@@ -457,7 +457,7 @@ def test_samples_on_another_device_than_a_shared_table_are_refused(shared_rb):
 
 
 def memory_in_use():
-    """Bytes of all tensors, bytes allocated by Python, and the number of its objects."""
+    """Return bytes of all tensors, bytes allocated by Python, and the number of Python objects."""
     gc.collect()
     objects = gc.get_objects()
     storages = {
@@ -468,7 +468,7 @@ def memory_in_use():
     return sum(storages.values()), tracemalloc.get_traced_memory()[0], len(objects)
 
 
-def test_memory_stays_constant_whatever_becomes_of_the_episodes():
+def test_memory_stays_constant_with_any_kind_of_episodes():
     rb = make_buffer(size=2000, capacity=2000)
     sources = [Source(0, 8, 20), Source(8, 8, 20)]
 
@@ -476,7 +476,7 @@ def test_memory_stays_constant_whatever_becomes_of_the_episodes():
         for at in writes:
             rb.extend(sources[0].next())
             rb.extend(sources[1].next().exclude("collector"))
-            rb.extend(Source(16 + at, 4, 20 + at % 5).next())  # lanes that nothing continues
+            rb.extend(Source(16 + at, 4, 20 + at % 5).next())  # lanes that are never continued
             rb.sample()
         return memory_in_use()
 

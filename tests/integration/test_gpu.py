@@ -1,4 +1,4 @@
-"""State that moves between a CUDA device and the host, and CUDA graphs of samples.
+"""Moving state between a CUDA device and the host, and CUDA graphs of samples.
 
 Sampling on a device is tested in `test_compile.py`.
 """
@@ -70,7 +70,7 @@ def capture(call):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
-def test_a_captured_sample_draws_afresh_at_each_replay_and_sees_what_was_written_since(storage, strategy):
+def test_replays_of_a_captured_sample_draw_new_goals_and_see_later_writes(storage, strategy):
     her = make_transform(strategy=strategy, her_ratio=0.8, capacity=200)
     rb = TensorDictReplayBuffer(storage=STORAGES[storage](200, device="cuda"), transform=her)
     data = collected(600).to("cuda")
@@ -85,7 +85,7 @@ def test_a_captured_sample_draws_afresh_at_each_replay_and_sees_what_was_written
                 graph.replay()
                 drawn.append(batch.clone())
                 check(drawn[-1].cpu(), strategy)
-    assert not [each for each in caught if each.filename == __file__]  # those of the package name the user's line
+    assert not [each for each in caught if each.filename == __file__]  # warnings of the package name the user's line
     assert all((one["index"] != other["index"]).any() for one, other in itertools.pairwise(drawn))
     assert 0.3 < torch.stack([each["hindsight", "relabelled"].float().mean() for each in drawn]).mean() < 0.85
 
@@ -94,6 +94,6 @@ def test_replays_of_a_captured_sample_are_not_counted():
     her = make_transform(her_ratio=0.8, capacity=1000)
     rb = buffer(her)
     rb.extend(collected(400).to("cuda"))
-    graph, _ = capture(lambda: rb.sample(256))  # one sample that is not captured
+    graph, _ = capture(lambda: rb.sample(256))  # one warm-up sample is not captured
     graph.replay()
     assert her.report().sampled == 256

@@ -1,4 +1,4 @@
-"""A sampled batch goes straight into TorchRL's losses, and their targets are those of the new goals."""
+"""TorchRL's losses accept a sampled batch unchanged, and compute targets for the new goals."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from torchrl_her import EnvReward, HERTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore:No target network updater")
 
-VALUE = 10.0  # that the critics give every transition in the test of targets
+VALUE = 10.0  # the critics' value of every transition in the test of targets
 LENGTHS = (5, 3, 2, 4)
 REPLACED = ["desired_goal", ("next", "desired_goal"), ("next", "reward"), ("next", "terminated")]
 READ_BY_LOSSES = ["observation", ("next", "observation"), ("next", "done"), *REPLACED]
@@ -24,7 +24,7 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 @functools.cache
 def relabelled(discrete):
-    """A sampled batch, and the stored transitions behind it."""
+    """Return a sampled batch, and the stored transitions of its rows."""
     env = tape.make_tape(lengths=LENGTHS, discrete=discrete)
     rb = TensorDictReplayBuffer(
         storage=LazyTensorStorage(50), transform=HERTransform(EnvReward(env), capacity=50), batch_size=256
@@ -36,7 +36,7 @@ def relabelled(discrete):
 
 
 def written_by_the_oracle(batch):
-    """The same transitions, written from their states and goals alone, by the rules of the environment."""
+    """Return the same transitions, computed from states and goals by the rules of the environment."""
     rows = [
         tape.expected_row(row["observation"], row["desired_goal"] if row[RELABELLED] else None, lengths=LENGTHS)
         for row in as_dicts(batch, ["observation", "desired_goal", RELABELLED])
@@ -55,7 +55,7 @@ def losses_of(name, batch):
 
 
 @every_loss
-def test_a_sample_trains_every_network_to_look_at_the_goal(name):
+def test_a_sample_gives_every_network_a_gradient_from_the_goal(name):
     loss, losses = losses_of(name, relabelled(name in DISCRETE)[0])
     for key, value in losses.items():
         assert value.isfinite(), key
@@ -71,7 +71,7 @@ def test_a_sample_trains_every_network_to_look_at_the_goal(name):
 
 
 @every_loss
-def test_the_loss_of_a_sample_is_that_of_the_oracles_transitions(name):
+def test_the_loss_of_a_sample_equals_the_loss_of_the_oracles_transitions(name):
     batch, stored = relabelled(name in DISCRETE)
     written = written_by_the_oracle(batch)
     losses, expected = losses_of(name, batch)[1], losses_of(name, written)[1]
@@ -84,7 +84,7 @@ def test_the_loss_of_a_sample_is_that_of_the_oracles_transitions(name):
 
 
 @every_loss
-def test_the_target_is_the_reward_of_the_new_goal_and_ends_where_it_is_reached(name):
+def test_targets_use_the_reward_of_the_new_goal_and_end_when_it_is_reached(name):
     batch, _ = relabelled(name in DISCRETE)
     after = written_by_the_oracle(batch)["next"]
     assert 10 < after["terminated"].sum() < 246
@@ -100,5 +100,5 @@ def test_the_target_is_the_reward_of_the_new_goal_and_ends_where_it_is_reached(n
 
 
 def test_the_docs_list_the_losses_that_are_tested():
-    page = (Path(__file__).parents[2] / "docs" / "losses-and-transforms.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "losses-and-transforms.md").read_text()
     assert re.findall(r"^\| `(\w+Loss)` \|", page, flags=re.MULTILINE) == list(LOSSES)

@@ -1,4 +1,4 @@
-"""The pages for users of other libraries: both examples of each run, and the tables are complete."""
+"""The migration pages: both examples of each page run, and the tables are complete."""
 
 import functools
 import inspect
@@ -14,16 +14,16 @@ from torchrl.data import HERReplayBuffer, LazyTensorStorage
 import torchrl_her.envs  # registers the environments
 from support.streams import make_episode
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to"
 LIBRARIES = ("stable_baselines3", "cpprb", "tianshou", "torchrl")
 ROWS = """
     strategies; `random`; number of new goals; relabelling when sampling; relabelling when writing; running episodes;
-    prioritized replay; goals from states; what the reward reads; info for the reward; several environments; timeouts;
+    prioritized replay; goals from states; inputs of the reward; info for the reward; several environments; timeouts;
     termination under a new goal; longest episode; saving; normalization; algorithms; BitFlipping;
     checks of the environment; monitoring; exploration; storage on a GPU; memory-mapped storage; several writers;
     n-step returns; one goal per sequence; other distributions of goals; different goals for actor and critic
 """
-THEIRS, OURS = 0, 1  # the examples of a page
+THEIRS, OURS = 0, 1  # positions of the examples on a page
 import_or_skip = functools.partial(pytest.importorskip, reason="the extra 'benchmarks' has it")
 
 
@@ -69,7 +69,7 @@ def test_a_page_names_every_argument(library, get_class, left_out):
 # Stable-Baselines3
 
 
-def test_stable_baselines3_and_the_same_return_batches_of_one_kind():
+def test_stable_baselines3_and_its_replacement_return_equivalent_batches():
     import_or_skip("stable_baselines3")
     sample = run("stable_baselines3", THEIRS)["model"].replay_buffer.sample(4000)
     achieved, goal = sample.next_observations["achieved_goal"], sample.observations["desired_goal"]
@@ -82,7 +82,7 @@ def test_stable_baselines3_and_the_same_return_batches_of_one_kind():
     assert torch.equal(batch["next", "reward"].squeeze(1), reached_ours.float() - 1)
     assert torch.equal(batch["next", "terminated"].squeeze(1), reached_ours)
     assert 0.77 < batch["hindsight", "relabelled"].float().mean() < 0.83
-    # The same share of the four fifths with future goals is reached at once.
+    # With future goals, the same share of transitions reaches its goal in one step.
     assert abs(reached_theirs.float().mean() - reached_ours.float().mean()) < 0.05
     assert reached_theirs.float().mean() > 0.15
 
@@ -91,7 +91,7 @@ def test_stable_baselines3_and_the_same_return_batches_of_one_kind():
 
 
 def success(act, episodes=100):
-    """The share of greedy episodes that reach their goal."""
+    """Return the share of greedy episodes that reach their goal."""
     env = gymnasium.make("torchrl_her/BitFlipping-v0", n_bits=10)
     reached = 0
     with torch.no_grad():
@@ -120,12 +120,12 @@ def test_both_flip_10_bits_in_cpprbs_example(which):
 
 
 def episode(steps):
-    """States that count the steps, towards a goal that none of them is."""
+    """Return states that count the steps, and a goal that is none of them."""
     return make_episode(torch.arange(steps + 1.0).unsqueeze(-1), torch.tensor([-1.0]))
 
 
-def test_cpprb_and_the_same_store_the_same_of_an_episode():
-    """One episode with goals that name their step: as many rows, and goals and rewards from the same sets."""
+def test_cpprb_and_its_replacement_store_equivalent_rows():
+    """For one episode, both store the same number of rows, with goals and rewards from the same sets."""
     cpprb = import_or_skip("cpprb")
     steps, copies = 20, 1000
 
@@ -164,7 +164,7 @@ def test_cpprb_and_the_same_store_the_same_of_an_episode():
 
 @pytest.mark.parametrize("library", ["tianshou", "torchrl"])
 @pytest.mark.parametrize("which", [THEIRS, OURS], ids=["theirs", "ours"])
-def test_rewards_are_those_of_the_goals_and_some_goals_are_reached(library, which):
+def test_rewards_match_the_goals_and_some_goals_are_reached(library, which):
     if which == THEIRS:
         import_or_skip(library)
     torch.manual_seed(0)
@@ -180,16 +180,16 @@ def test_rewards_are_those_of_the_goals_and_some_goals_are_reached(library, whic
     expected = torch.where(distance <= 0.05, 0.0, -1.0)
     assert torch.equal(reward.flatten().float()[clear], expected[clear].float())
     reached, least = (expected == 0).float().mean(), 0.1
-    if (library, which) == ("tianshou", THEIRS):  # 0.108 on average: one batch says too little
+    if (library, which) == ("tianshou", THEIRS):  # 0.108 on average, so one batch is not enough
         reached = np.mean([(variables["rb"].sample(256)[0].rew == 0).mean() for _ in range(50)])
         least = 0.095
     assert reached > least
-    if (library, which) == ("tianshou", OURS):  # as many as tianshou relabels
+    if (library, which) == ("tianshou", OURS):  # the share that tianshou relabels
         assert 0.8 < batch["hindsight", "relabelled"].float().mean() < 0.95
 
 
 def test_goals_of_torchrls_buffer_can_be_older_than_the_transition():
-    """As the page says: the goal of the last step of an episode is the outcome of the step before."""
+    """As the page says, the goal of the last step of an episode is the outcome of the previous step."""
     rb = HERReplayBuffer(
         lambda rows: -torch.ones(len(rows), 1), her_ratio=1.0, storage=LazyTensorStorage(20), batch_size=1000
     )

@@ -1,4 +1,4 @@
-"""n-step returns of the data that collectors yield or write, from environments whose goals can all be checked."""
+"""n-step returns of data from collectors, with environments whose goals can all be checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_buffer(kind: Any = TensorDictReplayBuffer, size: int = 2000, ndim: int 
 
 
 def check_sample(rb: ReplayBuffer) -> None:
-    """Check that windows are right, that the usual share is relabelled, and that many reach their goal on the way."""
+    """Check that windows are correct, the usual share is relabelled, and many reach their goal on the way."""
     count = check_windows(rb.sample(600))
     assert 0.7 < count.share < 0.85
     assert count.reached_on_the_way > 50
@@ -40,11 +40,11 @@ def check_sample(rb: ReplayBuffer) -> None:
 @pytest.mark.parametrize(
     ("how", "environments", "frames"),
     [
-        *[(how, 3, frames) for how in ("yields", "writes") for frames in (6, 60)],  # less than the window and more
+        *[(how, 3, frames) for how in ("yields", "writes") for frames in (6, 60)],  # less than a window, and more
         *[(how, 1, 20) for how in ("yields", "writes", "adds")],
     ],
 )
-def test_windows_of_a_collector_are_right(how, environments, frames):
+def test_windows_of_a_collector_are_correct(how, environments, frames):
     kind = ReplayBuffer if environments > 1 or how == "adds" else TensorDictReplayBuffer
     rb = make_buffer(kind, size=300, ndim=2 if environments > 1 else 1)
     env = make_serial(0, 1, 2) if environments == 3 else make_tape(1)
@@ -59,8 +59,8 @@ def test_windows_of_a_collector_are_right(how, environments, frames):
 
 
 @pytest.mark.parametrize("filled_before", [False, True], ids=["empty before", "filled before"])
-def test_workers_that_write_into_a_shared_buffer_have_windows_of_their_own(filled_before):
-    """In a buffer that the main process filled, TorchRL's transform joins the frames it holds back to each worker's."""
+def test_workers_that_write_into_a_shared_buffer_have_separate_windows(filled_before):
+    """In a buffer with transitions of the main process, TorchRL's transform joins them to each worker's frames."""
     storage = LazyTensorStorage(2000, shared_init=not filled_before)
     rb = make_buffer(ReplayBuffer, storage=storage, transform=n_step_hindsight(goal_spec=SPEC), shared=True)
     if filled_before:
@@ -82,7 +82,7 @@ def test_another_process_loses_nothing_after_its_first_write(filled_before):
         if filled_before:
             rb.extend(*collect(make_tape(3), 7))
         if in_another_process:
-            hindsight._process = -1  # as in a fork, which has another number
+            hindsight._process = -1  # as in a fork, which has another process id
         else:
             hindsight.flush()
         for chunk in chunks:
@@ -94,21 +94,21 @@ def test_another_process_loses_nothing_after_its_first_write(filled_before):
 
 
 @pytest.mark.parametrize("hindsight", [False, True])
-def test_a_shared_buffer_that_its_processes_do_not_set_up_is_beyond_torchrls_transform(hindsight):
-    """The transition that TorchRL sets the storage up with is held back."""
+def test_torchrls_transform_cannot_initialize_a_shared_buffer(hindsight):
+    """The transform holds back the transition with which TorchRL initializes the storage."""
     transform = n_step_hindsight(goal_spec=SPEC) if hindsight else MultiStepTransform(3, 0.5)
     rb = make_buffer(ReplayBuffer, transform=transform, shared=True)
     with pytest.raises(RuntimeError, match="if it has not been initialized yet"):
         MultiAsyncCollector([make_tape] * 2, frames_per_batch=100, total_frames=1500, replay_buffer=rb)
 
 
-# What is refused
+# Refused data
 
 
-# By name: the storage's number of dimensions, and several writes, of which the last is refused.
+# By name: the dimensions of the storage, and writes, the last of which is refused.
 REFUSED = {
     "flattened data": (1, lambda: [collect(make_serial(0, 1, 2), 60)[0].reshape(-1)]),
-    # As an asynchronous collector yields the batches of its workers; here the workers' ids collide, too.
+    # Like the batches of an asynchronous collector's workers, with colliding trajectory ids.
     "collectors in turn": (2, lambda: [*collect(make_serial(0, 1), 20), *collect(make_serial(2, 3), 20)]),
     "silent resets": (2, lambda: collect(make_serial(0, 1), 20, 2, reset_at_each_iter=True)),
 }

@@ -1,4 +1,4 @@
-"""The targets that losses compute from n-step returns under the new goal, and those of TorchRL's own transform."""
+"""The targets of losses for n-step returns with the new goal, compared with TorchRL's own transform."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from support.n_step_oracle import WALK, NStepOracle, kind_of, missing
 from support.oracle import RELABELLED, expected_of
 from support.streams import NEXT_FLAGS
 
-# What TorchRL's own transform makes of it
+# TorchRL's own transform
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_without_hindsight_only_the_flags_differ_from_torchrls_transform(n):
-    """Which also shows the oracle's rewards and windows to be TorchRL's."""
+    """This also shows that rewards and windows of the oracle equal TorchRL's."""
     stream = replace(WALK, her_ratio=0.0, n=n, rows=40)
     rb, oracle = filled(NStepOracle, stream)
     plain, _ = filled(NStepOracle, stream, transform=MultiStepTransform(stream.n, stream.gamma))
@@ -41,30 +41,30 @@ def test_without_hindsight_only_the_flags_differ_from_torchrls_transform(n):
     assert wrong == ([] if n == 1 else NEXT_FLAGS)
 
 
-# The target that the loss computes
+# Targets of losses
 
 LOSS_GAMMA = 0.95
 
 
 def value_of(observation: Any, goal: Any) -> Any:
-    """The value of a state: the target depends on the next state's alone."""
+    """Return the value of a state. The target only depends on the value of the next state."""
     return 0.7 * observation - 0.3 * goal[0] + 20 * goal[1]
 
 
 class Value(nn.Module):
-    """`value_of`, less ``slope`` for each action after the first; it depends on no other parameter."""
+    """`value_of`, minus ``slope`` for each action after the first. It depends on no parameter."""
 
     def __init__(self, outputs: int = 1, slope: float = 0.0):
         super().__init__()
         self.below = slope * torch.arange(outputs)
-        self.parameter = nn.Parameter(torch.zeros(1))  # losses look for one
+        self.parameter = nn.Parameter(torch.zeros(1))  # losses need a parameter
 
     def forward(self, observation, goal, action=None):
         return value_of(observation, goal.unsqueeze(-2).unbind(-1)) - self.below + 0 * self.parameter
 
 
 def policy(outputs: int, last: nn.Module, *out_keys: str, distribution: Any = None) -> TensorDictModule:
-    """A policy; the values do not depend on its actions."""
+    """A policy. Values do not depend on its actions."""
     network = ConcatenatingSequential(nn.LayerNorm(3), nn.Linear(3, outputs), last)
     module = TensorDictModule(network, in_keys=STATE_KEYS, out_keys=list(out_keys))
     if distribution is None:
@@ -86,7 +86,7 @@ def greedy() -> QValueActor:
     return QValueActor(Value(2, slope=1.0), in_keys=STATE_KEYS, action_space="one-hot")
 
 
-SOFT = {"alpha_init": 1e-30, "fixed_alpha": True, "target_entropy": -2.0}  # the entropy's share is nothing
+SOFT = {"alpha_init": 1e-30, "fixed_alpha": True, "target_entropy": -2.0}  # the entropy has no weight
 LOSSES = {
     "DQN": lambda: objectives.DQNLoss(greedy(), action_space="one-hot", delay_value=True),
     "double DQN": lambda: objectives.DQNLoss(greedy(), action_space="one-hot", delay_value=True, double_dqn=True),
@@ -113,12 +113,12 @@ LOSSES_THAT_IGNORE_THE_WINDOW = {
 def n_step_targets_of(loss: nn.Module, batch: TensorDictBase) -> list[float]:
     loss.make_value_estimator(gamma=LOSS_GAMMA)
     targets = targets_of(loss, batch).reshape(len(batch), -1)
-    assert (targets == targets[:, :1]).all()  # the quantiles of TQC
+    assert (targets == targets[:, :1]).all()  # the quantiles of TQC are equal
     return targets[:, 0].tolist()
 
 
 def count_targets(oracle: NStepOracle, loss: nn.Module, batch: TensorDictBase) -> tuple[Counter, Counter]:
-    """Count by kind the targets of a loss that are the oracle's, and those that are not."""
+    """Count by kind the targets of a loss that equal the oracle's, and the others."""
     relabelled = batch.get(RELABELLED, torch.zeros(len(batch), 1, dtype=torch.bool)).flatten().tolist()
     goals = [tuple(goal) for goal in batch["desired_goal"].tolist()]
     right, wrong = Counter(), Counter()
@@ -139,7 +139,7 @@ def batch_for_losses(hindsight: bool) -> tuple[NStepOracle, TensorDictBase]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_target_that_a_loss_computes_is_the_n_step_target_of_the_returned_goal(name):
+def test_the_target_of_a_loss_is_the_n_step_target_of_the_returned_goal(name):
     oracle, batch = batch_for_losses(hindsight=True)
     right, wrong = count_targets(oracle, LOSSES[name](), batch)
     assert not wrong
@@ -147,7 +147,7 @@ def test_the_target_that_a_loss_computes_is_the_n_step_target_of_the_returned_go
 
 
 def test_with_torchrls_transform_alone_the_loss_bootstraps_through_terminations_inside_the_window():
-    """Why the flags of transitions that are not relabelled are corrected, too."""
+    """Therefore the flags of original transitions are corrected, too."""
     oracle, batch = batch_for_losses(hindsight=False)
     right, wrong = count_targets(oracle, LOSSES["DQN"](), batch)
     assert set(wrong) == {"original: terminated on the way", "original: terminated and truncated"}
@@ -157,7 +157,7 @@ def test_with_torchrls_transform_alone_the_loss_bootstraps_through_terminations_
 
 @pytest.mark.parametrize("name", LOSSES_THAT_IGNORE_THE_WINDOW)
 def test_losses_that_ignore_the_window_discount_the_next_value_as_if_it_were_one_step_away(name):
-    """TorchRL's own: the same with windows that it made alone. If this fails, the losses can be used."""
+    """A limit of TorchRL, also without hindsight. If this test fails, these losses can be used."""
     oracle, batch = batch_for_losses(hindsight=False)
     next_value = value_of(batch["next", "observation"], batch["next", "desired_goal"].unsqueeze(-2).unbind(-1))
     one_step = batch["next", "reward"] + LOSS_GAMMA * next_value * ~batch["next", "terminated"]
@@ -165,4 +165,4 @@ def test_losses_that_ignore_the_window_discount_the_next_value_as_if_it_were_one
     targets = n_step_targets_of(LOSSES_THAT_IGNORE_THE_WINDOW[name](), batch)
     torch.testing.assert_close(torch.tensor(targets), one_step.squeeze(-1), rtol=1e-4, atol=1e-2)
     _, wrong = count_targets(oracle, LOSSES_THAT_IGNORE_THE_WINDOW[name](), batch)
-    assert wrong["original: goes on"] > 0
+    assert wrong["original: continues"] > 0

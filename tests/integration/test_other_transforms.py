@@ -1,7 +1,7 @@
 """Transforms before and after HERTransform.
 
-Those after it see the relabelled transition, those before it may not change what it replaces. All goals are normalized
-with the same statistics.
+Transforms after it see the relabelled transition, and transforms before it may not change the entries that it replaces.
+All goals are normalized with the same statistics.
 """
 
 import functools
@@ -49,7 +49,7 @@ def buffer(transform, data=None):
     return rb
 
 
-# After it
+# Transforms after it
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def goal_distance(td):
 
 
 def both(place):
-    """The concatenation of the goal and the observation at the root or under "next"."""
+    """Return the concatenation of goal and observation at the root or under "next"."""
     return torch.cat([place["desired_goal"], place["observation"]], dim=-1)
 
 
@@ -83,8 +83,8 @@ def standardized(batch, keys, loc, scale):
     return {key: (batch[key] - loc) / scale for key in keys}
 
 
-# By name: what makes the transforms, and the entries by key that they make of a relabelled batch, computed by hand;
-# None for entries that are removed.
+# By name: a function that makes the transforms, and their results for a relabelled batch by key, computed by hand;
+# None for removed entries.
 AFTER = {
     "ObservationNorm": (
         lambda: [ObservationNorm(3.0, 2.0, in_keys=OBSERVATIONS + GOALS, standard_normal=True)],
@@ -146,7 +146,7 @@ def test_a_transform_after_it_sees_the_relabelled_transition(name, appended):
     expected = {key: raw[key] for key in raw.keys(True, True)} | by_hand(raw)
     expected = {key: value for key, value in expected.items() if value is not None}
     assert set(got.keys(True, True)) == set(expected)
-    del expected["hindsight_stamp"]  # each transform's own
+    del expected["hindsight_stamp"]  # differs between transforms
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, rtol=0, atol=0)
 
@@ -158,7 +158,7 @@ def test_vec_norm_works_in_no_buffer(before):
         rb.sample()
 
 
-# Before it
+# Transforms before it
 
 
 REFUSED_BEFORE = {
@@ -176,12 +176,12 @@ REFUSED_BEFORE = {
 @pytest.mark.parametrize("name", REFUSED_BEFORE)
 def test_a_transform_before_it_that_reads_replaced_entries_is_refused(name):
     rb = buffer(Compose(REFUSED_BEFORE[name](), hindsight()))
-    message = r"is listed before HERTransform.*list it after"
+    message = r"comes before HERTransform.*Place it after"
     check_refused(rb, lambda: rb.extend(collected()), ValueError, message)
 
 
 @pytest.mark.parametrize("keys", [None, [*OBSERVATIONS, *GOALS, NEXT_REWARD]], ids=["all entries", "by key"])
-def test_a_cast_may_stand_before_it(keys):
+def test_a_cast_may_come_before_it(keys):
     got = buffer(Compose(DoubleToFloat(in_keys=keys), hindsight()), in_double_precision(collected())).sample()
     assert tape.check(got).share > 0.6
     for key in [*OBSERVATIONS, *GOALS, NEXT_REWARD]:
@@ -200,14 +200,14 @@ def test_a_transform_before_it_may_work_on_other_entries():
 
 
 def normalizing(loc, scale):
-    """A policy that acts on normalized goals, and the transform for samples; both read the two tensors."""
+    """Return a policy for normalized goals, and the transform for samples. Both read the two tensors."""
     norm = functools.partial(ObservationNorm, loc, scale, standard_normal=True)
     network = TensorDictModule(MLP(in_features=6, out_features=2), in_keys=["observation", "goal"], out_keys=["action"])
     policy = TensorDictSequential(norm(in_keys=["desired_goal"], out_keys=["goal"]), network)
     return policy, norm(in_keys=GOALS, out_keys=["goal", ("next", "goal")])
 
 
-def test_goals_are_normalized_alike_where_a_policy_acts_and_in_samples():
+def test_the_policy_and_samples_normalize_goals_with_the_same_statistics():
     loc, scale, mean, mean_square = torch.zeros(3), torch.ones(3), torch.zeros(3), torch.zeros(3)
     policy, training = normalizing(loc, scale)
     rb = buffer(Compose(hindsight(), training))
@@ -234,8 +234,8 @@ def test_goals_are_normalized_alike_where_a_policy_acts_and_in_samples():
     assert tape.check(batch).share > 0.6
 
 
-def test_statistics_by_key_make_two_numbers_of_one_goal():
-    """This is why VecNormV2 is not for goals in the environment."""
+def test_statistics_by_key_normalize_one_goal_to_two_values():
+    """Therefore goals must not be normalized by VecNormV2 in the environment."""
     goals = observed().denorm(TensorDict({"normalized": torch.ones(3), "a": torch.ones(3), "d": torch.ones(3)}))
     assert (goals["achieved_goal"] != goals["desired_goal"]).any()
 
@@ -252,7 +252,7 @@ def test_statistics_inside_a_critic_are_not_updated():
 
 
 def test_the_docs_list_the_transforms_that_are_tested():
-    page = (Path(__file__).parents[2] / "docs" / "losses-and-transforms.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "losses-and-transforms.md").read_text()
     section = page.split("\n## Transforms\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `?([\w ]+)`? \|(.*)\|(.*)\|$", section, flags=re.MULTILINE)
     assert [name for name, _, _ in rows if name != "transform"] == list(AFTER)

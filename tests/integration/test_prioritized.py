@@ -1,4 +1,4 @@
-"""Prioritized replay: the whole loop of sample, loss, update_tensordict_priority, sample, with hindsight."""
+"""Prioritized replay with hindsight: the loop of sample, loss and update_tensordict_priority."""
 
 import runpy
 from functools import partial
@@ -43,11 +43,11 @@ SIZE = STREAM.size
 
 
 class Priorities:
-    """The priorities of what is stored, by uid or another key, in plain Python (Schaul et al. 2016, section 3.3)."""
+    """The priorities of stored transitions by uid or another key, in plain Python (Schaul et al. 2016, section 3.3)."""
 
     def __init__(self, size=SIZE):
         self.stored, self.size = {}, size
-        self.largest = 1.0  # ever; what is written gets it
+        self.largest = 1.0  # the largest so far, which new transitions get
 
     def write(self, keys):
         for key in keys:
@@ -56,11 +56,11 @@ class Priorities:
             del self.stored[key]
 
     def update(self, keys, errors):
-        self.stored |= dict(zip(keys, errors, strict=True))  # of several the last one
+        self.stored |= dict(zip(keys, errors, strict=True))  # the last error counts
         self.largest = max(self.largest, *errors)
 
     def check(self, weights, keys, rtol=1e-4):
-        """Check importance weights, of which the largest among all that is stored is 1."""
+        """Check importance weights. The largest weight of all stored transitions is 1."""
         powers = {key: (priority + EPS) ** ALPHA for key, priority in self.stored.items()}
         smallest = min(powers.values())
         expected = torch.tensor([(powers[key] / smallest) ** -BETA for key in keys])
@@ -70,7 +70,7 @@ class Priorities:
 def sample_and_update(rb):
     """Sample and update the priorities; return the batch, its rows, its errors and its importance weights."""
     batch, info = rb.sample(return_info=True)
-    # A temporal-difference error that tells transitions and their goals apart.
+    # A temporal-difference error that differs between transitions and between goals.
     error = 0.05 + (batch["uid"] * 37 % 101) / 20 + (batch["desired_goal"].sum(-1) * 13 % 17) / 100
     if isinstance(rb, TensorDictReplayBuffer):
         weight = batch["priority_weight"]
@@ -85,8 +85,8 @@ def sample_and_update(rb):
 def check_loop(rb, drawn_by=lambda uids: uids, updated=lambda batch, drawn, errors: (batch["uid"].tolist(), errors)):
     """Write, sample and update, check goals and weights, and return how many transitions were relabelled.
 
-    By default a row is drawn, and weighed, by its own priority, and updates it: ``drawn_by`` maps the uids of a batch
-    to those by whose priorities its rows were drawn, and ``updated`` a batch, these uids and the errors to the uids and
+    By default, a row is drawn and weighted by its own priority, and updates it. ``drawn_by`` maps the uids of a batch
+    to the uids whose priorities were used, and ``updated`` maps a batch, these uids and the errors to the uids and
     values of the new priorities.
     """
     oracle, priorities = Oracle(STREAM), Priorities()
@@ -126,13 +126,13 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-def test_priorities_are_of_the_transitions_that_were_sampled_and_weights_are_right(name):
+def test_priorities_belong_to_the_sampled_transitions_and_weights_are_correct(name):
     assert check_loop(BUFFERS[name]()) > 0.5 * 32 * 5 * STREAM.writes
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_priorities_of_prioritized_slices_are_of_their_transitions(ndim):
-    """A slice is drawn, and weighed, by the priority of its first transition."""
+def test_priorities_of_prioritized_slices_belong_to_their_transitions(ndim):
+    """A slice is drawn and weighted by the priority of its first transition."""
     slices = PrioritizedSliceSampler(SIZE, ALPHA, BETA, EPS, slice_len=3, truncated_key=None)
     storage = partial(LazyTensorStorage, ndim=ndim)
     transform = make_transform(STREAM, sequence_length=3)
@@ -141,8 +141,8 @@ def test_priorities_of_prioritized_slices_are_of_their_transitions(ndim):
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_priorities_of_prioritized_sequences_are_of_the_transitions_they_were_drawn_by(ndim):
-    """With sample_unit=Sequence a window's largest error is the priority of the anchor, and of no other transition."""
+def test_priorities_of_prioritized_sequences_belong_to_their_anchors(ndim):
+    """With sample_unit=Sequence, the largest error of a window is the priority of its anchor only."""
     unit = SequenceUnit(length=2, burn_in=1, bootstrap=1)
 
     def largest_errors(batch, anchors, errors):
@@ -158,7 +158,7 @@ def test_priorities_of_prioritized_sequences_are_of_the_transitions_they_were_dr
     check_loop(make(whole, partial(LazyTensorStorage, ndim=ndim), sample_unit=unit), anchors, largest_errors)
 
 
-def test_errors_that_are_written_with_the_data_are_its_priorities():
+def test_errors_that_are_written_with_the_data_become_priorities():
     rb, priorities = make(whole), Priorities()
     data = make_tensordict(rows_of(next(iter(STREAM))))
     data["td_error"] = torch.linspace(0.1, 2.0, len(data))
@@ -170,7 +170,7 @@ def test_errors_that_are_written_with_the_data_are_its_priorities():
 
 
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "PackedStorage"])
-def test_batches_of_one_call_have_the_priorities_of_the_moment_of_the_call(storage):
+def test_batches_of_one_call_use_the_priorities_at_the_call(storage):
     rb, priorities = make(whole, STORAGES[storage], batch_size=None), Priorities()
     for lanes in STREAM:
         extend(rb, lanes)
@@ -183,25 +183,25 @@ def test_batches_of_one_call_have_the_priorities_of_the_moment_of_the_call(stora
 
     update(rb.sample(200), torch.linspace(0.1, 2.0, 200))
     batches = rb.sample(16 * 32).split(32)
-    for batch in batches:  # weights do not depend on what else the call has drawn
+    for batch in batches:  # weights do not depend on the other batches of the call
         priorities.check(batch["priority_weight"], batch["uid"].tolist())
     assert any(set(batches[0]["uid"].tolist()) & set(batch["uid"].tolist()) for batch in batches[1:])
     update(batches[0], torch.linspace(3.0, 9.0, 32))
     stale = torch.cat(batches[1:])
     with pytest.raises(AssertionError):
         priorities.check(stale["priority_weight"], stale["uid"].tolist())
-    for number, batch in enumerate(batches[1:]):  # a transition that comes again gets the priority of the last batch
+    for number, batch in enumerate(batches[1:]):  # a repeated transition gets the priority of the last batch
         update(batch, torch.linspace(0.2, 1.0, 32) * (number + 1))
     batch = rb.sample(100)
     priorities.check(batch["priority_weight"], batch["uid"].tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_by_hindsight_augmentation_have_priorities_of_their_own(kind):
+def test_copies_by_hindsight_augmentation_have_separate_priorities(kind):
     stream = Stream(1, ((5, "terminated"), (8, "truncated")), chunk=7, writes=8, layout="flat with ids", rows=1000)
     rb, priorities = make_buffer(stream, make_augmentation(), KINDS[kind], batch_size=32), Priorities(stream.size)
     for lanes in stream:
-        priorities.write(extend(rb, lanes).tolist())  # by row of the storage
+        priorities.write(extend(rb, lanes).tolist())  # the keys are rows of the storage
         for _ in range(5 if priorities.stored else 0):
             _, index, errors, weights = sample_and_update(rb)
             rows = torch.as_tensor(index).tolist()
@@ -212,7 +212,7 @@ def test_copies_by_hindsight_augmentation_have_priorities_of_their_own(kind):
     assert max(map(len, of_one.values())) >= 3  # the original and its copies
 
 
-def test_the_large_priority_of_one_copy_is_not_that_of_its_siblings():
+def test_the_large_priority_of_one_copy_does_not_affect_its_siblings():
     stream = Stream(1, ((5, "terminated"),), chunk=5, writes=1, layout="flat with ids", rows=1000)
     rb = make_buffer(stream, make_augmentation(), KINDS["TensorDictPrioritizedReplayBuffer"])
     extend(rb, *stream)
@@ -223,7 +223,7 @@ def test_the_large_priority_of_one_copy_is_not_that_of_its_siblings():
     assert torch.equal(rb[12]["desired_goal"], batch["desired_goal"][batch["index"] == 12][0])
 
 
-def test_the_loop_with_a_loss_gives_priorities_under_the_goals_that_it_saw():
+def test_the_loop_with_a_loss_sets_priorities_for_the_sampled_goals():
     env = make_serial(*range(4), discrete=True)
     network = MLP(in_features=6, out_features=2, num_cells=[16])
     values = TensorDictModule(network, ["observation", "desired_goal"], ["action_value"])
@@ -257,7 +257,7 @@ def test_the_loop_with_a_loss_gives_priorities_under_the_goals_that_it_saw():
 
 @torch.no_grad()
 def errors_of(loss, batch, gamma):
-    """The square of each transition's temporal-difference error under the goal that it has now."""
+    """Return the squared temporal-difference errors of transitions with their current goals."""
     with loss.value_network_params.to_module(loss.value_network):
         value = loss.value_network(batch.select("observation", "desired_goal"))["action_value"]
     with loss.target_value_network_params.to_module(loss.value_network):
@@ -267,7 +267,7 @@ def errors_of(loss, batch, gamma):
 
 
 @pytest.mark.parametrize("way", ["state_dict", "dumps"])
-def test_a_restored_buffer_goes_on_with_the_same_priorities_and_goals(way, tmp_path):
+def test_a_restored_buffer_continues_with_the_same_priorities_and_goals(way, tmp_path):
     rb = make(whole)
     for lanes in STREAM:
         extend(rb, lanes)

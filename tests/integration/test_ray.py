@@ -1,6 +1,6 @@
-"""HERTransform in a Ray actor: collectors of other processes write into it, and a learner samples from it.
+"""HERTransform in a Ray actor: collectors in other processes write into it, and a learner samples from it.
 
-Every actor is a process that imports TorchRL, so tests use few of them, and one buffer where they can.
+Every actor is a process that imports TorchRL, so tests use few actors, and a single buffer if possible.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install '
 
 from torchrl.collectors.distributed import RayCollector  # noqa: E402 (it needs Ray)
 
-SIZE = 10_000  # of storages and goal tables: nothing is overwritten
+SIZE = 10_000  # rows of storages and goal tables, large enough that nothing is overwritten
 BATCH_SIZE = 256
-SHARE = {"num_cpus": 0.25}  # of the cluster's two CPUs: no actor waits until another is gone
+SHARE = {"num_cpus": 0.25}  # of the two CPUs of the cluster, so that no actor waits for another one to end
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_point_reach.py"
 
 
@@ -50,7 +50,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_point_reach.py"
 
 @pytest.fixture(scope="module")
 def cluster():
-    with pytest.MonkeyPatch.context() as patch:  # so that Ray's workers can import this file and tests/support
+    with pytest.MonkeyPatch.context() as patch:  # lets Ray's workers import this file and tests/support
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
@@ -59,7 +59,7 @@ def cluster():
 
 @pytest.fixture
 def at_the_end(cluster):
-    """Close actors before the cluster: closing one later starts another cluster."""
+    """Close actors before the cluster, because closing one later starts another cluster."""
     with contextlib.ExitStack() as stack:
         yield stack
 
@@ -104,7 +104,7 @@ def make_collector(at_the_end, environments, **kwargs):
 
 
 def make_data(steps):
-    """Batches of steps of one environment, whose episodes go on from one batch to the next."""
+    """Yield batches of steps of one environment, whose episodes continue across batches."""
     policy = make_policy()
     return iter(
         Collector(make_tape(), policy, frames_per_batch=steps, total_frames=-1, auto_register_policy_transforms=False)
@@ -115,7 +115,7 @@ def make_data(steps):
 
 
 def check_nothing_is_lost(stored, environments):
-    """The environments' transitions are stored from their first one on, without a gap and none twice."""
+    """Check that transitions of the environments are stored from the first on, without gaps or duplicates."""
     stored_at = sorted(places(stored))
     counts = Counter(number for number, _, _ in stored_at)
     assert stored_at == [place for number in range(environments) for place in taken(number, counts[number])]
@@ -123,7 +123,7 @@ def check_nothing_is_lost(stored, environments):
 
 
 def share_relabelled(buffer, batches=20):
-    """Check samples, and return the share that was relabelled of those from episodes that ended."""
+    """Check samples, and return the relabelled share of transitions from ended episodes."""
     rows = torch.cat([buffer.sample().reshape(-1) for _ in range(batches)])
     check(rows)
     number, episode, _ = rows["observation"].unbind(-1)
@@ -147,7 +147,7 @@ COLLECTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTED)
-def test_collectors_lose_nothing_and_get_right_goals(name, at_the_end):
+def test_collectors_lose_nothing_and_get_correct_goals(name, at_the_end):
     environments, of_buffer, of_collectors = COLLECTED[name]
     buffer = make_buffer(at_the_end, **of_buffer)
     collector = make_collector(at_the_end, environments, replay_buffer=buffer, total_frames=600, **of_collectors)
@@ -171,15 +171,15 @@ def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_cop
     relabelled = stored["hindsight", "relabelled"].flatten().tolist()
     counts = Counter(zip(places(stored), relabelled, strict=True))
     assert {(is_copy, count) for (_, is_copy), count in counts.items()} == {(False, 1), (True, 4)}
-    assert len(stored) > 5 * 440  # one episode of each is held back
+    assert len(stored) > 5 * 440  # one episode of each environment is held back
     check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)], environments=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
-def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
+def test_a_learner_samples_correct_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
     size = 300
-    # Two calls at a time: samples are taken while a collector's transitions are being written.
+    # Two calls at a time: samples are drawn while the transitions of a collector are written.
     buffer = make_buffer(at_the_end, size=size, storage=storage, remote_config={**SHARE, "max_concurrency": 2})
     collector = make_collector(at_the_end, TAPES[:2], replay_buffer=buffer, total_frames=1_000_000)
     collector.start()
@@ -190,11 +190,11 @@ def test_a_learner_samples_right_goals_while_collectors_overwrite_the_buffer(at_
     collector.shutdown()
     assert count.sampled > 1_000
     assert len(buffer) == size
-    assert share_relabelled(buffer) > 0.7  # of some episodes, the first steps' goals have left the table
+    assert share_relabelled(buffer) > 0.7  # the goals of the first steps of some episodes have left the table
 
 
 @pytest.mark.slow
-def test_batches_of_synchronous_collectors_extended_by_hand_get_right_goals(at_the_end):
+def test_batches_of_synchronous_collectors_extended_by_hand_get_correct_goals(at_the_end):
     buffer = make_local_buffer()
     for data in make_collector(at_the_end, TAPES[:2], sync=True, total_frames=600):
         assert data.shape == (2, 30)
@@ -212,7 +212,7 @@ def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
-def test_what_torchrls_actor_cannot_do_fails_without_hindsight_too(at_the_end):
+def test_limits_of_torchrls_actor_also_exist_without_hindsight(at_the_end):
     with pytest.raises(TypeError, match="delayed_init"):
         make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=None, alpha=0.7, beta=0.5)
     plain = make_buffer(at_the_end, hindsight=None)
@@ -224,8 +224,8 @@ def test_what_torchrls_actor_cannot_do_fails_without_hindsight_too(at_the_end):
 # The learner
 
 
-def test_priorities_land_on_the_transitions_that_were_sampled(at_the_end):
-    alpha, beta, high, low = 0.7, 0.5, 1.0, 0.01  # new transitions have the high one
+def test_priorities_are_set_for_the_sampled_transitions(at_the_end):
+    alpha, beta, high, low = 0.7, 0.5, 1.0, 0.01  # new transitions have the high priority
     buffer = make_buffer(at_the_end, sampler=partial(PrioritizedSampler, SIZE, alpha, beta))
     buffer.extend(next(make_data(200)))
     for _ in range(10):
@@ -264,7 +264,7 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
         (fresh, partial(fresh.loads, tmp_path)),
     ):
         if restored is buffer:
-            buffer.extend(rest.clone())  # which restoring undoes
+            buffer.extend(rest.clone())  # restoring undoes this write
         restore()
         assert len(restored) == 8
         restored.extend(rest.clone())
@@ -281,7 +281,7 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
 
 @contextlib.contextmanager
 def run_example(*arguments):
-    """Start the example; yields it and a function that lists the names of all its processes."""
+    """Start the example; yield it and a function that lists the names of all its processes."""
     mark = f"STARTED_BY={uuid.uuid4()}"
     name, value = mark.split("=")
     environment = {**os.environ, name: value, "PYTHONUNBUFFERED": "1"}
@@ -296,17 +296,17 @@ def run_example(*arguments):
 
 
 def processes_with(mark):
-    """The names of the processes that have an entry in their environment."""
+    """Return the names of the processes with an entry in their environment."""
     names = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has just ended, or belongs to another user
             if mark.encode() in (process / "environ").read_bytes():
                 names.append((process / "comm").read_text().strip())
     return names
 
 
 def ended(processes, seconds=10.0):
-    """Whether no process is left, once Ray's workers had time to notice that their cluster is gone."""
+    """Return whether all processes end, after Ray's workers had time to notice the end of their cluster."""
     until = time.monotonic() + seconds
     while processes() and time.monotonic() < until:
         time.sleep(0.1)
@@ -331,12 +331,12 @@ def test_the_example_ends_and_leaves_no_process():
 def test_the_example_interrupted_leaves_no_process():
     with run_example("--steps", "100000", "--collectors", "1") as (script, processes):
         err = ""
-        while "steps/s" not in err:  # the bar is there, and so are the actors
+        while "steps/s" not in err:  # the progress bar appears after the actors have started
             character = script.stderr.read(1)
             assert character, err
             err += character
         assert len(processes()) > 5
-        os.killpg(script.pid, signal.SIGINT)  # as a terminal does, to all processes in the foreground
+        os.killpg(script.pid, signal.SIGINT)  # like a terminal, to all processes in the foreground
         _, err = script.communicate(timeout=60)
         assert script.returncode == 1
         assert ended(processes)

@@ -1,4 +1,4 @@
-"""Sampled sequences, for recurrent policies: one goal for each, and what slice samplers do to the done flags."""
+"""Sampled sequences for recurrent policies: one goal per sequence, and the done flags of slice samplers."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,7 +29,7 @@ from support.streams import Stream, extend, make_tensordict, rows_of, write
 from support.tape import check, collect, make_serial, make_tape
 from torchrl_her import EnvReward
 
-LENGTH = 4  # of a sequence
+LENGTH = 4  # steps of a sequence
 STREAM = Stream(
     lanes=4,
     lengths=((7, "truncated"), (11, "terminated"), (5, "truncated"), (9, "terminated")),
@@ -39,7 +39,7 @@ STREAM = Stream(
     rows=48,
     capacity=1000,
 )
-HALF = replace(STREAM, her_ratio=0.5)  # so that the oracle does not require that transitions are relabelled
+HALF = replace(STREAM, her_ratio=0.5)  # with this ratio, the oracle does not require relabelling
 ENDS = torch.arange(LENGTH * 16).unsqueeze(-1) % LENGTH == LENGTH - 1  # the last transitions of sequences
 
 
@@ -57,22 +57,22 @@ def writes(rb, oracle, write=extend):
 
 
 def filled(stream=STREAM, **options):
-    """A full buffer, and the oracle for it."""
+    """Return a full buffer and its oracle."""
     rb, oracle = make(stream, **options), Oracle(stream)
     list(writes(rb, oracle))
     return rb, oracle
 
 
 def sequences_of(batch, oracle, length=LENGTH):
-    """Each sequence of a batch with the stored transitions that it consists of."""
+    """Yield each sequence of a batch with its stored transitions."""
     for sequence in batch.split(length):
         yield sequence, [oracle.transitions[uid] for uid in sequence["uid"].tolist()]
 
 
 def check_sequences(batch, oracle, length=LENGTH):
-    """Check every transition, and that each sequence has one goal, which its last transition could have had.
+    """Check every transition, and that each sequence has one goal, which its last transition may get.
 
-    Returns the share of sequences that were relabelled.
+    Return the share of relabelled sequences.
     """
     oracle.check(batch)
     all_relabelled = []
@@ -93,7 +93,7 @@ def check_as_it_grows(rb, oracle, write=extend):
 
 
 SLICES = {"slice_len": LENGTH, "truncated_key": None}
-LANES = STORAGES["LazyTensorStorage(ndim=2)"]  # [lanes, time]: Sequence finds episodes by their done flags alone
+LANES = STORAGES["LazyTensorStorage(ndim=2)"]  # [lanes, time]: Sequence finds episodes only by their done flags
 SAMPLED = {
     "SliceSampler": lambda: {"sampler": SliceSampler(**SLICES)},
     "SliceSampler(num_slices=...)": lambda: {"sampler": SliceSampler(num_slices=16, truncated_key=None)},
@@ -113,13 +113,13 @@ SAMPLED = {
 
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
-def test_a_sequence_gets_one_goal_that_its_last_transition_could_have(strategy, name):
+def test_a_sequence_gets_one_goal_that_its_last_transition_may_get(strategy, name):
     stream = replace(STREAM, strategy=strategy)
     check_as_it_grows(make(stream, **SAMPLED[name]()), Oracle(stream))
 
 
 @pytest.mark.parametrize("sampler", [{"slice_len": LENGTH}, {"num_slices": 8 * 16}])
-def test_several_batches_of_one_call_hold_whole_sequences(sampler):
+def test_several_batches_of_one_call_contain_whole_sequences(sampler):
     rb, oracle = filled(sampler=SliceSampler(**sampler, truncated_key=None))
     batches = rb.sample(8 * 16 * LENGTH).split(16 * LENGTH)
     assert len(batches) == 8
@@ -127,7 +127,7 @@ def test_several_batches_of_one_call_hold_whole_sequences(sampler):
         assert check_sequences(batch, oracle) > 0.7
 
 
-def test_num_slices_is_of_the_whole_call():
+def test_num_slices_counts_the_slices_of_the_whole_call():
     rb, _ = filled(sampler=SliceSampler(num_slices=16, truncated_key=None))
     rb.sample(16 * LENGTH)  # 16 sequences of LENGTH steps
     with pytest.raises(RuntimeError, match=f"required={8 * LENGTH}"):
@@ -138,7 +138,7 @@ def test_the_goal_of_a_sequence_has_the_distribution_of_its_last_transition():
     steps, count = 9, 6000
     stream = Stream(1, ((steps, "truncated"),), steps, 1, "flat with ids", rows=steps, her_ratio=0.8)
     rb, _ = filled(stream, sampler=SliceSampler(**SLICES))
-    batch = seeded_sample(rb, LENGTH * count)[LENGTH - 1 :: LENGTH]  # the last ones
+    batch = seeded_sample(rb, LENGTH * count)[LENGTH - 1 :: LENGTH]  # the last transitions
     relabelled = batch[RELABELLED].squeeze(-1)
     assert abs(float(relabelled.float().mean()) - 0.8) < 5 * (0.8 * 0.2 / count) ** 0.5
     rows = as_dicts(batch[relabelled], ["uid", "desired_goal"])
@@ -151,7 +151,7 @@ def test_the_goal_of_a_sequence_has_the_distribution_of_its_last_transition():
             assert abs(drawn[last, step] / total - share) <= 5 * deviation, f"step {step} for {last}"
 
 
-def test_without_sequence_length_each_transition_has_a_goal_of_its_own():
+def test_without_sequence_length_each_transition_has_its_own_goal():
     rb, oracle = filled(sequence_length=None, sampler=SliceSampler(**SLICES))
     batch = rb.sample()
     oracle.check(batch)
@@ -160,7 +160,7 @@ def test_without_sequence_length_each_transition_has_a_goal_of_its_own():
 
 
 def test_a_sequence_across_episodes_has_the_new_goal_in_the_episode_of_its_last_transition():
-    """With episode_boundary="include_reset" windows cross resets: transitions of other episodes keep their goals."""
+    """With episode_boundary="include_reset", windows cross resets. Transitions of other episodes keep their goals."""
     rb, oracle = filled(HALF, storage=LANES, sample_unit=SequenceUnit(LENGTH, episode_boundary="include_reset"))
     crossed = relabelled = 0
     for _ in range(20):
@@ -178,7 +178,7 @@ def test_a_sequence_across_episodes_has_the_new_goal_in_the_episode_of_its_last_
 
 
 def test_a_trajectory_that_is_one_row_of_the_storage_is_a_sequence():
-    """Data [lanes, time] in a one-dimensional storage: whole rows are sampled, [batch, time]."""
+    """From data [lanes, time] in a one-dimensional storage, whole rows are sampled, [batch, time]."""
     stream = Stream(8, ((12, "truncated"), (12, "terminated")), 12, 3, "[lanes, time]", rows=3)
     rb = make(stream, 12, storage=LazyTensorStorage, kind=ReplayBuffer, batch_size=16)
     oracle = Oracle(stream)
@@ -190,8 +190,8 @@ def test_a_trajectory_that_is_one_row_of_the_storage_is_a_sequence():
 
 
 @pytest.mark.parametrize("hindsight", [False, True])
-def test_prioritized_slices_of_a_full_storage_of_lanes_cross_episodes_and_have_no_wrong_goals(hindsight):
-    """TorchRL's PrioritizedSliceSampler with ndim=2 crosses them, with hindsight and without."""
+def test_prioritized_slices_of_a_full_storage_of_lanes_cross_episodes_and_have_correct_goals(hindsight):
+    """TorchRL's PrioritizedSliceSampler with ndim=2 crosses episodes, with hindsight and without."""
     sampler = PrioritizedSliceSampler(STREAM.size, 0.7, 0.5, **SLICES)
     transform = make_transform(STREAM, sequence_length=LENGTH) if hindsight else None
     rb = make_buffer(STREAM, transform, storage=LANES, hindsight=hindsight, sampler=sampler)
@@ -208,7 +208,7 @@ def test_prioritized_slices_of_a_full_storage_of_lanes_cross_episodes_and_have_n
 
 
 @pytest.mark.parametrize("truncated_key", [None, ("next", "truncated")])
-def test_an_ensemble_of_buffers_samples_sequences_and_overwrites_flags_as_its_members_do(truncated_key):
+def test_an_ensemble_of_buffers_samples_sequences_and_overwrites_flags_like_its_members(truncated_key):
     members = [make(sampler=SliceSampler(slice_len=LENGTH, truncated_key=truncated_key)) for _ in range(STREAM.lanes)]
     rb, oracle = ReplayBufferEnsemble(*members, batch_size=LENGTH * 16), Oracle(STREAM)
     for lanes in STREAM:
@@ -234,7 +234,7 @@ def goal_is_reached(batch):
 
 
 def test_sequences_of_lanes_that_alternate_in_the_storage_have_one_goal():
-    """One step of all lanes after the other: fragmented=True finds the sequences by trajectory and step."""
+    """The storage has one step of all lanes after the other. fragmented=True finds sequences by trajectory and step."""
     sampler = SliceSampler(**SLICES, fragmented=True, step_key="step", traj_key=("collector", "traj_ids"))
 
     def extend_step_by_step(rb, lanes):
@@ -247,7 +247,7 @@ def test_sequences_of_lanes_that_alternate_in_the_storage_have_one_goal():
 def test_slices_that_are_shorter_than_a_sequence_are_refused():
     sampler = SliceSampler(slice_len=LENGTH, strict_length=False, traj_key=("collector", "traj_ids"))
     rb, _ = filled(replace(STREAM, lanes=1, lengths=((3, "truncated"),), chunk=3, writes=1), sampler=sampler)
-    with pytest.raises(ValueError, match="Set it to the slice length of the sampler"):
+    with pytest.raises(ValueError, match="Set sequence_length to the slice length of the sampler"):
         rb.sample(LENGTH)
 
 
@@ -255,7 +255,7 @@ def test_slices_that_are_shorter_than_a_sequence_are_refused():
 
 
 def test_a_slice_sampler_overwrites_recomputed_flags_in_a_tensordict_buffer():
-    """It writes the stored flags, with the slices' ends as truncations, after the transform has run."""
+    """After the transform, it writes the stored flags, with the ends of slices as truncations."""
     rb, oracle = filled(sampler=SliceSampler(slice_len=LENGTH))
     batch = rb.sample()
     stored = stored_terminations(batch, oracle)
@@ -266,19 +266,19 @@ def test_a_slice_sampler_overwrites_recomputed_flags_in_a_tensordict_buffer():
 
 REMEDIES = {
     "truncated_key=None": {"truncated_key": None},
-    "marks of their own": {"truncated_key": ("slice", "truncated")},
+    "separate marks": {"truncated_key": ("slice", "truncated")},
     "ReplayBuffer": {},
 }
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_remedies_leave_the_recomputed_flags(remedy):
+def test_remedies_keep_the_recomputed_flags(remedy):
     kind = ReplayBuffer if remedy == "ReplayBuffer" else None
     rb, oracle = filled(kind=kind, sampler=SliceSampler(slice_len=LENGTH, **REMEDIES[remedy]))
     batch, info = rb.sample(return_info=True)
     check_sequences(batch, oracle)  # flags included
     assert (batch["next", "terminated"] & batch[RELABELLED]).any()
-    if remedy == "marks of their own":
+    if remedy == "separate marks":
         assert torch.equal(batch["slice", "truncated"], ENDS)
     if remedy == "ReplayBuffer":
         assert torch.equal(info["next", "truncated"], ENDS)
@@ -288,12 +288,12 @@ GAMMA, LAMBDA = 0.9, 0.7
 
 
 def value_of(achieved, desired):
-    """The value of a pair of goals ``[..., (episode, cell)]``, which depends on the cells alone."""
+    """Return the value of a pair of goals ``[..., (episode, cell)]``, which only depends on the cells."""
     return achieved[..., 1:] / 7 - desired[..., 1:] / 11
 
 
 def targets(batch):
-    """TD(lambda) as TorchRL estimates it, of sequences next to each other."""
+    """Return TorchRL's TD(lambda) estimates of consecutive sequences."""
     values = TensorDictModule(value_of, ["achieved_goal", "desired_goal"], ["state_value"])
     estimator = TDLambdaEstimator(gamma=GAMMA, lmbda=LAMBDA, value_network=values)
     return estimator(batch.view(-1, LENGTH))["value_target"].flatten().tolist()
@@ -314,8 +314,8 @@ def targets_in_plain_python(batch):
     return expected
 
 
-def test_with_marks_of_their_own_value_targets_end_where_the_new_goal_is_reached():
-    """Goals are of the past, too, so that some are reached in the middle of a sequence."""
+def test_with_separate_marks_value_targets_end_when_the_new_goal_is_reached():
+    """Goals can be earlier outcomes, so that some are reached in the middle of a sequence."""
     stream = replace(STREAM, strategy="episode", lengths=((8, "truncated"),), chunk=8, writes=6, rows=48)
     marked, _ = filled(stream, sampler=SliceSampler(slice_len=LENGTH, truncated_key=("slice", "truncated")))
     batch = seeded_sample(marked)
@@ -335,7 +335,7 @@ def test_with_marks_of_their_own_value_targets_end_where_the_new_goal_is_reached
 BURN_IN, HIDDEN = 2, 8
 
 
-def test_a_recurrent_policy_learns_from_sequences_that_are_burnt_in_under_their_new_goal():
+def test_a_recurrent_policy_learns_from_sequences_with_burn_in_under_the_new_goal():
     inputs = ["observation", "desired_goal"]
     embed = TensorDictModule(MLP(in_features=6, out_features=HIDDEN, num_cells=[16]), inputs, ["embedding"])
     gru = GRUModule(HIDDEN, HIDDEN, in_keys=["embedding", "state", "is_init"], out_keys=["features", ("next", "state")])
@@ -382,7 +382,7 @@ def test_a_recurrent_policy_learns_from_sequences_that_are_burnt_in_under_their_
 
 @torch.no_grad()
 def burnt_in(first, stored, embed, gru):
-    """The recurrent state after the steps before the first one, under the goal that this has now."""
+    """Return the recurrent state after the burn-in steps, under the current goal of the sequence."""
     step = torch.tensor([0.0, 0.0, 1.0])
     observations = [first["observation"] - back * step for back in range(BURN_IN, 0, -1)]
     state = stored[tuple(observations[0].tolist())]

@@ -35,7 +35,7 @@ def fill(storage="LazyTensorStorage"):
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "PackedStorage"])
 def test_one_call_relabels_its_rows_as_forward_does(storage):
     rb = fill(storage)
-    rb.set_rng(torch.Generator().manual_seed(0))  # it draws the rows, and the default generator the goals
+    rb.set_rng(torch.Generator().manual_seed(0))  # this generator draws the rows, and the default generator the goals
     torch.manual_seed(0)
     batches = rb.sample(COUNT * BATCH).split(BATCH)
     rows = torch.cat([batch["index"] for batch in batches])
@@ -59,7 +59,7 @@ def test_changing_a_batch_changes_no_other_batch_and_nothing_stored(storage):
 
 
 def test_goals_of_two_batches_of_one_call_are_independent():
-    """A transition is kept or has one of four goals, each with probability 1/5, whatever the other batch has."""
+    """A transition has its original goal or one of four others, each with probability 1/5 in every batch."""
     torch.manual_seed(0)
     rb = draws.make_buffer("episode", lengths=(4,), her_ratio=0.8)
     count = 5000

@@ -1,4 +1,4 @@
-"""HERTransform.adopt: existing data against the oracle, in every storage and with every sampler, and when copied."""
+"""HERTransform.adopt against the oracle, with every storage and every sampler, and after copying."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ from torchrl_her import HERTransform, SparseReward
 from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.offline import data_set
 
-# Trajectories alternate every eight rows, and their last episodes are cut off by the end of the data.
+# Trajectories alternate every eight rows, and the end of the data cuts off their last episodes.
 STREAM = Stream(
     lanes=4,
     lengths=((5, "truncated"), (8, "terminated"), (3, "truncated"), (4, "terminated"), (11, "truncated")),
@@ -57,7 +57,7 @@ def piece_rows(request, monkeypatch):
 
 
 def check_samples(rb, oracle, samples=3):
-    """Every transition of the data is relabelled, and correctly."""
+    """Check that every sampled transition is relabelled correctly."""
     for batch in [rb.sample() for _ in range(samples)]:
         oracle.check(batch)
         assert batch[RELABELLED].all()
@@ -68,7 +68,7 @@ def check_samples(rb, oracle, samples=3):
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
 @pytest.mark.parametrize("layout", FLAT_LAYOUTS)
-def test_rows_in_any_order_in_time_are_relabelled_correctly(layout, strategy, piece_rows):
+def test_rows_in_any_order_are_relabelled_correctly(layout, strategy, piece_rows):
     stream = replace(STREAM, layout=layout, strategy=strategy)
     rb = adopting_buffer(data_of(stream), make_hindsight(stream))
     assert oracle_of(stream).check(rb[:]) == stream.size
@@ -84,7 +84,7 @@ def test_data_of_several_dimensions_are_relabelled_correctly(ndim, with_ids, pie
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_whatever_the_data_goals_are_right_and_transitions_consistent(ndim):
+def test_goals_are_correct_and_transitions_consistent_for_random_streams(ndim):
     @seed(ndim)
     @settings(max_examples=60, deadline=None, database=None)
     @given(st.randoms(use_true_random=False))
@@ -104,7 +104,7 @@ def test_whatever_the_data_goals_are_right_and_transitions_consistent(ndim):
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
 @pytest.mark.parametrize("layout", ["flat with ids", "one step of all lanes", "[lanes, time]"])
-def test_samples_are_those_of_a_buffer_that_was_written(layout, strategy, piece_rows):
+def test_samples_equal_the_samples_of_a_written_buffer(layout, strategy, piece_rows):
     stream = replace(STREAM, layout=layout, strategy=strategy, her_ratio=0.8)
     data = data_of(stream, 1 + layout.startswith("["))
     adopting, writing = make_hindsight(stream), make_hindsight(stream)
@@ -128,14 +128,14 @@ def test_the_stamps_do_not_depend_on_the_size_of_the_pieces():
         with mock.patch.object(data_set, "PIECE_ROWS", rows), mock.patch("secrets.randbelow", return_value=0):
             stamps.append(make_hindsight(STREAM).adopt(data_of(replace(STREAM, layout="flat, time first, with ids"))))
     episodes = [td[STAMP][:, 0] for td in stamps]
-    for other in episodes[1:]:  # up to the ids of episodes
+    for other in episodes[1:]:  # equal except for the ids of episodes
         pairs = {*zip(episodes[0].tolist(), other.tolist(), strict=True)}
         assert len(pairs) == len(episodes[0].unique()) == len(other.unique())
         assert torch.equal(stamps[0][STAMP][:, 1], stamps[1][STAMP][:, 1])
 
 
-def test_an_episode_ends_where_its_trajectory_id_ends():
-    """No flag says so, and the next trajectory starts where this one stopped."""
+def test_an_episode_ends_with_its_trajectory_id():
+    """There is no done flag, and the next trajectory starts with the last goals of this one."""
     goals = torch.ones(11, 1)
     data = make_episode(goals, torch.tensor([2.0]), truncated=False)
     data["collector", "traj_ids"] = torch.tensor([0] * 4 + [1] * 6)
@@ -144,14 +144,14 @@ def test_an_episode_ends_where_its_trajectory_id_ends():
 
 
 def test_an_episode_ends_with_its_row():
-    """No flag says so, and the next row starts where this one stopped."""
+    """There is no done flag, and the next row starts with the last goals of this one."""
     row = make_episode(torch.ones(6, 1), torch.tensor([2.0]), truncated=False)
     stamps = HERTransform(SparseReward(0.5), capacity=10).adopt(torch.stack([row, row]))[STAMP]
     assert stamps[..., 1].tolist() == [[*range(5)]] * 2
     assert stamps[0, 0, 0] != stamps[1, 0, 0]
 
 
-def test_nothing_waits_in_memory_for_the_end_of_its_trajectory():
+def test_no_trajectory_is_kept_in_memory_until_its_end():
     waiting = []
 
     def flush(self):
@@ -200,7 +200,7 @@ def test_data_can_be_views_and_lazy_stacks():
 
 
 def check_or_fails_as_without(rb, plain, oracle):
-    """Check samples; if TorchRL's sampler cannot read the storage, it fails in the same way with hindsight."""
+    """Check samples. If TorchRL's sampler cannot read the storage, it must fail in the same way with hindsight."""
     try:
         plain.sample()
     except Exception as error:
@@ -260,7 +260,7 @@ def test_sequences_of_adopted_data_have_one_goal():
 
 
 def test_torchrls_tensor_storage_over_data_of_several_dimensions_fails():
-    """So docs/existing-data-sets.md flattens data of several dimensions, which shares their memory."""
+    """Therefore docs/how-to/existing-data-sets.md flattens such data, which shares its memory."""
     data = data_of(replace(STREAM, layout="[lanes, time]"), 2)
     rb = TensorDictReplayBuffer(storage=TensorStorage(data, ndim=2), batch_size=64)
     with pytest.raises(IndexError):
@@ -328,7 +328,7 @@ def test_a_copy_samples_the_same_and_refuses_writes(way, mapped, tmp_path):
         assert bytes_of(tmp_path / "data") == before
 
 
-def test_states_saved_before_data_could_be_adopted_are_loaded():
+def test_states_without_an_adopted_data_set_are_loaded():
     transform, twin = make_hindsight(STREAM), make_hindsight(STREAM)
     state = transform.get_extra_state()
     del state["adopted"]
@@ -336,7 +336,7 @@ def test_states_saved_before_data_could_be_adopted_are_loaded():
     assert twin.adopted is None
 
 
-def test_rows_kept_for_the_search_for_copies_do_not_weigh_on_copies():
+def test_a_copied_transform_drops_the_rows_kept_for_the_search():
     data = data_of(STREAM)
     data["image"] = torch.zeros(STREAM.size, 1000)
     data["next", "image"] = torch.zeros(STREAM.size, 1000)
@@ -366,7 +366,7 @@ def test_an_ensemble_samples_adopted_and_new_data(mapped, tmp_path):
         online.extend(data_of(replace(new, writes=1)))
 
 
-def test_a_goal_spec_makes_the_table():
+def test_a_goal_spec_allocates_the_table():
     transform = make_hindsight(STREAM, goal_spec=Unbounded((2,)))
     check_samples(adopting_buffer(data_of(STREAM), transform), oracle_of(STREAM))
     assert transform.table.counters[0] == STREAM.size
@@ -381,7 +381,7 @@ def test_an_adopted_table_can_be_shared_afterwards():
 
 
 @pytest.mark.parametrize("strategy", ["past_desired"])
-def test_strategies_that_keep_rows_before_an_episode_take_them_from_the_capacity(strategy):
+def test_rows_that_a_strategy_keeps_before_each_episode_count_towards_the_capacity(strategy):
     stream = replace(STREAM, layout="flat with ids")
     episodes = len({row.episode for row in oracle_of(stream).transitions.values()})
     needed = stream.size + episodes

@@ -1,4 +1,4 @@
-"""A Minari data set of PointMaze, made on this machine, adopted, and fine-tuned online."""
+"""A locally created Minari data set of PointMaze is adopted, and fine-tuned online."""
 
 import gymnasium
 import gymnasium_robotics
@@ -30,7 +30,7 @@ RELABELLED = ("hindsight", "relabelled")
 
 
 def play(env, lengths):
-    """Episodes of random play of so many steps."""
+    """Yield episodes of random play with these lengths."""
     rng = np.random.default_rng(0)
     for number, length in enumerate(lengths):
         observation, _ = env.reset(seed=number)
@@ -54,7 +54,7 @@ def play(env, lengths):
 
 @pytest.fixture
 def make_dataset(tmp_path, monkeypatch):
-    """A function that makes a data set with episodes of these lengths, and returns them with the transitions."""
+    """Return a function that creates a data set and returns its episodes and its transitions."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
 
     def make(lengths):
@@ -99,7 +99,7 @@ LENGTHS = [300, 41, 1, 500, 158]
 
 
 def check_transitions(data, episodes):
-    """Compare transitions with the episodes that were played."""
+    """Compare transitions with the played episodes."""
     columns = {key: [] for key in ("observation", "next", "action", "reward", "terminated", "truncated", "episode")}
     for episode in episodes:
         steps = len(episode.rewards)
@@ -119,13 +119,13 @@ def check_transitions(data, episodes):
     assert torch.equal(data["next", "done"], data["next", "terminated"] | data["next", "truncated"])
 
 
-def test_the_transitions_are_those_of_the_episodes(make_dataset):
+def test_the_transitions_equal_the_steps_of_the_episodes(make_dataset):
     episodes, data = make_dataset(LENGTHS)
     check_transitions(data, episodes)
 
 
 @pytest.mark.parametrize("strategy", ["future", "final"])
-def test_samples_of_an_adopted_minari_data_set_are_right(make_dataset, strategy, tmp_path):
+def test_samples_of_an_adopted_minari_data_set_are_correct(make_dataset, strategy, tmp_path):
     data = make_dataset(LENGTHS)[1].memmap(tmp_path / "mapped")
     before = bytes_of(tmp_path)
     check(data, strategy, samples=4)
@@ -137,7 +137,7 @@ def open_with_torchrl(root):
 
 
 def test_torchrls_class_returns_zeros(make_dataset, tmp_path):
-    """TorchRL 0.14.1; load_minari can be left out when this test fails."""
+    """Tested with TorchRL 0.14.1. When this test fails, load_minari is no longer needed."""
     make_dataset(LENGTHS)
     data = open_with_torchrl(tmp_path)
     assert not any(value.any() for value in data.values(include_nested=True, leaves_only=True))
@@ -145,7 +145,7 @@ def test_torchrls_class_returns_zeros(make_dataset, tmp_path):
         hindsight(len(data)).adopt(data)
 
 
-def test_what_torchrls_class_is_meant_to_return_can_be_adopted(make_dataset, tmp_path, monkeypatch):
+def test_correct_data_from_torchrls_class_can_be_adopted(make_dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(TensorDict, "memmap_like", TensorDict.memmap)
     episodes, loaded = make_dataset(LENGTHS)
     data = open_with_torchrl(tmp_path)
@@ -157,12 +157,12 @@ def test_what_torchrls_class_is_meant_to_return_can_be_adopted(make_dataset, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["future", "final"])
-def test_samples_of_100_000_steps_are_right(make_dataset, strategy):
+def test_samples_of_100_000_steps_are_correct(make_dataset, strategy):
     check(make_dataset([1000] * 100)[1], strategy, samples=20)
 
 
 def as_in_gym_env(data):
-    """The transitions with the entries of an observation at the root, where GymEnv has them."""
+    """Return the transitions with the entries of observations at the root, as in GymEnv."""
     flat = data.exclude("observation", ("next", "observation"))
     flat.update(data["observation"])["next"].update(data["next", "observation"])
     return flat

@@ -1,4 +1,4 @@
-"""Data sets that adopt() refuses or warns about, with the rows, and what an adopting transform refuses."""
+"""Data sets that adopt() refuses or warns about, and the calls that an adopting transform refuses."""
 
 import warnings
 from functools import partial
@@ -38,7 +38,7 @@ def data(count=COUNT):
 
 
 def at(row, value, key):
-    """A change of one row."""
+    """Return a change of one row."""
 
     def change(td):
         td[key][row] = value
@@ -52,7 +52,7 @@ def relabelled(row):
 
 
 def rounded(row):
-    """Goals of whole numbers, of which one outcome has a fraction."""
+    """Return a change to integer goals, after which one outcome has a fraction."""
 
     def change(td):
         for key in ("desired_goal", NEXT_DESIRED):
@@ -79,7 +79,7 @@ BAD = {
         lambda td: with_nan(77)(td).set(("collector", "traj_ids"), torch.arange(100) % 3),
         ValueError, "achieved goal of row 77 of the data is NaN"),
     "relabelled": (relabelled(61), ValueError, r"relabelled \(row 61 of the data\)"),
-    "rounded": (rounded(51), ValueError, "such as that of row 51 of the data"),
+    "rounded": (rounded(51), ValueError, "for example of row 51 of the data"),
     "a lost end": (with_lost_end, ValueError, "row 74 of the data.*environment dropped it"),
     "no achieved goal": (without("achieved_goal"), KeyError, "no entry 'achieved_goal'"),
     "no next achieved goal": (without(NEXT_ACHIEVED), KeyError, "only at the root"),
@@ -94,15 +94,16 @@ BAD = {
     "all padding": (
         lambda td: td.set(("collector", "mask"), torch.zeros(len(td), dtype=torch.bool)), ValueError, "padding"),
     "never loaded": (lambda td: td.zero_(), ValueError, "are zeros, .*load_minari"),
-    "time first": (lambda td: td.reshape(4, 25).transpose(0, 1).contiguous(), ValueError, "time must be the last one"),
-    "a last dimension of one": (lambda td: td.unsqueeze(-1), ValueError, "time must be the last one"),
+    "time first": (
+        lambda td: td.reshape(4, 25).transpose(0, 1).contiguous(), ValueError, "time must be the last dimension"),
+    "a last dimension of one": (lambda td: td.unsqueeze(-1), ValueError, "time must be the last dimension"),
     "another desired goal key": (
         lambda td: td.rename_key_("desired_goal", "goal").rename_key_(NEXT_DESIRED, ("next", "nested", "desired_goal")),
         KeyError, "no entry 'desired_goal'.*desired_goal_key"),
     "another reward key": (
         lambda td: td.rename_key_(REWARD, ("next", "agent", "reward")), KeyError, "reward_key"),
-    "a dict": (lambda td: td.to_dict(), TypeError, "takes none"),
-    "wide flags": (changed(lambda flag: flag.expand(-1, 3), ("next", "done")), ValueError, "one value each"),
+    "a dict": (lambda td: td.to_dict(), TypeError, "must be a TensorDict, got a dict"),
+    "wide flags": (changed(lambda flag: flag.expand(-1, 3), ("next", "done")), ValueError, "one value per transition"),
 }  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def test_a_capacity_smaller_than_the_data_is_refused_with_the_number_to_use(padd
     make(capacity=needed).adopt(td)
 
 
-def test_an_episode_longer_than_the_capacity_is_refused_not_cut():
+def test_an_episode_longer_than_the_capacity_is_refused():
     td = data()
     td["next", "done"].zero_()
     with pytest.raises(ValueError, match="pass capacity=100 "):
@@ -203,7 +204,7 @@ def with_copies(td):
 
 
 @pytest.mark.parametrize(("her_ratio", "rewritten"), [(1.0, False), (1.0, True), (0.0, False)])
-def test_copies_of_the_goal_are_searched_when_the_later_transforms_are_known(her_ratio, rewritten):
+def test_copies_of_the_goal_are_searched_at_the_first_sample(her_ratio, rewritten):
     td = with_copies(transitions(count=300))
     transform = make(capacity=300, her_ratio=her_ratio)
     cat = [
@@ -220,7 +221,7 @@ def test_copies_of_the_goal_are_searched_when_the_later_transforms_are_known(her
     assert warnings_of(rb.sample) == []  # once
 
 
-# What an adopting transform refuses
+# Calls that an adopting transform refuses
 
 
 def test_writes_are_refused_and_change_nothing():
@@ -235,10 +236,10 @@ def test_writes_are_refused_and_change_nothing():
         check_refused(rb, action, RuntimeError, "adopted a data set.*ReplayBufferEnsemble")
 
 
-def test_a_transform_adopts_one_data_set():
+def test_a_transform_adopts_only_one_data_set():
     transform = make()
     transform.adopt(data())
-    with pytest.raises(ValueError, match="adopted a data set, and takes one only"):
+    with pytest.raises(ValueError, match="already adopted a data set"):
         transform.adopt(data())
 
 
@@ -255,7 +256,7 @@ def test_a_transform_that_has_written_does_not_adopt():
 
 def test_a_shared_table_is_refused():
     transform = make(goal_spec=Unbounded((2,))).share_memory_()
-    with pytest.raises(ValueError, match="share the goal table already"):
+    with pytest.raises(ValueError, match="already share the goal table"):
         transform.adopt(data())
 
 
@@ -305,8 +306,8 @@ def test_past_desired_goals_need_desired_goals():
         make(strategy=PastDesired(), capacity=200).adopt(without_goals(data()))
 
 
-def test_reached_reward_gives_no_rewards_of_original_goals():
-    with pytest.raises(ValueError, match="ReachedReward has none for original goals"):
+def test_reached_reward_cannot_compute_rewards_of_original_goals():
+    with pytest.raises(ValueError, match="ReachedReward cannot compute rewards for original goals"):
         HERTransform(ReachedReward(), capacity=COUNT).adopt(data().exclude(REWARD))
     HERTransform(ReachedReward(), her_ratio=1.0, capacity=COUNT).adopt(data().exclude(REWARD))
 
@@ -319,7 +320,7 @@ def test_rows_that_were_not_adopted_are_refused_if_they_have_no_goals(what):
     if what == "other data":
         rows["hindsight_stamp"].zero_()
     rb = TensorDictReplayBuffer(storage=TensorStorage(rows), transform=transform, batch_size=9)
-    with pytest.raises(ValueError, match="has not adopted, and no desired goals"):
+    with pytest.raises(ValueError, match=r"no desired goals, and contains transitions that .* has not adopted"):
         rb.sample()
 
 
@@ -327,11 +328,11 @@ def test_unstamped_data_is_refused():
     transform = make()
     transform.adopt(data())
     rb = TensorDictReplayBuffer(storage=TensorStorage(data()), transform=transform, batch_size=9)
-    with pytest.raises(KeyError, match="carry no stamp"):
+    with pytest.raises(KeyError, match="have no stamp"):
         rb.sample()
 
 
-def test_a_reward_of_another_kind_than_the_data_set_is_found_without_goals():
+def test_rewards_of_another_shape_are_found_in_data_without_goals():
     class Broken(SparseReward):
         def forward(self, td):
             return super().forward(td).set(REWARD, torch.zeros(len(td), 2))
@@ -374,9 +375,9 @@ def test_a_later_sample_of_other_data_without_goals_is_refused_too():
         transform(other.adopt(without_goals(data()))[:10])
 
 
-@pytest.mark.parametrize("still", [True, False], ids=["goals that stand still", "equal goals at each time"])
-def test_time_in_the_last_dimension_is_not_refused_though_goals_repeat(still):
-    """Episodes of one step, [4, 25]: they end everywhere, and continue along no dimension or along both."""
+@pytest.mark.parametrize("still", [True, False], ids=["constant goals", "equal goals at each time"])
+def test_time_in_the_last_dimension_is_accepted_if_goals_repeat(still):
+    """Episodes of one step, [4, 25], end everywhere, and continue along no dimension or along both."""
     td = data()
     td["next", "truncated"].fill_(True)
     td["next", "done"].fill_(True)

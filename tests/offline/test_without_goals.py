@@ -1,4 +1,4 @@
-"""Data without desired goals and rewards, and OGBench's files, against plain Python."""
+"""Data without desired goals and rewards, and OGBench files, compared with plain Python."""
 
 import math
 
@@ -41,7 +41,7 @@ def hindsight(reward=None, **options):
 # Reading files
 
 
-def test_transitions_are_those_of_ogbenchs_documented_conversion(file):
+def test_transitions_follow_the_documentation_of_ogbench(file):
     rows = transitions_of(save_ogbench(file, LENGTHS))
     data = load_ogbench(file)
     assert data.batch_size == (sum(LENGTHS) - len(LENGTHS),)
@@ -96,7 +96,7 @@ def test_a_file_in_another_layout_is_refused(name, file):
 
 
 def states_of(rows):
-    """The step and the trajectory of each outcome, by its observation."""
+    """Return the transition of each outcome, by the observation of the outcome."""
     return {tuple(row["next", "observation"]): row for row in rows}
 
 
@@ -142,7 +142,7 @@ def test_goal_fn_maps_states_to_created_goals(file):
         assert tuple(goal) in outcomes
         distance = math.dist(goal, stored["next", "observation"][:2])
         assert row[REWARD].item() == (0.0 if distance <= 0.5 else -1.0)
-        assert row["next", "terminated"].item() is False  # the reward module does not write it
+        assert row["next", "terminated"].item() is False  # the reward module does not write this flag
 
 
 STREAM = Stream(4, ((5, "truncated"), (8, "terminated"), (3, "truncated")), 8, 6, "flat with ids", 48, 192)
@@ -150,8 +150,8 @@ KEPT = [("next", "truncated"), "observation", "uid", "action"]
 
 
 @pytest.mark.parametrize("kept", ["nothing", "rewards", "flags"])
-def test_created_entries_are_those_of_data_that_has_them(kept):
-    """Samples equal those of the data with goals, whose transitions are all relabelled."""
+def test_created_entries_equal_recomputed_ones(kept):
+    """Samples equal samples of the same data with goals, if all transitions are relabelled."""
     data = data_of(STREAM)
     dropped = data.exclude("desired_goal", ("next", "desired_goal"), *([] if kept == "rewards" else [REWARD]))
     if kept == "nothing":
@@ -168,7 +168,7 @@ def test_created_entries_are_those_of_data_that_has_them(kept):
 
 
 @pytest.mark.parametrize("her_ratio", [1.0, 0.5, 0.0])
-def test_lacking_rewards_are_those_of_the_reward_module(her_ratio):
+def test_missing_rewards_come_from_the_reward_module(her_ratio):
     data = data_of(STREAM)
     reward = GoalReward(reward_of, terminated_fn=reached)
     transform = HERTransform(reward, her_ratio=her_ratio, capacity=192)
@@ -189,7 +189,7 @@ def padded(data):
 
 @pytest.mark.parametrize("reward", [ReachedReward(), GoalReward(reward_of, terminated_fn=reached)])
 def test_a_transition_that_cannot_be_relabelled_gets_its_own_outcome(reward):
-    """Padding here: its goal, reward and ends agree with each other."""
+    """Padding is such a transition. Its goal, reward and ends are consistent."""
     data = padded(without_goals(data_of(STREAM)))
     transform = HERTransform(reward, her_ratio=1.0, capacity=192, info=True, extra_goals={"actor_goal": Random()})
     batch = adopting_buffer(data, transform, batch_size=192)[:]

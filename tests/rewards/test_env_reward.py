@@ -1,4 +1,4 @@
-"""EnvReward against calling the environment once for each transition."""
+"""EnvReward, compared with one call of the environment for each transition."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ BIT_FLIPPING = "torchrl_her/BitFlipping-v0"
 
 
 def by_environment(env):
-    """The environment's reward and termination of a single transition."""
+    """Return functions for the environment's reward and termination of a single transition."""
 
     def call(name, row):
         return getattr(env, name)(row["next", "achieved_goal"].numpy(), row["desired_goal"].numpy(), {}).item()
@@ -32,7 +32,7 @@ def by_environment(env):
 
 
 def row_by_row(caught):
-    """The warnings of functions that are not batched."""
+    """Return the warnings about functions that are not batched."""
     return [str(each.message) for each in caught if "row by row" in str(each.message)]
 
 
@@ -47,7 +47,7 @@ WAYS = {
 
 
 class Closer(gymnasium.Wrapper):
-    """Changes the task of an environment: to come within 0.3, where the episode ends, with a reward of its own."""
+    """Changes the task of an environment: the episode ends within 0.3 of the goal, and the reward differs."""
 
     def step(self, action):
         observation, _, _, truncated, info = self.env.step(action)
@@ -91,7 +91,7 @@ def test_discrete_goals_that_are_stored_as_one_hot_vectors_are_refused_with_the_
     env = GymEnv(BIT_FLIPPING, n_bits=3, discrete_observation=True)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=HERTransform(EnvReward(env)))
     with pytest.raises(
-        ValueError, match=r"takes goals of the shape \(\), and those .* \(8,\).*categorical_action_encoding=True"
+        ValueError, match=r"takes goals of the shape \(\), but stored .* \(8,\).*categorical_action_encoding=True"
     ):
         rb.extend(rollout(env, steps=10))
     assert len(rb) == 0
@@ -122,7 +122,7 @@ def test_terminated_fn_replaces_the_environments():
 
 
 class WithoutTermination(gymnasium.Env):
-    """A goal environment that has a reward and no ``compute_terminated``, as panda-gym's."""
+    """A goal environment with a reward but without ``compute_terminated``, like those of panda-gym."""
 
     observation_space = PointReach().observation_space
 
@@ -141,7 +141,7 @@ def test_flags_stay_as_stored_where_the_environment_has_no_function_for_them():
 
 
 def point_reach_with(name, **functions):
-    """A class of environments like PointReach, but with other functions of achieved goal, desired goal and info."""
+    """Return a subclass of PointReach with other functions of achieved goal, desired goal and info."""
     return type(name, (PointReach,), {key: staticmethod(function) for key, function in functions.items()})
 
 
@@ -158,7 +158,7 @@ def one_threshold(achieved, desired, info):
 
 
 def one_goal(achieved, desired, info):
-    return np.float64(-math.dist(achieved, desired))  # an error for a batch
+    return np.float64(-math.dist(achieved, desired))  # raises an error for a batch
 
 
 LikePointMaze = point_reach_with("LikePointMaze", compute_terminated=one_flag)
@@ -175,7 +175,7 @@ NOT_BATCHED = {
 
 
 @pytest.mark.parametrize("env_class", NOT_BATCHED)
-def test_a_function_that_takes_no_batch_is_called_row_by_row_with_one_warning(env_class):
+def test_an_unbatched_function_is_called_row_by_row_with_one_warning(env_class):
     name, *expected = NOT_BATCHED[env_class]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -195,7 +195,7 @@ def test_a_flag_that_is_the_same_for_all_goals_is_used_for_the_batch():
 
 @pytest.mark.filterwarnings("ignore:compute_reward of OneThreshold")
 @pytest.mark.parametrize("seed", range(10))
-def test_that_a_function_takes_no_batch_is_found_out_wherever_the_first_transition_is(seed):
+def test_an_unbatched_function_is_detected_wherever_the_first_transition_is(seed):
     written = rollout(GymEnv(POINT_REACH), steps=50, seed=seed)
     rewards = EnvReward(OneThreshold())(written.clone())["next", "reward"]
     assert rewards.flatten().tolist() == [float(distance_of_row(row) <= 0.5) - 1 for row in written.unbind(0)]
@@ -209,7 +209,7 @@ def test_a_copy_keeps_whether_the_functions_are_batched():
     assert (pickle.loads(pickle.dumps(module))(point_reach()) == expected).all()
 
 
-def test_the_probe_leaves_the_environments_draws_alone():
+def test_the_probe_does_not_change_the_environments_random_state():
     goals = []
     for probed in (False, True):
         env = PointReach()
@@ -222,21 +222,21 @@ def test_the_probe_leaves_the_environments_draws_alone():
 
 
 class Plain:
-    """Not a Gymnasium environment, but with its functions."""
+    """Has the functions of a goal environment, but is not a Gymnasium environment."""
 
     def compute_reward(self, achieved_goal, desired_goal, info):
         return (np.linalg.norm(achieved_goal - desired_goal, axis=-1) < 0.5).astype(np.float32) - 1
 
 
 class ObservesAlone(gymnasium.Env, Plain):
-    """Its spaces say nothing of goals."""
+    """Its observation space has no goals."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,))
     action_space = gymnasium.spaces.Box(-1, 1, (1,))
 
 
 class Scalar(Plain):
-    """It takes one norm over the whole batch."""
+    """Its reward takes one norm over the whole batch."""
 
     def compute_reward(self, achieved_goal, desired_goal, info):
         return float(np.linalg.norm(achieved_goal - desired_goal) < 0.5) - 1
@@ -305,15 +305,15 @@ def test_stored_entries_are_passed_to_the_environment_as_info(env_class):
 
 
 INFO = {
-    "a string": ("fee", TypeError, r"info_keys must be a list of keys, got the string 'fee': \['fee'\]"),
-    "an entry that is not stored": (["tax"], KeyError, r"no entry 'tax'.*info_keys=\.\.\.; present:"),
-    "too few": (["fee"], KeyError, r"compute_reward of PaysForEffort reads info\['effort'\], and info has \['fee'\]"),
-    "none": ([], KeyError, r"compute_reward of PaysForEffort reads info\['effort'\], and info has nothing: name"),
+    "a string": ("fee", TypeError, r"info_keys must be a list of keys, got the string 'fee': pass \['fee'\]"),
+    "an entry that is not stored": (["tax"], KeyError, r"no entry 'tax'.*info_keys=\.\.\. .*Present entries:"),
+    "too few": (["fee"], KeyError, r"compute_reward of PaysForEffort reads info\['effort'\], but info has \['fee'\]"),
+    "none": ([], KeyError, r"compute_reward of PaysForEffort reads info\['effort'\], but info has no entries"),
 }
 
 
 @pytest.mark.parametrize("case", INFO)
-def test_entries_that_the_environment_does_not_get_are_named(case):
+def test_missing_info_entries_are_named_in_the_error(case):
     info_keys, error, message = INFO[case]
     written = point_reach()
     written["fee"] = torch.rand(len(written))
@@ -321,17 +321,17 @@ def test_entries_that_the_environment_does_not_get_are_named(case):
         check_relabelled(EnvReward(PaysForEffort(), info_keys=info_keys), distance_of_row, written=written)
 
 
-def test_an_error_of_the_environments_own_is_not_taken_for_a_missing_entry():
+def test_the_environments_own_key_error_is_not_mistaken_for_a_missing_entry():
     broken = point_reach_with("Broken", compute_reward=lambda achieved, desired, info: {}["far"])
     with pytest.raises(KeyError, match=r"^'far'$"):
         check_relabelled(EnvReward(broken()), distance_of_row)
 
 
-# The environment in it
+# The wrapped environment
 
 
 @pytest.mark.parametrize("make", [lambda: GymEnv(BIT_FLIPPING), lambda: gymnasium.make(BIT_FLIPPING), BitFlipping])
-def test_the_environment_is_no_part_of_the_state_dict(make):
+def test_the_environment_is_not_part_of_the_state_dict(make):
     reward = EnvReward(make())
     assert reward.state_dict() == {}
     assert list(reward.parameters()) == []
@@ -340,7 +340,7 @@ def test_the_environment_is_no_part_of_the_state_dict(make):
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 @pytest.mark.parametrize("make", [lambda: GymEnv(BIT_FLIPPING, n_bits=3), lambda: BitFlipping(3)])
-def test_a_copy_rewards_as_the_original(make, copy_of):
+def test_a_copy_gives_the_same_rewards_as_the_original(make, copy_of):
     written = rollout(GymEnv(BIT_FLIPPING, n_bits=3))
     fresh, used = EnvReward(make()), EnvReward(make())
     assert (used(written.clone()) == written).all()
@@ -361,12 +361,12 @@ def test_a_batch_of_environments_is_refused(name):
     env = SEVERAL[name]()
     transformed = TransformedEnv(env, StepCounter())
     for argument in (env, transformed, lambda: env, lambda: transformed):
-        with pytest.raises(TypeError, match=f"one environment, not {name}: pass a function that makes one"):
+        with pytest.raises(TypeError, match=f"a single environment, got {name}: pass a function that creates one"):
             EnvReward(argument)
 
 
 def test_a_vectorized_environment_of_gymnasium_is_refused():
-    with pytest.raises(TypeError, match="one environment, not a SyncVectorEnv: pass a function that makes one"):
+    with pytest.raises(TypeError, match="a single environment, got a SyncVectorEnv: pass a function that creates one"):
         EnvReward(gymnasium.make_vec(POINT_REACH, 2))
 
 
@@ -380,7 +380,7 @@ def test_an_environment_without_goals_is_refused(env):
 
 
 class SetsOneRow(PointReach):
-    """Its functions are right for small batches of missed goals, but ignore a coordinate of row 2 alone."""
+    """Its reward is correct for small batches of missed goals, but ignores a coordinate of row 2."""
 
     def compute_reward(self, achieved_goal, desired_goal, info):
         achieved_goal = np.array(achieved_goal)
@@ -391,10 +391,10 @@ class SetsOneRow(PointReach):
         return -(np.abs(achieved_goal - desired_goal).max(-1) > 0.2).astype(np.float32)
 
 
-def test_that_a_function_takes_no_batch_is_found_out_on_relabelled_transitions():
-    """All goals of the probe are missed, and most rows of it are right."""
+def test_an_unbatched_function_is_detected_on_relabelled_transitions():
+    """The probe, in which all goals are missed and most rows are correct, does not detect it."""
     reward = EnvReward(SetsOneRow())
-    reward.functions[0].batched = True  # as after a probe that finds nothing
+    reward.functions[0].batched = True  # as after a probe without a finding
     achieved = 0.3 * torch.randn(200, 2)
     desired = achieved + 0.2 * torch.randn(200, 2)
     with pytest.warns(UserWarning, match="row by row"):
@@ -402,8 +402,8 @@ def test_that_a_function_takes_no_batch_is_found_out_on_relabelled_transitions()
     assert torch.equal(values, -((achieved - desired)[:, 0].abs() > 0.2).float())
 
 
-def test_the_hand_that_turns_a_pen_is_called_row_by_row():
-    """Its function sets row 2 of the angles where it means the third angle."""
+def test_the_reward_of_hand_manipulate_pen_is_called_row_by_row():
+    """Its function sets row 2 of the batch instead of the third angle."""
     gymnasium.register_envs(gymnasium_robotics)
     env = gymnasium.make("HandManipulatePen_BooleanTouchSensors-v1")
     reward, compute = EnvReward(env), env.unwrapped.compute_reward
@@ -419,7 +419,7 @@ def test_the_hand_that_turns_a_pen_is_called_row_by_row():
 
 
 class SetsUpItsReward(PointReach):
-    """Its reward exists from the first reset on."""
+    """Its reward needs an attribute that reset sets."""
 
     def reset(self, **options):
         self.radius = 0.05
@@ -429,11 +429,13 @@ class SetsUpItsReward(PointReach):
         return (np.linalg.norm(achieved_goal - desired_goal, axis=-1) <= self.radius) - np.float32(1)
 
 
-def test_an_environment_that_is_made_is_reset():
+def test_an_environment_created_by_a_function_is_reset():
     assert EnvReward(SetsUpItsReward)(goals_of(torch.zeros(2, 2), torch.zeros(2, 2)))["next", "reward"].eq(0).all()
 
 
-def test_an_info_entry_that_is_no_tensor_is_refused():
+def test_an_info_entry_that_is_not_a_tensor_is_refused():
     data = goals_of(torch.zeros(2, 2), torch.zeros(2, 2)).set_non_tensor("energy", 0.5)
-    with pytest.raises(TypeError, match=r"'energy' is a .*Store a tensor with one value per transition"):
+    with pytest.raises(
+        TypeError, match=r"'energy' must be a tensor, got a .*Store a tensor with one value per transition"
+    ):
         EnvReward(PointReach(), info_keys=["energy"])(data)

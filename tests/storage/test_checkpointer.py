@@ -1,4 +1,4 @@
-"""PackedStorage is saved and loaded as TorchRL's storages are, in the room of what was written."""
+"""PackedStorage is saved and loaded like TorchRL's storages, and saves only the space of written rows."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ PAIRS = [(PackedStorage, PackedStorage), (LazyTensorStorage, PackedStorage), (Pa
 @pytest.mark.parametrize("way", ["dumps", "state_dict"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " to ".join(kind.__name__ for kind in pair))
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_checkpoints_are_those_of_torchrls_storage(ndim, pair, way, used, tmp_path):
+def test_checkpoints_are_interchangeable_with_torchrls_storage(ndim, pair, way, used, tmp_path):
     def write(rb, count, number):
         rb.extend(make_transitions(count, number).reshape(*(2,) * (ndim - 1), -1))
 
@@ -44,7 +44,7 @@ def test_checkpoints_are_those_of_torchrls_storage(ndim, pair, way, used, tmp_pa
     if used:
         write(twin, 18, 50)
     WAYS_TO_COPY[way](rb, twin, tmp_path)
-    assert bits(rb[:]) == bits(twin[:])  # TorchRL's forgets the device
+    assert bits(rb[:]) == bits(twin[:])  # TorchRL's storage loses the device
     for each in (rb, twin):
         write(each, 16, 100)
     assert bits(rb[:]) == bits(twin[:])
@@ -57,7 +57,7 @@ def test_a_state_dict_of_another_size_or_with_other_entries_is_refused():
     other = packed_buffer(30)
     with pytest.raises(ValueError, match=r"has room for \[20\] transitions and this one for \[30\]"):
         other.load_state_dict(rb.state_dict())
-    other.extend(make_transitions(5, entries=[]))  # it is as it was
+    other.extend(make_transitions(5, entries=[]))  # it is unchanged
     other = packed_buffer()
     other.load_state_dict(packed_buffer().state_dict())  # without rows
     other.extend(make_transitions(5, entries=[]))
@@ -66,7 +66,7 @@ def test_a_state_dict_of_another_size_or_with_other_entries_is_refused():
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_a_checkpoint_takes_the_room_of_what_was_written(ndim, tmp_path):
+def test_a_checkpoint_takes_the_space_of_the_written_rows(ndim, tmp_path):
     def room():
         return 512 * sum(path.stat().st_blocks for path in tmp_path.rglob("*"))  # bytes on the disk
 
@@ -77,14 +77,14 @@ def test_a_checkpoint_takes_the_room_of_what_was_written(ndim, tmp_path):
     write(rb, 0)
     rb.dumps(tmp_path / "rb")
     assert 50 * 1_000 < room() < 1_000_000
-    with pytest.raises(ValueError, match=r"has room for .* and this one for .*: make this one as large"):
+    with pytest.raises(ValueError, match=r"has room for .* and this one for .*: create this one with the size"):
         packed_buffer(ndim=ndim).loads(tmp_path / "rb")
     write(twin, 5_000)
     write(twin, 6_000)
     twin.loads(tmp_path / "rb")
     assert bits(rb[:]) == bits(twin[:])
     write(rb, 1_000)
-    rb.dumps(tmp_path / "rb")  # over the one before
+    rb.dumps(tmp_path / "rb")  # over the previous checkpoint
     twin.loads(tmp_path / "rb")
     for each in (rb, twin):
         write(each, 2_000)
@@ -93,7 +93,7 @@ def test_a_checkpoint_takes_the_room_of_what_was_written(ndim, tmp_path):
 
 
 @pytest.mark.parametrize("data", [torch.ones(5, 3), (torch.ones(5, 3), torch.ones(5))], ids=["tensor", "tuple"])
-def test_a_checkpoint_of_no_tensordicts_is_refused(data, tmp_path):
+def test_a_checkpoint_without_tensordicts_is_refused(data, tmp_path):
     saved = ReplayBuffer(storage=LazyTensorStorage(10))
     saved.extend(data)
     saved.dumps(tmp_path)
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_no_tensordicts_is_refused(data, tmp_path):
         packed_buffer(10).loads(tmp_path)
 
 
-def test_a_state_of_no_tensordicts_is_refused():
+def test_a_state_without_tensordicts_is_refused():
     saved = ReplayBuffer(storage=LazyTensorStorage(10))
     saved.extend(torch.ones(5, 3))
     with pytest.raises(TypeError, match=r"tensors outside of a TensorDict.*load it into a LazyTensorStorage"):

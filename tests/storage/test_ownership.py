@@ -1,4 +1,4 @@
-"""Samples that own their memory are relabelled in place, and become what unmarked samples become."""
+"""Samples that own their memory are relabelled in place, with the same result as unmarked samples."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from torchrl_her.storage.ownership import owned_entries
 
 
 class OwningStorage(LazyTensorStorage):
-    """TorchRL's storage, whose samples are copies and are marked."""
+    """TorchRL's storage with samples that are marked copies."""
 
     def get(self, index):
         found = super().get(index)
@@ -25,7 +25,7 @@ class OwningStorage(LazyTensorStorage):
 
 
 def module_that_reads_what_it_replaces():
-    """A reward of the stored reward and flag, which writes a further entry."""
+    """A reward that reads the stored reward and flag, and writes an additional entry."""
 
     def function(achieved, desired, reward, terminated):
         hit = (achieved == desired).all(-1, keepdim=True)
@@ -36,7 +36,7 @@ def module_that_reads_what_it_replaces():
 
 
 class RewardOfReward(GoalReward):
-    """A reward that reads the stored reward, which it replaces."""
+    """A reward that reads the stored reward and replaces it."""
 
     info_keys = (("next", "reward"),)
 
@@ -44,7 +44,7 @@ class RewardOfReward(GoalReward):
         super().__init__(reward_of)
 
     def evaluate(self, achieved, desired, tensordict):
-        """Return the reward of the goals, and a hundredth of the stored one."""
+        """Return the reward of the goals plus a hundredth of the stored reward."""
         (reward,) = super().evaluate(achieved, desired, tensordict)
         return [reward.reshape(-1) + tensordict["next", "reward"].reshape(-1) / 100]
 
@@ -68,7 +68,7 @@ def filled(make, storage):
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("kind", [PackedStorage, OwningStorage])
-def test_a_marked_sample_becomes_what_an_unmarked_one_becomes_and_the_storage_stays_as_it_is(make, kind):
+def test_marked_and_unmarked_samples_have_the_same_result_and_the_storage_is_unchanged(make, kind):
     rb = filled(make, kind(200))
     her, before = rb.transform[0], rb.storage[:].clone()
     for seed in range(20):
@@ -90,7 +90,7 @@ def test_a_marked_sample_becomes_what_an_unmarked_one_becomes_and_the_storage_st
     assert (rb.storage[:] == before).all()
 
 
-def test_samples_of_packed_storage_are_marked_and_views_of_it_are_not():
+def test_samples_of_packed_storage_are_marked_but_views_are_not():
     storage = PackedStorage(20)
     storage.set(range(10), TensorDict({"a": torch.arange(10)}, [10]))
     assert owned_entries(storage.get(torch.tensor([3, 4])))
@@ -102,14 +102,14 @@ def test_samples_of_packed_storage_are_marked_and_views_of_it_are_not():
     "derive",
     [TensorDict.copy, TensorDict.clone, copy.deepcopy, lambda sample: sample[:2], lambda sample: sample.exclude("a")],
 )
-def test_what_is_made_of_a_marked_sample_is_not_marked(derive):
+def test_copies_of_a_marked_sample_are_not_marked(derive):
     sample = mark_as_owned(TensorDict({"a": torch.arange(4), "b": torch.arange(4)}, [4]))
     assert not owned_entries(derive(sample))
 
 
 @pytest.mark.parametrize("sample", [torch.zeros(3), {"a": torch.zeros(3)}])
-def test_what_is_not_a_tensordict_cannot_be_marked(sample):
-    with pytest.raises(TypeError, match=r"is a TensorDict, got a (Tensor|dict)"):
+def test_only_tensordicts_can_be_marked(sample):
+    with pytest.raises(TypeError, match=r"Only TensorDicts can be marked, got a (Tensor|dict)"):
         mark_as_owned(sample)
 
 
@@ -133,7 +133,7 @@ def test_a_sample_that_becomes_a_storage_is_not_written_into(derive):
     assert (data == before).all()
 
 
-def test_what_a_collate_function_sets_is_not_written_into():
+def test_entries_set_by_a_collate_function_are_not_written_into():
     goal = torch.full((64, 3), 7.0)
     rb = TensorDictReplayBuffer(
         storage=PackedStorage(200),
@@ -146,7 +146,7 @@ def test_what_a_collate_function_sets_is_not_written_into():
     assert (goal == 7.0).all()
 
 
-def test_an_entry_that_is_set_to_another_entry_of_the_sample_leaves_that_as_it_is():
+def test_an_entry_that_another_key_shares_is_not_written_into():
     rb = filled(make_transform, PackedStorage(200))
     sample = rb.storage.get(torch.arange(64))
     outcomes = sample["next", "achieved_goal"].clone()
@@ -155,7 +155,7 @@ def test_an_entry_that_is_set_to_another_entry_of_the_sample_leaves_that_as_it_i
     assert (sample["next", "achieved_goal"] == outcomes).all()
 
 
-def test_goals_that_adopted_data_lack_are_created_in_marked_samples_too():
+def test_missing_goals_of_adopted_data_are_also_created_in_marked_samples():
     arrays = {
         "observation": torch.arange(10.0).view(10, 1),
         "next": {"observation": torch.arange(1.0, 11.0).view(10, 1)},
@@ -172,7 +172,7 @@ def test_goals_that_adopted_data_lack_are_created_in_marked_samples_too():
 
 
 class SetsAConstant(Transform):
-    """Replaces goals by a tensor of its own."""
+    """Replaces the goals by its own tensor."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ def test_an_entry_that_an_earlier_transform_has_set_is_not_written_into():
 
 
 @pytest.mark.parametrize("before", [CompactGoals, lambda: MultiStepTransform(3, 0.9)])
-def test_behind_another_transform_the_storage_stays_as_it_is(before):
+def test_behind_another_transform_the_storage_is_unchanged(before):
     rb = ReplayBuffer(storage=PackedStorage(200, ndim=2), transform=Compose(before(), make_transform()), batch_size=64)
     rb.extend(make_serial(0, 1).rollout(60, break_when_any_done=False))
     stored = rb.storage[:].clone()

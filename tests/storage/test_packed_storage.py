@@ -1,4 +1,4 @@
-"""PackedStorage holds what a plain Python list would hold, and is read and written as TorchRL's storages are."""
+"""PackedStorage keeps the transitions of a plain Python list, and behaves like TorchRL's storages."""
 
 import copy
 import gc
@@ -43,7 +43,7 @@ def test_it_holds_the_newest_transitions_bit_for_bit(entries, size, writes):
         assert bits(batch) == [held[row] for row in info["index"].tolist()]
 
 
-# As TorchRL's storage: each function works on a buffer over one of the storages, and yields what must be identical
+# As in TorchRL's storage: each function uses a buffer over one of the storages, and yields values to compare
 
 
 def samples(rb):
@@ -75,7 +75,7 @@ def highest_ranks(rb):
 
 
 def ranks_of_both_writes(rb):
-    """``TensorDictMaxValueWriter`` adds the index in `add` only; the buffer adds it to what was extended."""
+    """``TensorDictMaxValueWriter`` adds the index only in `add`; the buffer adds it in `extend`."""
     data = make_transitions(10)
     rb.extend(data)
     rb.add(make_transitions(1, 40)[0])
@@ -151,13 +151,13 @@ AS_TORCHRLS = [
 
 
 @pytest.mark.parametrize(("use", "options"), AS_TORCHRLS)
-def test_it_is_used_as_torchrls_storage(use, options):
+def test_it_behaves_like_torchrls_storage(use, options):
     lazy, packed = both_storages(**options)
     for expected, found in zip(use(lazy), use(packed), strict=True):
         assert identical(expected, found)
 
 
-def test_prioritized_samples_look_as_those_of_torchrls_storage():  # whose sampler has a generator of its own
+def test_prioritized_samples_have_the_form_of_torchrls_storage():  # the sampler has its own generator
     both = both_storages(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5)
     lazy, packed = (next(samples(rb)) for rb in both)
     assert kinds(lazy) == kinds(packed)
@@ -167,8 +167,8 @@ def test_prioritized_samples_look_as_those_of_torchrls_storage():  # whose sampl
 @pytest.mark.filterwarnings("ignore:Using `add.*with a TensorDict that has batch_size")
 @pytest.mark.parametrize("write", ["extend", "add"])
 @pytest.mark.parametrize("ndim", [2, 3])
-def test_lanes_and_time_are_dimensions_of_their_own(ndim, write):
-    """Lanes that do not divide the size make it larger, as in TorchRL's storage."""
+def test_lanes_and_time_are_separate_dimensions(ndim, write):
+    """As in TorchRL's storage, the size is rounded up to a multiple of the number of lanes."""
     lazy, packed = both_storages(ReplayBuffer, ndim=ndim)
     for number in range(0, 90, 18):
         for rb in (lazy, packed):
@@ -183,7 +183,7 @@ def test_lanes_and_time_are_dimensions_of_their_own(ndim, write):
 
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("count", [12, 24])
-def test_every_index_reads_what_it_reads_in_torchrls_storage(ndim, count):
+def test_every_index_reads_as_in_torchrls_storage(ndim, count):
     lazy, packed = (storage(20, ndim=ndim) for storage in (LazyTensorStorage, PackedStorage))
     data = make_transitions(count).reshape(-1, *(2,) * (ndim - 1))
     for storage in (lazy, packed):
@@ -213,7 +213,7 @@ def test_every_index_reads_what_it_reads_in_torchrls_storage(ndim, count):
     [3, -1, slice(2, 5), [0, 3], torch.tensor([4, 1]), torch.tensor([-1, 2]), torch.arange(20) % 3 == 0, slice(None)],
     ids=str,
 )
-def test_every_index_writes_what_it_writes_in_torchrls_storage(index):
+def test_every_index_writes_as_in_torchrls_storage(index):
     lazy, packed = (storage(20) for storage in (LazyTensorStorage, PackedStorage))
     for storage in (lazy, packed):
         storage.set(range(20), make_transitions(20))
@@ -234,7 +234,7 @@ ONE, TWO = torch.tensor([1, 0]), torch.tensor([2, 1])
     ],
     ids=str,
 )
-def test_an_index_of_several_dimensions_writes_what_it_writes_in_torchrls_storage(ndim, index, through):
+def test_an_index_of_several_dimensions_writes_as_in_torchrls_storage(ndim, index, through):
     both = both_storages(ReplayBuffer, ndim=ndim)
     shape = {2: {"buffer": (3, 6), "storage": (7, 3)}, 3: {"buffer": (3, 2, 3), "storage": (4, 2, 3)}}[ndim][through]
     for rb in both:
@@ -255,7 +255,7 @@ def test_an_entry_that_is_replaced_in_all_rows_is_refused(key):
         rb[key] = torch.zeros(13, 1)
 
 
-def test_reading_from_an_empty_storage_is_the_error_that_it_is_in_torchrl():
+def test_reading_from_an_empty_storage_is_the_same_error_as_in_torchrl():
     for storage in (LazyTensorStorage(10), PackedStorage(10)):
         with pytest.raises(RuntimeError, match="non-initialized"):
             storage[0]
@@ -267,7 +267,7 @@ def test_reading_from_an_empty_storage_is_the_error_that_it_is_in_torchrl():
 
 
 @pytest.mark.parametrize("change", ["neg_", "zero_", "set"])
-def test_what_is_read_can_be_changed_and_the_store_stays_as_it_is(change):
+def test_changing_a_sample_does_not_change_the_storage(change):
     rb = packed_buffer(kind=TensorDictReplayBuffer)
     rb.extend(make_transitions(20, entries=[("observation", torch.float32, (5,)), ("flag", torch.bool, (1,))]))
     before = bits(rb.storage[:])
@@ -295,7 +295,7 @@ def test_a_transform_that_adds_entries_comes_before_the_first_write():
         rb.extend(data.clone())
 
 
-def test_gradients_do_not_reach_the_store():
+def test_gradients_do_not_reach_the_storage():
     storage = PackedStorage(10)
     data = TensorDict({"a": torch.rand(4, 2, requires_grad=True) * 2}, [4])
     for cursor in (torch.arange(4), slice(0, 4)):
@@ -304,8 +304,8 @@ def test_gradients_do_not_reach_the_store():
 
 
 @pytest.mark.parametrize("cursor", [3, torch.tensor([3]), slice(3, 4)], ids=str)
-def test_a_write_invalidates_the_episode_ends_that_samplers_remember(cursor):
-    """They compare a number of the storage's contents, which is private to TorchRL."""
+def test_a_write_invalidates_the_episode_ends_in_the_caches_of_samplers(cursor):
+    """Samplers compare a version number of the storage, which is private to TorchRL."""
     storage = PackedStorage(20)
     storage.set(range(10), make_transitions(10))
     before = storage._mutation_revision
@@ -313,7 +313,7 @@ def test_a_write_invalidates_the_episode_ends_that_samplers_remember(cursor):
     assert storage._mutation_revision > before
 
 
-def test_conditional_updates_reach_the_store():
+def test_conditional_updates_reach_the_storage():
     writer = partial(TensorDictRoundRobinWriter, track_generations=True)
     rb = TensorDictReplayBuffer(storage=PackedStorage(20), batch_size=8, writer=writer)
     rb.extend(make_transitions(10))
@@ -329,7 +329,7 @@ def test_conditional_updates_reach_the_store():
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize(("on_disk", "shared_init"), [(False, False), (True, False), (False, True)])
-def test_a_copy_and_its_original_go_on_apart(how, on_disk, shared_init, tmp_path):
+def test_a_copy_and_its_original_are_independent(how, on_disk, shared_init, tmp_path):
     rb = packed_buffer(scratch_dir=tmp_path if on_disk else None, shared_init=shared_init)
     if shared_init:
         how(rb).extend(make_transitions(12, 70))
@@ -344,20 +344,20 @@ def test_a_copy_and_its_original_go_on_apart(how, on_disk, shared_init, tmp_path
     assert twin.storage[12]["uid"] == 50
 
 
-def test_a_pickle_holds_the_rows_once():
+def test_a_pickle_contains_the_rows_once():
     storage = PackedStorage(10_000)
     storage.set(range(10), make_transitions(10))
     row = sum(value[0].numel() * value.dtype.itemsize for value in make_transitions(1).values(True, True))
     assert len(pickle.dumps(storage)) < 1.2 * 10_000 * row + 20_000
 
 
-def test_rows_are_in_the_file_that_is_named(tmp_path):
+def test_rows_are_in_the_named_file(tmp_path):
     storage = PackedStorage(1000, scratch_dir=tmp_path / "new" / "rows")
     storage.set(torch.arange(5), make_transitions(5, 2**40))
     content = next((tmp_path / "new" / "rows").iterdir()).read_bytes()
     assert all(np.int64(2**40 + row).tobytes() in content for row in range(5))
     assert len(content) % 1000 == 0
-    with pytest.raises(FileExistsError, match="holds the rows of another storage"):
+    with pytest.raises(FileExistsError, match="already contains the rows of another storage"):
         PackedStorage(1000, scratch_dir=tmp_path / "new" / "rows").set(torch.arange(5), make_transitions(5))
     with pytest.raises(ValueError, match="leave out device='meta' or scratch_dir"):
         PackedStorage(10, device="meta", scratch_dir=tmp_path)
@@ -429,7 +429,7 @@ def test_reading_compiles_in_one_piece(ndim):
 
 
 @pytest.mark.parametrize("compilable", [False, True])
-def test_a_buffer_that_is_compiled_samples_what_is_stored(compilable):
+def test_a_compiled_buffer_samples_stored_transitions(compilable):
     rb = TensorDictReplayBuffer(storage=PackedStorage(40, compilable=compilable), batch_size=8, compilable=compilable)
     sample = torch.compile(rb.sample, backend="eager")
     written = []
@@ -450,7 +450,7 @@ def test_a_buffer_that_is_compiled_samples_what_is_stored(compilable):
 class TestCuda:
     @pytest.mark.parametrize("written_from", ["cpu", "cuda"])
     @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto"])
-    def test_rows_are_on_the_device_and_samples_are_those_of_the_host(self, device, written_from):
+    def test_rows_are_on_the_device_and_samples_equal_those_of_the_host(self, device, written_from):
         rb = packed_buffer(kind=TensorDictReplayBuffer, device=device)
         written = []
         for number in (0, 15):
@@ -464,7 +464,7 @@ class TestCuda:
         assert (batch["uid"] % 20 == batch["index"]).all()
 
     @pytest.mark.parametrize("index", [-1, [0, -2], torch.tensor([-1, 3]), slice(2, 5)], ids=str)
-    def test_every_index_reads_what_it_reads_on_the_host(self, index):
+    def test_every_index_reads_as_on_the_host(self, index):
         rb, on_host = packed_buffer(device="cuda"), packed_buffer()
         for each in (rb, on_host):
             each.extend(make_transitions(15))
@@ -478,7 +478,7 @@ class TestCuda:
         torch.cuda.synchronize()
         return storage, index
 
-    def test_sampling_waits_for_nothing(self, storage_and_index):
+    def test_sampling_does_not_wait_for_the_device(self, storage_and_index):
         storage, index = storage_and_index
         torch.cuda.set_sync_debug_mode("error")
         try:

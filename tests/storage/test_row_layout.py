@@ -1,4 +1,4 @@
-"""How transitions are laid out in rows: which are accepted, and what is read back."""
+"""The layout of transitions in rows: accepted transitions, and the values that are read back."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from support.rows import ENTRIES, bits, both_storages, make_transitions, packed_
 from torchrl_her import PackedStorage
 
 
-def test_rows_are_as_long_as_their_entries_need():
+def test_rows_are_no_longer_than_their_entries_need():
     entries = [("a", torch.float32, (25,)), ("b", torch.bool, (1,)), ("c", torch.int64, ()), ("d", torch.bool, (2,))]
     storage = PackedStorage(10)
     storage.set(range(3), make_transitions(3, entries=entries))
@@ -44,14 +44,14 @@ def test_entries_of_a_sample_share_nothing():
 
 
 def test_eight_bit_floats_are_stored():
-    """TorchRL's checkpoints, and much of PyTorch, do not support them."""
+    """TorchRL's checkpoints and much of PyTorch do not support them."""
     rb, data = packed_buffer(), make_transitions(20, entries=[("byte", torch.float8_e4m3fn, (3,))])
     rb.extend(data)
     batch, info = rb.sample(return_info=True)
     assert torch.equal(batch["byte"].float().nan_to_num(), data["byte"][info["index"]].float().nan_to_num())
 
 
-def test_the_order_of_the_keys_is_that_of_the_first_write():
+def test_keys_have_the_order_of_the_first_write():
     rb, data = packed_buffer(), make_transitions(4)
     rb.extend(data)
     rb.extend(data.select(*reversed(list(data.keys(True, True)))))
@@ -67,7 +67,7 @@ def test_a_lazy_stack_and_a_list_are_written_as_their_transitions(form, kind):
     assert bits(rb[:].select(*data.keys(True, True))) == bits(data)
 
 
-def test_strided_expanded_and_conjugate_tensors_are_written_as_they_look():
+def test_strided_expanded_and_conjugate_tensors_are_written_by_value():
     wide = torch.arange(24.0).reshape(4, 6)
     data = TensorDict(
         {
@@ -83,9 +83,9 @@ def test_strided_expanded_and_conjugate_tensors_are_written_as_they_look():
     assert (storage[:] == data).all()
 
 
-# What does not fit
+# Entries that do not fit
 
-MISFITS = {  # other entries than before: set, or left out where None; and the message
+MISFITS = {  # key, new value (None to remove the entry), and message
     "missing": ("observation", None, "'observation' is missing"),
     "missing, nested": (("next", "deep"), None, "'next', 'deep', 'half'.* is missing"),
     "new": ("loc", torch.zeros(4, 1), "'loc' is new"),
@@ -102,7 +102,7 @@ MISFITS = {  # other entries than before: set, or left out where None; and the m
 @pytest.mark.parametrize("write", ["extend", "add", "rb[i]"])
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_what_does_not_fit_is_refused_and_leaves_the_buffer_as_it_was(misfit, kind, write):
+def test_entries_that_do_not_fit_are_refused_and_change_nothing(misfit, kind, write):
     key, value, message = MISFITS[misfit]
     rb, twin = packed_buffer(kind=kind), packed_buffer(kind=kind)
     for each in (rb, twin):
@@ -137,7 +137,7 @@ RAGGED = lazy_stack([TensorDict({"a": torch.zeros(length)}) for length in (1, 2,
 FIRST = {
     "text": (three(a=torch.zeros(3), text=TEXT), "'text' is a NonTensorData"),
     "nested text": (three(next={"text": TEXT}), r"\('next', 'text'\) is a"),
-    "ragged": (RAGGED, "store tensors of one shape each, and 'a' has several"),
+    "ragged": (RAGGED, "store tensors of one shape each, but 'a' has several"),
     "jagged": (three(a=JAGGED), "'a' is a NestedTensor"),
     "nothing": (three(), "a tensordict without entries"),
     "a tensor": (torch.zeros(3, 2), "stores TensorDicts and tensorclasses, got a Tensor: put tensors into"),
@@ -145,7 +145,7 @@ FIRST = {
 }
 
 
-def test_a_tensorclass_inside_comes_back_as_one():
+def test_a_nested_tensorclass_is_returned_as_one():
     data, rb = three(next={"state": STATE}), packed_buffer()
     rb.extend(data)
     assert type(rb[:]["next", "state"]) is type(rb[[1, 2]]["next", "state"]) is type(STATE)
@@ -153,7 +153,7 @@ def test_a_tensorclass_inside_comes_back_as_one():
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_a_first_write_that_cannot_be_packed_is_refused_and_another_can_follow(first):
+def test_a_first_write_that_cannot_be_packed_is_refused_and_another_write_can_follow(first):
     data, message = FIRST[first]
     rb = packed_buffer()
     check_refused(rb, lambda: rb.extend(data), (TypeError, ValueError), message)

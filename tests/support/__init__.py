@@ -1,1 +1,1 @@
-"""What the tests share: goals, streams of transitions, oracles, the tape environment, and factories."""
+"""Shared parts of the tests: goals, streams of transitions, oracles, the tape environment, and factories."""

@@ -1,6 +1,7 @@
-"""Whether what a buffer samples agrees with a preset: the joint distribution of step, member and all goals.
+"""Compares samples of a buffer with a preset, by the joint distribution of step, member and all goals.
 
-Goals are ``(episode, state)``: the outcome of a step is the next state, and each episode is asked for its state -1.
+Goals are ``(episode, state)``: the outcome of a step is the next state, and the desired goal of each episode is its
+state -1.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 U = TypeVar("U")
 
-LEVEL = 1e-3  # of every test
+LEVEL = 1e-3  # significance level of every test
 POWER = 0.99
-FEWEST = 5.0  # expected draws in a cell
-MEMBERS = 10  # there are fewer
+FEWEST = 5.0  # fewest expected draws in a cell
+MEMBERS = 10  # more than any mixture has
 
 
 # Expected outcomes
 
 
 class Outcome(NamedTuple):
-    """What is drawn for a transition: the member, -1 if it is not relabelled, and the goals under all keys."""
+    """The draw for a transition: the member, or -1 if it is not relabelled, and the goals under all keys."""
 
     place: Place
     member: int
@@ -41,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 def joint(preset: Preset, lengths: Lengths, places: Mapping[Place, float]) -> dict[Outcome, float]:
-    """The probability of each outcome, given the probability of each transition."""
+    """Return the probability of each outcome, given the probability of each transition."""
     found: dict[Outcome, float] = {}
     for place, of_place in places.items():
         if preset.her_ratio < 1:
@@ -54,7 +55,7 @@ def joint(preset: Preset, lengths: Lengths, places: Mapping[Place, float]) -> di
 
 
 def _drawn(preset: Preset, place: Place, lengths: Lengths) -> list[tuple[tuple[int, tuple[Place, ...]], float]]:
-    """The member and the goals with their probabilities."""
+    """Return pairs of a member and goals with their probabilities."""
     drawn: list[tuple[tuple[int, tuple[Place, ...]], float]] = [
         ((member, (goal,)), probability * p)
         for member, (rule, probability) in enumerate(preset.desired)
@@ -86,7 +87,7 @@ def _independent(
 def _of_one_number(
     one: Sequence[tuple[T, float]], other: Sequence[tuple[U, float]]
 ) -> Iterator[tuple[tuple[T, U], float]]:
-    """Both are selected by the same number in [0, 1)."""
+    """Yield the pairs if both are selected by the same number in [0, 1)."""
     ends = [np.cumsum([p for _, p in table])[:-1] for table in (one, other)]
     bounds = [0.0, *np.unique(np.concatenate(ends)), 1.0]
     for low, high in itertools.pairwise(bounds):
@@ -98,7 +99,7 @@ def _of_one_number(
 
 
 def outcomes_of(batch: TensorDictBase, preset: Preset, width: int) -> Ints:
-    """The outcomes of a sample: the `number` of each transition, its member and its goals, ``[2 + goals, batch]``."""
+    """Return the `number` of each sampled transition, its member and its goals, ``[2 + goals, batch]``."""
     relabelled = batch[RELABELLED][:, 0].numpy()
     member = batch["hindsight", "member"][:, 0].numpy() if len(preset.desired) > 1 else np.where(relabelled, 0, -1)
     episode, step = batch["achieved_goal"].long().numpy().T
@@ -110,29 +111,29 @@ def outcomes_of(batch: TensorDictBase, preset: Preset, width: int) -> Ints:
 
 
 def number(episode: Any, step: Any, width: int) -> Any:
-    """The number of a step, or of DESIRED."""
+    """Return the number of a step, or of DESIRED."""
     return episode * width + step - DESIRED
 
 
 def width_of(lengths: Lengths) -> int:
-    """The numbers that each episode takes."""
+    """Return how many numbers each episode takes."""
     return max(lengths.values()) - DESIRED
 
 
 class Agreement:
     """Counts outcomes, and compares them with the distribution of a preset.
 
-    Transitions have the probabilities ``places``. If these were estimated from the draws, ``estimated`` is True.
+    ``places`` are the probabilities of transitions. ``estimated`` says whether they were estimated from the draws.
     """
 
     def __init__(self, preset: Preset, lengths: Lengths, places: Mapping[Place, float], estimated: bool = False):
         self.preset, self.lengths, self.places = preset, lengths, places
         self.constraints = len(places) if estimated else 1
         self.width = width_of(lengths)
-        self.base = (max(lengths) + 1) * self.width  # of the code of an outcome, above all numbers
+        self.base = (max(lengths) + 1) * self.width  # for the code of an outcome, above all numbers
         self.codes, self.probabilities = self.distribution(preset)
         self.counts = np.zeros(len(self.codes), dtype=np.int64)
-        self.impossible = 0  # outcomes that cannot be drawn
+        self.impossible = 0  # outcomes that are impossible under the preset
 
     def count(self, outcomes: Ints) -> None:
         cell, possible = self._find(self._encode(outcomes))
@@ -140,7 +141,7 @@ class Agreement:
         self.impossible += int((~possible).sum())
 
     def p_value(self) -> float:
-        """Pearson's chi-square test; 0 if something was drawn that cannot be."""
+        """Return the p-value of Pearson's chi-square test, or 0 if an impossible outcome was drawn."""
         if self.impossible:
             return 0.0
         total = self.counts.sum()
@@ -149,10 +150,10 @@ class Agreement:
         return float(stats.chisquare(observed, expected, ddof=self.constraints - 1, sum_check=False).pvalue)
 
     def power(self, wrong: Preset, count: int) -> float:
-        """The probability that the test rejects the wrong preset, from so many draws.
+        """Return the probability that the test rejects a wrong preset with ``count`` draws.
 
-        The statistic has nearly a normal distribution, since there are many cells. A noncentral chi-square distribution
-        would be wrong: it is for small differences. What only the wrong preset draws is a reason of its own to reject.
+        The statistic is nearly normal, because there are many cells. A noncentral chi-square distribution would only
+        fit small differences. Outcomes that only the wrong preset draws also lead to a rejection.
         """
         codes, drawn = self.distribution(wrong)
         cell, possible = self._find(codes)
@@ -170,7 +171,7 @@ class Agreement:
         return float(max(by_statistic, by_impossible))
 
     def distribution(self, preset: Preset) -> tuple[Ints, Floats]:
-        """The codes of all outcomes, sorted, and their probabilities."""
+        """Return the sorted codes of all outcomes, and their probabilities."""
         outcomes = joint(preset, self.lengths, self.places)
         flat = np.array([(*place, *itertools.chain.from_iterable(goals)) for place, _, goals in outcomes])
         place, *goals = number(flat[:, ::2], flat[:, 1::2], self.width).T
@@ -187,15 +188,15 @@ class Agreement:
         return codes
 
     def _find(self, codes: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """The cell of each code, and whether there is one."""
+        """Return the cell of each code, and whether it has one."""
         cell = np.searchsorted(self.codes, codes).clip(max=len(self.codes) - 1)
         return cell, self.codes[cell] == codes
 
 
 def merged(expected: Floats) -> Ints:
-    """Which cell each cell is merged into, so that FEWEST draws or more are expected in all."""
+    """Return the merged cell of each cell, so that at least FEWEST draws are expected in all."""
     rare = expected < FEWEST
-    # Rare cells are grouped, between FEWEST and 3 * FEWEST draws each; what is left joins the group or cell before it.
+    # Rare cells are grouped, between FEWEST and 3 * FEWEST draws each; the rest joins the previous group or cell.
     group = np.floor(np.cumsum(expected * rare) / (2 * FEWEST))
     cell = np.where(rare, -group - 1, np.arange(len(expected)))
     rest = cell == cell.min()
@@ -208,13 +209,13 @@ def merged(expected: Floats) -> Ints:
 
 
 def evenly_on(lengths: Lengths) -> dict[Place, float]:
-    """All transitions with the same probability."""
+    """Return the same probability for all transitions."""
     total = sum(lengths.values())
     return {(episode, step): 1 / total for episode, length in lengths.items() for step in range(length)}
 
 
 def frequencies(places: Ints, width: int) -> dict[Place, float]:
-    """How often transitions occur, given their numbers."""
+    """Return the frequencies of transitions, given their numbers."""
     values, counts = np.unique(places, return_counts=True)
     return {
         (number // width, number % width + DESIRED): count / len(places)
@@ -223,7 +224,7 @@ def frequencies(places: Ints, width: int) -> dict[Place, float]:
 
 
 def check_consistent(batch: TensorDictBase, preset: Preset) -> None:
-    """Check the entries of transitions ``[batch]`` against each other: extra goals, and steps to the goal."""
+    """Check that the entries of transitions ``[batch]`` agree: extra goals, and steps to the goal."""
     relabelled = batch[RELABELLED]
     for key in preset.keys:
         assert torch.equal(batch[key], batch["next", key]), key

@@ -21,9 +21,9 @@ GOAL_STEP = ("hindsight", "goal_step")
 
 
 class AugmentationOracle(RunningEpisodes):
-    """What is held back, as lists of transitions, and what has to be written when.
+    """Keeps unwritten transitions as lists, and determines when they are written.
 
-    An episode that is taken for ended and goes on all the same is two: so these are parts of the true episodes.
+    The lists are parts of true episodes: an episode that continues after it was taken for ended has two parts.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class AugmentationOracle(RunningEpisodes):
     ):
         super().__init__(patience)
         self.strategy, self.copies, self.max_episode_steps = strategy, copies, max_episode_steps
-        self.running: dict[int, list[Transition]] = {}  # by true episode
+        self.running: dict[int, list[Transition]] = {}  # true episode -> its unwritten part
         self.due: list[list[Transition]] = []
-        self.goals: set[Goal] = set()  # of all parts that ended
+        self.goals: set[Goal] = set()  # achieved in all parts that have ended
 
     def write(self, rows: Sequence[Transition]) -> list[list[Transition]]:
-        """Return the parts of episodes that are due when these transitions have been written.
+        """Return the parts of episodes that are due after this write.
 
-        After a write of one transition, nothing is: it could be ``rb.add``, which stores one.
+        After a write of one transition, no part is due: it could be ``rb.add``, which stores only one transition.
         """
         super().write(rows)
         due, self.due = ([], self.due) if len(rows) == 1 else (self.due, [])
@@ -52,7 +52,7 @@ class AugmentationOracle(RunningEpisodes):
 
     @property
     def held_back(self) -> int:
-        """How many transitions are not written yet."""
+        """The number of transitions that are not written yet."""
         return sum(map(len, [*self.running.values(), *self.due]))
 
     def _ends_with(self, row: Transition) -> bool:
@@ -68,12 +68,12 @@ class AugmentationOracle(RunningEpisodes):
         self.waits_since.pop(episode, None)
 
     def check(self, due: list[list[Transition]], written: TensorDictBase) -> None:
-        """Check the transitions of one write: those that were due, as they were and in copies."""
+        """Check that one write stores the transitions that were due, unchanged and in copies."""
         place = {row.uid: (part, step) for part in due for step, row in enumerate(part)}
         seen: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         for row in as_dicts(written, [*ENTRIES, RELABELLED, GOAL_STEP]):
             is_copy, goal_step = row.pop(RELABELLED), row.pop(GOAL_STEP)
-            part, step = place[row["uid"]]  # KeyError: it was not due
+            part, step = place[row["uid"]]  # a KeyError means that it was not due
             seen[is_copy][row["uid"]] += 1
             if is_copy:
                 self._check_copy(row, part, step, goal_step)
@@ -115,21 +115,21 @@ def run(
         assert len(rb) == before + len(index)
         due = oracle.write(chunk)
         assert hindsight.held_back == oracle.held_back
-        assert len(index) or not due, "what is due is not written"
+        assert len(index) or not due, "transitions that are due are not written"
         if len(index):
             oracle.check(due, rb.storage[index])
 
     for number, chunk in enumerate(itertools.chain.from_iterable(chunks(lanes, stream.layout) for lanes in stream)):
         data = make_tensordict(chunk, stream.with_ids)
         extend(data, chunk)
-        data.apply_(lambda value: value.fill_(1))  # a collector goes on to use its memory
+        data.apply_(lambda value: value.fill_(1))  # a collector reuses its memory
         if number in flushes:
             oracle.flush()
             extend(hindsight.flush(), [])
 
 
 def check_draws() -> None:
-    """Check that goals are uniform over the steps that a strategy allows (of one step in 20)."""
+    """Check that goals are uniform over the steps that a strategy allows, for one step in 20."""
     stream = Stream(1, ((20, "truncated"),), chunk=20, writes=1, layout="flat with ids")
     ((rows,),) = stream
     torch.manual_seed(0)

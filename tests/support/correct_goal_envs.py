@@ -1,4 +1,4 @@
-"""Goal environments that are correct, and easily mistaken for wrong ones."""
+"""Correct goal environments that look faulty."""
 
 import numpy as np
 from gymnasium.spaces import Box, Dict, Text
@@ -24,7 +24,7 @@ class Coasting(Reach):
 
 
 class Putt(Reach):
-    """The first action hits a ball, which rolls out."""
+    """The first action hits a ball, which then slows down."""
 
     longest = 10
 
@@ -40,7 +40,7 @@ class Putt(Reach):
 
 
 class Directions(Reach):
-    """Goals are unit vectors, and the reward their product."""
+    """Goals are unit vectors, and the reward is their scalar product."""
 
     def observe(self):
         goals = {"achieved_goal": self.position, "desired_goal": self.goal}

@@ -1,4 +1,4 @@
-"""Data sets that exist already, and buffers over them."""
+"""Data sets to adopt, and buffers over them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REWARD = ("next", "reward")
 
 
 def data_of(stream: Stream, ndim: int = 1) -> TensorDictBase:
-    """All that a stream writes: ``[N]`` in the order of writing, ``[lanes, T]`` or ``[2, lanes / 2, T]``."""
+    """Return all transitions of a stream: ``[N]`` in the order of writing, ``[lanes, T]`` or ``[2, lanes / 2, T]``."""
     writes = list(stream)
     if ndim == 1:
         rows = [row for lanes in writes for part in chunks(lanes, stream.layout) for row in part]
@@ -33,7 +33,7 @@ def data_of(stream: Stream, ndim: int = 1) -> TensorDictBase:
 
 
 def oracle_of(stream: Stream) -> Oracle:
-    """The oracle after all writes, when all episodes have ended. Adopting publishes each of them once."""
+    """Return the oracle after all writes, when all episodes have ended. Adopting publishes each of them once."""
     oracle = Oracle(replace(stream, capacity=10**6))
     for lanes in stream:
         for rows in chunks(lanes, stream.layout):
@@ -43,7 +43,7 @@ def oracle_of(stream: Stream) -> Oracle:
 
 
 def adopting_buffer(data: TensorDictBase, transform: HERTransform, **options: Any) -> ReplayBuffer:
-    """A buffer over the memory of a data set ``[*batch]``, which its transform adopts: ``[N]``."""
+    """Return a buffer over the memory of a data set ``[*batch]``, which its transform has adopted."""
     storage = TensorStorage(transform.adopt(data).reshape(-1))
     return TensorDictReplayBuffer(storage=storage, transform=transform, **({"batch_size": 64} | options))
 
@@ -51,7 +51,7 @@ def adopting_buffer(data: TensorDictBase, transform: HERTransform, **options: An
 def copying_buffer(
     data: TensorDictBase, transform: HERTransform, storage: Callable[[int], Any], **options: Any
 ) -> ReplayBuffer:
-    """A buffer with a storage of its own, which gets an adopted data set before the transform."""
+    """Return a buffer with a separate storage, to which an adopted data set is copied."""
     memory = storage(data.batch_size.numel())
     rb = TensorDictReplayBuffer(storage=memory, **({"batch_size": 64} | options))
     rb.extend(transform.adopt(data))
@@ -59,15 +59,15 @@ def copying_buffer(
 
 
 def make_hindsight(stream: Stream | None = None, **options: Any) -> Any:
-    """HERTransform for a stream, or one that relabels all transitions."""
+    """Return a HERTransform for a stream, or one that relabels all transitions."""
     return make_transform(stream, **({} if stream else {"her_ratio": 1.0}) | options)
 
 
-# OGBench's files
+# OGBench files
 
 
 def save_ogbench(path: Path, lengths: list[int], **more: Any) -> dict[str, Any]:
-    """Save a file in OGBench's layout, with trajectories of so many states, and return its arrays."""
+    """Save a file in OGBench's layout, with trajectories of ``lengths`` states, and return its arrays."""
     rng, count = np.random.default_rng(0), sum(lengths)
     arrays: dict[str, Any] = {
         "observations": rng.normal(size=(count, 4)).astype(np.float32),
@@ -82,7 +82,7 @@ def save_ogbench(path: Path, lengths: list[int], **more: Any) -> dict[str, Any]:
 
 
 def transitions_of(arrays: dict[str, np.ndarray]) -> list[dict[Any, Any]]:
-    """The transitions in the arrays of a file: (s0, a0, s1), (s1, a1, s2), ... of each trajectory."""
+    """Return the transitions in the arrays of a file: (s0, a0, s1), (s1, a1, s2), ... of each trajectory."""
     trajectories: list[list[int]] = [[]]
     for state, terminal in enumerate(arrays["terminals"]):
         trajectories[-1].append(state)
@@ -106,15 +106,15 @@ def transitions_of(arrays: dict[str, np.ndarray]) -> list[dict[Any, Any]]:
 
 
 def without_goals(data: TensorDictBase) -> TensorDict:
-    """The transitions without desired goals and rewards."""
+    """Return the transitions without desired goals and rewards."""
     return data.exclude("desired_goal", NEXT_DESIRED, REWARD)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    """The contents of all files of a folder."""
+    """Return the contents of all files of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def entries_of(data: TensorDictBase) -> dict[Any, torch.Tensor]:
-    """The entries of transitions, by key."""
+    """Return the entries of transitions by key."""
     return dict(data.items(include_nested=True, leaves_only=True))

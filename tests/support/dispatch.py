@@ -1,4 +1,4 @@
-"""What runs below the Python code: which operators, how large their results are, and whether the host would wait."""
+"""Observes PyTorch operators: which run, how large their results are, and whether the host would wait."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Waits(AssertionError):
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises `Waits` where the host would wait for a device.
+    """Raises `Waits` if the host would wait for a device.
 
-    It does for values, for shapes that depend on values (masks), and to make a tensor there of a Python number.
+    The host waits to read values, for shapes that depend on values (masks), and to copy a Python number to the device.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,7 +34,7 @@ class NoWaits(TorchDispatchMode):
 
 
 class Operations(TorchDispatchMode):
-    """Records in ``seen`` the operators that run, with the size of the largest tensor that each of them computes."""
+    """Records the operators that run in ``seen``, with the size of the largest tensor that each computes."""
 
     def __init__(self) -> None:
         super().__init__()

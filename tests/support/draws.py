@@ -1,7 +1,7 @@
-"""Which goals are drawn how often: the distributions of the strategies, and tests that tell them apart.
+"""The distributions of the strategies, and statistical tests that distinguish them.
 
-All strategies are uniform on a set of goals that depends on the transition, so the table ALLOWED is all that is taken
-from the design. Places are ``(episode, step)``, draws ``(episode, step, episode of the goal, step of the goal)``.
+All strategies are uniform over a set of goals that depends on the transition, so the table ALLOWED defines them. Places
+are ``(episode, step)``, draws ``(episode, step, episode of the goal, step of the goal)``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEVEL = 1e-3  # of every statistical test; the seeds are fixed
 POWER = 0.99
 RIGHT = ["future", "final", "episode", "random"]
 
-# Which goals the strategies, and wrong variants of them, choose from: (episode, step, lengths) -> [(episode, step)].
+# The goals that strategies, and wrong variants of them, choose from: (episode, step, lengths) -> [(episode, step)].
 ALLOWED: dict[str, Callable[[int, int, Sequence[int]], list[Place]]] = {
     "future": lambda e, t, lengths: [(e, j) for j in range(t, lengths[e])],
     "final": lambda e, t, lengths: [(e, lengths[e] - 1)],
@@ -39,14 +39,14 @@ ALLOWED: dict[str, Callable[[int, int, Sequence[int]], list[Place]]] = {
 
 
 def transitions(episode: int, first: int, last: int, length: int) -> TensorDict:
-    """The transitions of steps first to last - 1 of an episode with that many steps, ``[last - first]``."""
+    """Return the transitions of steps first to last - 1 of an episode of ``length`` steps, ``[last - first]``."""
     goals = torch.stack([torch.full((last - first + 1,), episode), torch.arange(first, last + 1)], dim=1).float()
     desired = torch.tensor([episode, -1.0])
     return make_episode(goals, desired, reward=reward_of(goals[1:], desired)[:, None], truncated=last == length)
 
 
 def make_buffer(strategy: Any, lengths: Iterable[int] = (), her_ratio: float = 1.0) -> TensorDictReplayBuffer:
-    """A buffer that holds whole episodes of these lengths."""
+    """Return a buffer with whole episodes of these lengths."""
     transform = make_transform(strategy=strategy, her_ratio=her_ratio, capacity=2000)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2000), transform=transform)
     for episode, length in enumerate(lengths):
@@ -55,7 +55,7 @@ def make_buffer(strategy: Any, lengths: Iterable[int] = (), her_ratio: float = 1
 
 
 def draw(rb: TensorDictReplayBuffer, count: int) -> list[Draw]:
-    """Sample transitions, and list those that are relabelled."""
+    """Sample transitions, and list the relabelled ones."""
     batch = rb.sample(count)
     relabelled = batch["hindsight", "relabelled"][:, 0]
     assert torch.equal(relabelled, batch["desired_goal"][:, 1] != -1)
@@ -65,7 +65,7 @@ def draw(rb: TensorDictReplayBuffer, count: int) -> list[Draw]:
 
 
 def distribution(name: str, lengths: Sequence[int]) -> dict[Draw, float]:
-    """The probability of each draw from a uniform sample."""
+    """Return the probability of each draw from a uniform sample."""
     places = [(e, t) for e, length in enumerate(lengths) for t in range(length)]
     drawn: dict[Draw, float] = {}
     for place in places:
@@ -75,7 +75,7 @@ def distribution(name: str, lengths: Sequence[int]) -> dict[Draw, float]:
 
 
 def p_value(draws: Sequence[Any], expected: dict[Any, float]) -> float:
-    """Pearson's chi-square test; 0 where something was drawn that cannot be."""
+    """Return the p-value of Pearson's chi-square test, or 0 if an impossible goal was drawn."""
     counts = Counter(draws)
     if counts.keys() - expected.keys():
         return 0.0
@@ -84,9 +84,9 @@ def p_value(draws: Sequence[Any], expected: dict[Any, float]) -> float:
 
 
 def power(expected: dict[Draw, float], wrong: dict[Draw, float], count: int) -> float:
-    """The probability that the chi-square test rejects the wrong distribution, from count draws.
+    """Return the probability that the chi-square test rejects the wrong distribution with ``count`` draws.
 
-    What is drawn and cannot be is left out of the statistic here: it only makes rejection surer.
+    Impossible draws are left out of the statistic, because they only make a rejection more likely.
     """
     distance = sum((wrong.get(cell, 0.0) - p) ** 2 / p for cell, p in expected.items())
     bound = stats.chi2.isf(LEVEL, len(expected) - 1)
@@ -94,7 +94,7 @@ def power(expected: dict[Draw, float], wrong: dict[Draw, float], count: int) -> 
 
 
 def draws_needed(name: str, lengths: Sequence[int]) -> int:
-    """So many draws that five or more are expected in each cell, and that all wrong variants are rejected."""
+    """Return the number of draws with which each cell expects at least five and all wrong variants are rejected."""
     expected = distribution(name, lengths)
     others = [wrong for wrong in (distribution(each, lengths) for each in ALLOWED) if wrong != expected]
     count = int(np.ceil(5 / min(expected.values())))

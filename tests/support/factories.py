@@ -1,4 +1,4 @@
-"""Transforms and buffers as the tests construct them, and checks of whole buffers that several test files need."""
+"""Transforms and buffers for the tests, and checks of whole buffers that several test files need."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ AnOracle = TypeVar("AnOracle")
 
 
 def make_transform(stream: Stream | None = None, reward: Any = None, **options: Any) -> Any:
-    """HERTransform with the settings of a stream, behind a MultiStepTransform where the stream has ``n`` steps.
+    """Return a HERTransform with the settings of a stream, after a MultiStepTransform if the stream has ``n`` steps.
 
-    Options are arguments of HERTransform, which override the stream's; ``compact=True`` puts CompactGoals before it.
-    By default, the reward is `support.goals.reward_of`, with terminations unless the stream says otherwise.
+    Options are arguments of HERTransform and override the stream's; ``compact=True`` places CompactGoals before it. By
+    default, the reward is `support.goals.reward_of`, with terminations unless the stream has none.
     """
     before: list[Transform] = []
     terminated_fn: Any = reached
@@ -46,7 +46,7 @@ def make_transform(stream: Stream | None = None, reward: Any = None, **options: 
 
 
 def make_augmentation(reward: Any = None, **options: Any) -> HindsightAugmentation:
-    """HindsightAugmentation, by default with the reward of all goals."""
+    """Return a HindsightAugmentation, by default with `support.goals.reward_of`."""
     return HindsightAugmentation(reward or GoalReward(reward_of, terminated_fn=reached), **options)
 
 
@@ -58,7 +58,7 @@ def make_buffer(
     hindsight: bool = True,
     **options: Any,
 ) -> ReplayBuffer:
-    """A buffer for a stream, which gives its size, by default its kind, its number of dimensions and its transform.
+    """Return a buffer for a stream, which determines size, dimensions and, by default, kind and transform.
 
     ``storage`` makes the storage from its number of rows; ``hindsight=False`` leaves out the transform.
     """
@@ -72,7 +72,7 @@ def make_buffer(
 
 
 def filled(make_oracle: Callable[[Stream], AnOracle], stream: Stream, **options: Any) -> tuple[Any, AnOracle]:
-    """A buffer that a whole stream was written into, and its oracle; options are those of `make_buffer`."""
+    """Return a buffer with a whole stream, and its oracle; options are those of `make_buffer`."""
     rb, oracle = make_buffer(stream, **options), make_oracle(stream)
     for lanes in stream:
         write(rb, lanes, stream.layout, oracle)
@@ -83,18 +83,18 @@ def filled(make_oracle: Callable[[Stream], AnOracle], stream: Stream, **options:
 
 
 def uids(tensordict: TensorDictBase) -> list[int]:
-    """Which transitions there are, sorted."""
+    """Return the sorted uids of transitions."""
     return sorted(tensordict["uid"].flatten().tolist())
 
 
 def seeded_sample(rb: ReplayBuffer, *arguments: Any, seed: int = 0) -> Any:
-    """A sample that is the same each time."""
+    """Return a sample with seeded draws."""
     torch.manual_seed(seed)
     return rb.sample(*arguments)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nested states are equal: types, keys, shapes, dtypes and values; NaN equals NaN."""
+    """Return whether nested states are equal: types, keys, shapes, dtypes and values; NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -116,15 +116,15 @@ def same(one: Any, other: Any) -> bool:
 
 def assert_same(before: TensorDictBase, after: TensorDictBase) -> None:
     """Check that two tensordicts have the same entries and values."""
-    assert set(before.keys(True)) == set(after.keys(True)), "which entries there are has changed"
-    assert (before == after).all(), "the entries have changed"
+    assert set(before.keys(True)) == set(after.keys(True)), "the set of entries has changed"
+    assert (before == after).all(), "the values of entries have changed"
 
 
 # Refused writes
 
 
 def state_of(rb: ReplayBuffer) -> dict[str, Any]:
-    """What a buffer holds and where it stands, transform included; memory that is not written to yet is left out."""
+    """Return the state of a buffer and its transform, without memory that is not written yet."""
     state = {part: value for part, value in rb.state_dict().items() if part != "_storage"}
     return copy.deepcopy(state | {"size": len(rb), "stored": rb.storage[:] if len(rb) else None})
 
@@ -146,19 +146,19 @@ def check_refused(
 
 
 def copied_by_state_dict(rb: Any, twin: Any, path: Path) -> Any:
-    """The twin, with the state dict of the buffer."""
+    """Return the twin, with the state dict of the buffer."""
     twin.load_state_dict(rb.state_dict())
     return twin
 
 
 def copied_by_dumps(rb: Any, twin: Any, path: Path) -> Any:
-    """The twin, with what the buffer saved."""
+    """Return the twin, loaded from a checkpoint of the buffer."""
     rb.dumps(path / "rb")
     twin.loads(path / "rb")
     return twin
 
 
-# From a buffer, another one that is empty, and a folder: how to get one with the state of the first.
+# Functions of a buffer, an empty twin and a folder, which return a buffer with the state of the first.
 WAYS_TO_COPY: dict[str, Callable[[Any, Any, Path], Any]] = {
     "state_dict": copied_by_state_dict,
     "dumps": copied_by_dumps,
@@ -168,7 +168,7 @@ WAYS_TO_COPY: dict[str, Callable[[Any, Any, Path], Any]] = {
 
 
 def start_processes_from_a_server() -> Iterator[None]:
-    """A fixture: processes are forked from one that has imported everything, and get what "spawn" gives them."""
+    """A fixture that forks processes from a server with all imports. They inherit as little as with "spawn"."""
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["support.tape", "torchrl.collectors", "torchrl_her", "torch._dynamo"])

@@ -1,4 +1,4 @@
-"""Goal environments: a correct one, and the same one with mistakes."""
+"""Goal environments: a correct one, and variants of it with mistakes."""
 
 import gymnasium
 import numpy as np
@@ -6,7 +6,7 @@ from gymnasium.spaces import Box, Dict
 
 
 class Reach(gymnasium.Env):
-    """A point in the square [-1, 1]² that moves by up to 0.2 in each direction. Correct."""
+    """Correct: a point in the square [-1, 1]² that moves by up to 0.2 in each direction."""
 
     threshold = 0.2
     dtype = np.float64
@@ -57,14 +57,14 @@ class Reach(gymnasium.Env):
 
 
 class Dense(Reach):
-    """The negative distance as reward. Correct."""
+    """Correct: the reward is the negative distance."""
 
     def compute_reward(self, achieved, desired, info):
         return -np.linalg.norm(achieved - desired, axis=-1)
 
 
 class EndsOnSuccess(Reach):
-    """Correct: it says when an episode ends."""
+    """Correct: compute_terminated gives the end of an episode."""
 
     def ends(self, achieved, desired):
         return bool(self.compute_terminated(achieved, desired, {}))
@@ -74,7 +74,7 @@ class EndsOnSuccess(Reach):
 
 
 def variant(base=Reach, **members):
-    """A class of environments like another one, with other members."""
+    """Return a subclass with other members."""
     return type("Variant", (base,), members)
 
 
@@ -98,7 +98,7 @@ def with_counter(self, achieved, desired, info):
 
 
 def with_potential(self, achieved, desired, info):
-    """Progress since the last call."""
+    """Return the progress since the last call."""
     before, self.last = getattr(self, "last", 0.0), float(np.mean(apart(achieved, desired)))
     return before - self.last
 
@@ -129,7 +129,7 @@ def observed(self, **entries):
 
 
 class InPlace(Reach):
-    """The achieved goal is one array for ever."""
+    """The achieved goal is always the same array."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ class Lagging(Reach):
 
 
 class LaggingInItsReward(Lagging):
-    """The reward is that of the true position."""
+    """The reward is computed from the true position."""
 
     def observe(self):
         return super().observe() | {"observation": np.zeros(2)}
@@ -170,7 +170,7 @@ class StaleAchieved(Reach):
 
 
 class SometimesStale(Reach):
-    """In every other episode, on average."""
+    """The achieved goal is stale in every other episode, on average."""
 
     def reset(self, **options):
         before = getattr(self, "position", np.zeros(2))
@@ -198,7 +198,7 @@ class Wandering(Reach):
         return super().step(action)
 
 
-# name of the mistake: environment class, names of the findings that it must (one of them) give
+# name of the mistake: environment class, name of the finding
 FAULTS = {
     "sign": (variant(reward_of_step=lambda s, a, d, i: -s.compute_reward(a, d, i)), "reward-differs"),
     "sign of both": (
@@ -250,7 +250,7 @@ FAULTS = {
     "two values": (variant(compute_reward=lambda s, a, d, i: a - d, reward_of_step=lambda *a: 0.0), "reward-fails"),
     "ends on success": (variant(ends=lambda s, a, d: bool(apart(a, d) <= 0.2)), "ends-on-success"),
     "ends on success, dense": (variant(Dense, ends=lambda s, a, d: bool(apart(a, d) <= 0.2)), "ends-on-success"),
-    "ends nearer than what is reached": (variant(ends=lambda s, a, d: bool(apart(a, d) <= 0.15)), "ends-on-success"),
+    "ends nearer than reached goals": (variant(ends=lambda s, a, d: bool(apart(a, d) <= 0.15)), "ends-on-success"),
     "success with a cost": (
         variant(
             compute_reward=lambda s, a, d, i: Reach.compute_reward(s, a, d, i) - i["cost"],

@@ -1,7 +1,7 @@
 """One reward and one termination for all goals of the tests.
 
-A goal is a vector of whole numbers whose last component says *when* it was achieved (a step or a cell) and whose other
-components say *where* (the episode, or the environment and the episode): ``[..., 1]``, ``[..., 2]`` or ``[..., 3]``.
+A goal is a vector of whole numbers, ``[..., 1]``, ``[..., 2]`` or ``[..., 3]``. The last component is *when* it was
+achieved (a step or a cell), and the others are *where* (the episode, or the environment and the episode).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DESIRED_WEIGHTS = (65537, 257, 1)
 
 
 def reward_of(achieved: Any, desired: Any) -> Any:
-    """The reward for a pair of goals, numbers, tuples or arrays ``[..., components]``: no other nearby pair has it."""
+    """Return a reward that differs for nearby pairs of goals: numbers, tuples or arrays ``[..., components]``."""
     return _weighed(achieved, ACHIEVED_WEIGHTS) - _weighed(desired, DESIRED_WEIGHTS)
 
 
 def reached(achieved: Any, desired: Any) -> Any:
-    """Whether the goals are equal: a bool, or ``[...]`` for arrays and tensors ``[..., components]``."""
+    """Return whether goals are equal: a bool, or ``[...]`` for arrays and tensors ``[..., components]``."""
     equal = achieved == desired
     return equal.all(-1) if isinstance(equal, (np.ndarray, torch.Tensor)) else equal
 

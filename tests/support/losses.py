@@ -1,6 +1,6 @@
 """TorchRL's losses with small networks that read the tape's observation and desired goal.
 
-The observation and the goal have 3 numbers, the action 2 (as a one-hot vector where it is discrete). A network gets
+The observation and the goal have 3 components, the action 2 (a one-hot vector if it is discrete). A network gets
 ``[observation, desired_goal]`` or ``[observation, desired_goal, action]``, so columns 3 to 5 of its first layer's
 weight belong to the goal.
 """
@@ -40,7 +40,7 @@ SIZES = {"observation": 3, "desired_goal": 3, "action": 2}
 
 
 class ConcatenatingSequential(nn.Sequential):
-    """An ``nn.Sequential`` that concatenates its inputs, which only an ``MLP`` does by itself."""
+    """An ``nn.Sequential`` that concatenates its inputs, as ``MLP`` does."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Concatenate the inputs ``[*batch, n]`` and apply the modules."""
@@ -48,31 +48,31 @@ class ConcatenatingSequential(nn.Sequential):
 
 
 def make_mlp(*in_keys: str, out: int = 1) -> MLP:
-    """A network with one hidden layer that reads the entries under ``in_keys``."""
+    """Return a network with one hidden layer that reads the entries under ``in_keys``."""
     inputs = sum(SIZES[key] for key in in_keys)
     return MLP(in_features=inputs, out_features=out, num_cells=[16], activation_class=nn.ReLU)
 
 
 def make_critic(out: int = 1) -> ValueOperator:
-    """A critic of state and action with ``out`` values (quantiles)."""
+    """Return a critic of state and action with ``out`` values (quantiles)."""
     return ValueOperator(make_mlp(*STATE_KEYS, "action", out=out), in_keys=[*STATE_KEYS, "action"])
 
 
 def make_deterministic_actor() -> TensorDictModule:
-    """An actor with actions in (-1, 1)."""
+    """Return an actor with actions in (-1, 1)."""
     network = ConcatenatingSequential(make_mlp(*STATE_KEYS, out=2), nn.Tanh())
     return TensorDictModule(network, in_keys=STATE_KEYS, out_keys=["action"])
 
 
 def make_gaussian_actor(spec: TensorSpec) -> ProbabilisticActor:
-    """An actor that samples from a squashed normal distribution."""
+    """Return an actor that samples from a squashed normal distribution."""
     network = ConcatenatingSequential(make_mlp(*STATE_KEYS, out=4), NormalParamExtractor())
     moments = TensorDictModule(network, in_keys=STATE_KEYS, out_keys=["loc", "scale"])
     return ProbabilisticActor(moments, spec=spec, in_keys=["loc", "scale"], distribution_class=TanhNormal)
 
 
 def make_discrete_sac(spec: TensorSpec) -> DiscreteSACLoss:
-    """``DiscreteSACLoss`` with a categorical actor and a network of two action values."""
+    """Return a ``DiscreteSACLoss`` with a categorical actor and a network of two action values."""
     logits = TensorDictModule(make_mlp(*STATE_KEYS, out=2), in_keys=STATE_KEYS, out_keys=["logits"])
     actor = ProbabilisticActor(logits, spec=spec, in_keys=["logits"], distribution_class=OneHotCategorical)
     values = TensorDictModule(make_mlp(*STATE_KEYS, out=2), in_keys=STATE_KEYS, out_keys=["action_value"])
@@ -97,7 +97,7 @@ LOSSES: dict[str, Callable[[TensorSpec], LossModule]] = {
 
 
 def make_loss(name: str) -> LossModule:
-    """One of ``LOSSES``, with the same parameters at each call."""
+    """Return one of ``LOSSES``, with the same parameters at each call."""
     torch.manual_seed(1)
     loss = LOSSES[name](make_tape(discrete=name in DISCRETE).action_spec)
     loss.make_value_estimator(gamma=DISCOUNT)
@@ -105,7 +105,7 @@ def make_loss(name: str) -> LossModule:
 
 
 def targets_of(loss: LossModule, batch: TensorDictBase) -> Tensor:
-    """The value targets that a loss computes on its way, recorded where it does."""
+    """Return the value targets that a loss computes, recorded during its forward."""
     estimate, recorded = loss.value_estimator.value_estimate, []
 
     def record(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Wrong versions of the package, each made by replacing a function, to show that an oracle finds the fault."""
+"""Mutants of the package with one replaced function each, which show that an oracle finds the fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def first_failure(
 ) -> Exception | None:
     """Run a check until it finds a fault, and return the fault."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a table too small for the storage is meant here
+        warnings.simplefilter("ignore")  # a table that is too small is intended here
         try:
             check()
         except faults as fault:
@@ -36,7 +36,7 @@ def first_failure(
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Mutant:
-    """A mutant in which a function of a class or module is replaced; ``make`` gets the original one."""
+    """Return a mutant in which a function of a class or module is replaced; ``make`` gets the original one."""
 
     def apply(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, make(getattr(owner, name)))
@@ -45,7 +45,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Mutant:
 
 
 def followed_by(owner: Any, name: str, change: Callable[..., Any]) -> Mutant:
-    """A mutant in which a function returns what ``change(its result, *its arguments)`` does."""
+    """Return a mutant in which a function returns ``change(result, *arguments)``."""
 
     def make(original: Any) -> Any:
         return lambda *arguments: change(original(*arguments), *arguments)
@@ -54,7 +54,7 @@ def followed_by(owner: Any, name: str, change: Callable[..., Any]) -> Mutant:
 
 
 def stored_again(owner: Any, name: str, pick: Callable[[HERKeys], NestedKey]) -> Mutant:
-    """A mutant in which an entry gets its stored value again after a method of an object with keys."""
+    """Return a mutant in which a method restores the stored value of an entry."""
 
     def change(_: Any, self: Any, batch: Batch, *others: Any) -> None:
         batch.data.set(pick(self.keys), batch.stored[pick(self.keys)])
@@ -63,7 +63,7 @@ def stored_again(owner: Any, name: str, pick: Callable[[HERKeys], NestedKey]) ->
 
 
 def all_of(*mutants: Mutant) -> Mutant:
-    """Several mutants at once."""
+    """Return a combination of several mutants."""
 
     def apply(monkeypatch: pytest.MonkeyPatch) -> None:
         for mutant in mutants:
@@ -73,12 +73,12 @@ def all_of(*mutants: Mutant) -> Mutant:
 
 
 def future_from(low: Callable[[StrategyInput], Tensor], high: Callable[[StrategyInput], Tensor]) -> Mutant:
-    """The strategy "future" with other bounds."""
+    """Return the strategy "future" with other bounds."""
     return replaced(Future, "select", lambda _: lambda self, given: given.start + uniform(low(given), high(given)))
 
 
 def read_as(change: Callable[[WrittenTransitions], WrittenTransitions]) -> Mutant:
-    """Written transitions are changed after they are read."""
+    """Return a mutant that changes written transitions after they are read."""
     return followed_by(relabel, "read_transitions", lambda written, *_: change(written))
 
 
@@ -117,7 +117,7 @@ def _publishes_running(track: Any) -> Any:
 
 
 PUBLISHED_AT_EVERY_WRITE = replaced(EpisodeTracker, "track", _publishes_running)
-# Mutants of what both transforms use.
+# Mutants of code that both transforms use.
 COMMON: dict[str, Mutant] = {
     "draws the future from t+1 on": future_from(lambda given: given.step + 1, lambda given: given.length),
     "joins episodes across a seam": read_as(without_seams),

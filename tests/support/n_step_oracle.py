@@ -1,4 +1,4 @@
-"""The oracle for n-step returns, and the stream that makes all of their cases come up."""
+"""The oracle for n-step returns, and a stream in which all of their cases occur."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from support.streams import Goal, Stream, Transition
 
 
 class NStepOracle(Oracle):
-    """Every lane in a list, and the windows that an n-step transform has let out of it."""
+    """Keeps every lane in a list, and the windows that an n-step transform has released."""
 
     def __init__(self, stream: Stream):
         super().__init__(stream)
         self.n = stream.n
         self.lanes: list[list[Transition]] = [[] for _ in range(stream.lanes)]
-        self.let_out = [0] * stream.lanes  # how many windows of each lane
+        self.let_out = [0] * stream.lanes  # number of released windows of each lane
 
     def _windows_of(self, rows: Sequence[Transition]) -> dict[int, list[Transition]]:
         windows = {}
@@ -38,7 +38,7 @@ class NStepOracle(Oracle):
         return windows
 
     def lose_what_is_held_back(self) -> None:
-        """What a new n-step transform does: it continues none of the lanes."""
+        """Forget all lanes, as a new n-step transform does."""
         self.let_out = [len(steps) for steps in self.lanes]
 
     def check(self, sample: TensorDictBase) -> Counter[str]:
@@ -54,7 +54,7 @@ class NStepOracle(Oracle):
 
 
 def expected_in_float32(window: Sequence[Transition], goal: Goal | None, stream: Stream) -> Row:
-    """What `expected_of` returns, with sums that need not be equal to the last bit."""
+    """Return the result of `expected_of`, with sums that are equal up to rounding."""
     row = expected_of(window, goal, stream.gamma, stream.tells_terminated)
     largest = sum(abs(reward_of(step.outcome, row["desired_goal"])) for step in window)
     row["gamma"] = pytest.approx(row["gamma"], rel=1e-6, abs=1e-6)
@@ -63,22 +63,22 @@ def expected_in_float32(window: Sequence[Transition], goal: Goal | None, stream:
 
 
 def kind_of(goal: Goal | None, row: Row) -> str:
-    """Which of the cases a transition is, by the oracle's entries."""
+    """Return the case of a transition, by the oracle's entries."""
     whose = "original" if goal is None else "new goal"
     if row["next", "terminated"]:
         if row["steps_to_next_obs"] == 1:
-            return f"{whose}: terminated at once"
+            return f"{whose}: terminated in the first step"
         return f"{whose}: terminated {'and truncated' if row['next', 'truncated'] else 'on the way'}"
-    return f"{whose}: {'truncated' if row['next', 'truncated'] else 'goes on'}"
+    return f"{whose}: {'truncated' if row['next', 'truncated'] else 'continues'}"
 
 
-CASES = ("goes on", "truncated", "terminated at once", "terminated on the way", "terminated and truncated")
+CASES = ("continues", "truncated", "terminated in the first step", "terminated on the way", "terminated and truncated")
 
 
 def missing(
     count: Counter[str], whose: tuple[str, ...] = ("original", "new goal"), strategy: str = "future"
 ) -> set[str]:
-    """The cases that did not come up."""
+    """Return the cases that did not occur."""
     cases = {f"{who}: {case}" for who in whose for case in CASES}
     if strategy in ("future", "final"):  # a goal that is ahead is reached before the episode ends
         cases -= {"new goal: truncated"}

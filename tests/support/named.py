@@ -1,4 +1,4 @@
-"""Parts of TorchRL's replay buffers by the names that the tables of the docs give them."""
+"""Parts of TorchRL's replay buffers, by their names in the tables of the docs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchrl_her import PackedStorage
 
 
 def named(words: str) -> Callable[..., Any]:
-    """The class that a name means, with its arguments: ``"LazyTensorStorage(ndim=2)"`` takes the number of rows."""
+    """Return the named class with its arguments; ``"LazyTensorStorage(ndim=2)"`` then takes the number of rows."""
     name, _, arguments = words.partition("(")
     kind = PackedStorage if name == "PackedStorage" else getattr(torchrl.data, name)
     return partial(kind, **eval(f"dict({arguments or ')'}"))
 
 
 def on_disk(size: int) -> PackedStorage:
-    """A packed storage in a file that is deleted together with it."""
+    """Return a packed storage in a file that is deleted together with it."""
     folder = tempfile.TemporaryDirectory()
     storage = PackedStorage(size, scratch_dir=folder.name)
     weakref.finalize(storage, folder.cleanup)

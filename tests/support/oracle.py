@@ -1,6 +1,6 @@
-"""A slow, obvious oracle in plain Python: which goals a transition may have, and what it has to be with one of them.
+"""A slow oracle in plain Python: the goals that a transition may get, and its entries with each of them.
 
-It keeps every episode in a list and looks at nothing that the package stamps: each transition carries its ``uid``.
+It keeps every episode in a list and does not read the stamps of the package: each transition carries its ``uid``.
 `Oracle` checks single steps, `NStepOracle` n-step returns, and `AugmentationOracle` hindsight at write time.
 """
 
@@ -28,9 +28,10 @@ def expected_of(
     gamma: float | None = None,
     tells_terminated: bool = True,
 ) -> Row:
-    """The entries of a transition: a single step, or the window of an n-step return with the discount ``gamma``.
+    """Return the entries of a transition: a single step, or the window of an n-step return with the discount ``gamma``.
 
-    ``goal`` is what it was relabelled with, None if it was not; reaching it terminates where ``tells_terminated``.
+    ``goal`` is the new goal, or None if the transition is not relabelled. With ``tells_terminated``, reaching it
+    terminates the episode.
     """
     first, last = window[0], window[-1]
     desired = first.desired if goal is None else goal
@@ -74,12 +75,12 @@ RELABELLED = ("hindsight", "relabelled")
 
 
 def allowed_steps(strategy: str, step: int, length: int) -> range:
-    """The steps of its own episode whose outcomes a transition may have as its new goal."""
+    """Return the steps of the episode whose outcomes a transition may get as its new goal."""
     return range({"future": step, "final": length - 1, "episode": 0}[strategy], length)
 
 
 def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[Row]:
-    """Transitions ``[*batch]`` as dictionaries, in which vectors are tuples and all else is a number."""
+    """Return transitions ``[*batch]`` as dictionaries of tuples (vectors) and numbers."""
     rows = sample.reshape(-1)
     columns = {}
     for key in keys:
@@ -89,16 +90,17 @@ def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[Row]:
 
 
 class RunningEpisodes(ABC):
-    """Follows the episodes that run, and notices those that nothing continues any more.
+    """Tracks running episodes, and finds idle ones.
 
-    An episode is idle when it has waited twice as long as any that went on ever did, and longer than ``patience``.
+    An episode is idle when it has waited longer than ``patience``, and more than twice as long as any episode that was
+    continued later.
     """
 
     def __init__(self, patience: int = 0):
         self.patience = patience
-        self.count = 0  # of transitions that were written
-        self.waits_since: dict[int, int] = {}  # running episode -> how many were written up to its last
-        self.longest_wait = 0  # of an episode that went on, in transitions that were written meanwhile
+        self.count = 0  # written transitions
+        self.waits_since: dict[int, int] = {}  # running episode -> transitions written up to its last one
+        self.longest_wait = 0  # of a continued episode, in transitions written meanwhile
 
     def write(self, rows: Sequence[Transition]) -> Any:
         """Record the transitions of one write."""
@@ -124,26 +126,26 @@ class RunningEpisodes(ABC):
 
     @abstractmethod
     def _is_idle(self, episode: int) -> None:
-        """Nothing continued an episode for too long."""
+        """End an idle episode."""
 
 
 class Oracle(RunningEpisodes):
-    """Every episode in a list, and in another every goal that the table may hold."""
+    """Keeps every episode in a list, and every goal that the table may contain in another."""
 
     def __init__(self, stream: Stream):
         super().__init__()
         self.stream = stream
         self.entries = N_STEP_ENTRIES if stream.n else ENTRIES
         self.transitions: dict[int, Transition] = {}  # by uid
-        self.windows: dict[int, list[Transition]] = {}  # of what can be sampled, by the uid of the first step
+        self.windows: dict[int, list[Transition]] = {}  # windows that can be sampled, by the uid of their first step
         self.episodes: dict[int, list[Transition]] = {}
         self.published: dict[int, int] = {}  # episode -> number of published steps
-        # The transitions whose outcomes went to the table, a list for each write: the order in which the episodes
-        # of one write arrive is not specified.
+        # Transitions whose outcomes were published, one list per write: the order of episodes within a write is
+        # not specified.
         self.table: list[list[Transition]] = []
 
     def write(self, rows: Sequence[Transition]) -> None:
-        """Record the transitions of one write, in its order."""
+        """Record the transitions of one write, in order."""
         self.table.append([])
         self.transitions |= {row.uid: row for row in rows}
         self.windows |= self._windows_of(rows)
@@ -153,11 +155,11 @@ class Oracle(RunningEpisodes):
                 self._publish(episode)
 
     def _windows_of(self, rows: Sequence[Transition]) -> dict[int, list[Transition]]:
-        """The windows that a write makes available: single steps."""
+        """Return the windows that a write makes available: single steps."""
         return {row.uid: [row] for row in rows}
 
     def end_episodes(self) -> None:
-        """What flush() does: episodes end where they are."""
+        """End all running episodes, as flush() does."""
         self.table.append([])
         for episode in self.episodes:
             self._publish(episode)
@@ -178,11 +180,11 @@ class Oracle(RunningEpisodes):
             self.table[-1].extend(self.episodes[episode])
 
     def allowed_goals(self, row: Transition) -> list[Goal]:
-        """The goals that the strategy may draw for a transition."""
+        """Return the goals that the strategy may draw for a transition."""
         return [other.outcome for other in self._allowed(row)]
 
     def _allowed(self, row: Transition) -> list[Transition]:
-        """The transitions whose outcomes the strategy may draw for this one."""
+        """Return the transitions whose outcomes the strategy may draw for this one."""
         length = self.published.get(row.episode, 0)
         if row.step >= length:
             return []
@@ -209,7 +211,7 @@ class Oracle(RunningEpisodes):
             if goal is not None:
                 self._check_goal(window, goal, possible)
             elif self.stream.her_ratio == 1.0 and self.stream.capacity >= len(self.transitions):
-                # The table is so large that no episode's record was replaced by a later one's.
+                # The table is large enough to keep the goals of all episodes.
                 needed = window if self.stream.strategy == "random" else [*window, *self._allowed(window[0])]
                 missing = not self._is_known(window) or any(each.uid not in certain for each in needed)
                 assert missing, f"{window} was not relabelled"
@@ -226,7 +228,7 @@ class Oracle(RunningEpisodes):
         return window[-1].step < self.published.get(window[-1].episode, 0)
 
     def in_table(self) -> tuple[set[Goal], set[int]]:
-        """The goals that may be in the table, and the uids of the transitions whose outcomes have to be."""
+        """Return the goals that may be in the table, and the uids of transitions whose outcomes must be in it."""
         possible: set[Goal] = set()
         certain: set[int] = set()
         newer = 0
@@ -244,7 +246,7 @@ class Oracle(RunningEpisodes):
 
 
 def run(stream: Stream, make_oracle: Callable[[Stream], Oracle] = Oracle) -> float:
-    """Write a stream into a buffer, sample as it goes, check every transition, and return the share relabelled."""
+    """Write a stream into a buffer, sample after each write, check all transitions, and return the relabelled share."""
     rb, oracle = make_buffer(stream), make_oracle(stream)
     shares = []
     with mock.patch.object(tracker, "FIRST_PUBLICATION", stream.first_publication):
@@ -257,7 +259,7 @@ def run(stream: Stream, make_oracle: Callable[[Stream], Oracle] = Oracle) -> flo
             assert max(oracle.windows) in stored["uid"], "the newest transition is not stored"
             if stream.compact:
                 left_out = {*ROOT_FLAGS, ("next", "desired_goal")}
-                assert left_out.isdisjoint(stored.keys(True)), "what is left out is stored"
+                assert left_out.isdisjoint(stored.keys(True)), "redundant entries are stored"
             sample = rb.sample()
             shares.append(float(sample[RELABELLED].float().mean()))
             for batch in (sample, rb[:]):
@@ -267,7 +269,7 @@ def run(stream: Stream, make_oracle: Callable[[Stream], Oracle] = Oracle) -> flo
 
 
 def check_share() -> None:
-    """Check that ``her_ratio`` of the transitions are relabelled, wherever in the batch they are."""
+    """Check that the share ``her_ratio`` of the transitions is relabelled at every position in the batch."""
     stream = Stream(2, ((9, "truncated"),), 9, 2, "flat with ids", rows=18, capacity=36, her_ratio=0.3)
     rb, _ = filled(Oracle, stream)
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""Rules that draw goals, as exact probabilities in plain Python: OGBench's presets, and mistakes in them.
+"""Exact probabilities of goals in plain Python: OGBench's presets, and mistakes in them.
 
-A transition is ``(episode, step)``. A goal is ``(episode, step)``, too: the outcome of that step, or, for the step
-DESIRED, the goal that the episode was asked for. ``lengths`` maps episodes to their number of steps. A rule gives the
-probability of each goal that a transition can have. Nothing of the package is used here.
+A transition is ``(episode, step)``. A goal is also ``(episode, step)``: the outcome of that step or, for the step
+DESIRED, the desired goal of the episode. ``lengths`` maps episodes to their number of steps. A rule returns the
+probability of each possible goal of a transition. This module does not use the package.
 
 OGBench draws its uniform goals by rounding a real number between the next state and the end, so that these two have
 half the weight of each state between them. Here all have the same weight.
@@ -55,13 +55,13 @@ def anywhere(place: Place, lengths: Lengths) -> Table:
 
 
 def past_desired(place: Place, lengths: Lengths) -> Table:
-    """The desired goal of another episode, with a probability that is proportional to the episode's length."""
+    """Return the desired goals of other episodes, with probabilities proportional to the episodes' lengths."""
     others = {(other, DESIRED): length for other, length in lengths.items() if other != place[0]}
     return {goal: length / sum(others.values()) for goal, length in others.items()}
 
 
 def geometric(discount: float, first: int = 1) -> Rule:
-    """K = first, first + 1, ... steps ahead; what lies beyond the end of the episode is collected there."""
+    """Return a rule that draws K = first, first + 1, ... steps ahead, up to the end of the episode."""
 
     def rule(place: Place, lengths: Lengths) -> Table:
         episode, step = place
@@ -81,9 +81,10 @@ def alone(rule: Rule) -> Members:
 
 
 class Ahead(NamedTuple):
-    """A goal so many steps ahead, at most the end and at most the goal that was drawn under the key ``limit``.
+    """A goal that lies ``steps`` ahead, limited by the end of the episode and by the goal under the key ``limit``.
 
-    The limit holds where that goal is ahead in the same episode; ``behind=True``, a mistake: where it is behind, too.
+    The limit applies if its goal is ahead in the same episode. With ``behind=True``, a mistake, it also applies if the
+    goal is behind.
     """
 
     steps: int
@@ -119,7 +120,7 @@ STITCH: Members = ((later, 0.5), (anywhere, 0.5))
 
 
 def presets(steps: int) -> dict[str, Preset]:
-    """OGBench's presets and others; subgoals are so many steps ahead."""
+    """Return OGBench's presets and others; subgoals are ``steps`` ahead."""
     actor = {"actor_goal": alone(later)}
     return {
         "GCIVL and GCIQL": Preset(OGBENCH, actor),
@@ -136,7 +137,7 @@ def presets(steps: int) -> dict[str, Preset]:
 
 
 def double_end(rule: Rule) -> Rule:
-    """The end of the own episode has twice its weight."""
+    """Give the end of the transition's own episode twice its weight."""
 
     def wrong(place: Place, lengths: Lengths) -> Table:
         last = (place[0], lengths[place[0]] - 1)
@@ -147,7 +148,7 @@ def double_end(rule: Rule) -> Rule:
 
 
 def cut_off(place: Place, lengths: Lengths) -> Table:
-    """What lies beyond the end is spread over the episode instead of collected at its end."""
+    """Spread the probability beyond the end over the episode instead of adding it to its end."""
     weights = {(place[0], j): 0.99**j for j in range(place[1] + 1, lengths[place[0]])} or {place: 1.0}
     return {goal: weight / sum(weights.values()) for goal, weight in weights.items()}
 
@@ -170,7 +171,7 @@ MISTAKES: dict[Rule, dict[str, Rule]] = {
 
 
 def variants(preset: Preset) -> dict[str, Preset]:
-    """The preset with one mistake each: in one of its rules, in a subgoal, or in the independence of two draws."""
+    """Return variants with one mistake each: in a rule, in a subgoal, or in the independence of two draws."""
     changed: dict[str, Preset] = {}
     for key, drawn in {"desired_goal": preset.desired, **preset.extra}.items():
         for name, wrong in _mistakes_in(drawn):

@@ -1,6 +1,6 @@
-"""Bad writes: what they are made of, and the check that a refused one leaves no trace.
+"""Bad writes, and the check that a refused write leaves no trace.
 
-A bad write is tried between good ones: afterwards the buffer is compared with a twin that never saw it.
+A bad write is tried between good ones. Afterwards, the buffer is compared with a twin that had only the good ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Change = Callable[[TensorDict], TensorDict]
 
 
 def transitions(first: int = 0, count: int = 10, length: int = 25) -> TensorDict:
-    """Consecutive transitions ``[count]`` of episodes of so many steps, with goals ``[count, 2]``."""
+    """Return consecutive transitions ``[count]`` of episodes of ``length`` steps, with goals ``[count, 2]``."""
     time = torch.arange(first, first + count)
     episode, step = (time // length)[:, None], (time % length)[:, None]
     achieved = torch.cat([episode, step], dim=1).float()
@@ -50,7 +50,7 @@ def make_small_buffer(
     size: int = 100,
     **options: Any,
 ) -> TensorDictReplayBuffer:
-    """A buffer of so many rows, with HERTransform between the transforms that ``before`` and ``after`` make."""
+    """Return a buffer of ``size`` rows, with HERTransform between the transforms of ``before`` and ``after``."""
     hindsight = make_transform(reward=reward, **({"capacity": size} | options))
     transforms = [*(make() for make in before), hindsight, *(make() for make in after)]
     return TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=Compose(*transforms))
@@ -59,9 +59,10 @@ def make_small_buffer(
 def check_leaves_no_trace(
     bad: Change, error: type[Exception], message: str, *, good_before: int = 0, **options: Any
 ) -> None:
-    """Check that a bad write is refused, and that all goes on as if it had never been tried.
+    """Check that a bad write is refused, and that later writes and samples are unaffected.
 
-    ``bad`` makes it from the good write that is next, after ``good_before`` of three. Options: of `make_small_buffer`.
+    ``bad`` changes the next good write, after ``good_before`` of three good ones. Options are those of
+    `make_small_buffer`.
     """
     with mock.patch("secrets.randbelow", return_value=0):  # the same episode ids in both tables
         rb, twin = make_small_buffer(**options), make_small_buffer(**options)
@@ -83,33 +84,33 @@ def check_leaves_no_trace(
 
 
 def without(*keys: NestedKey) -> Change:
-    """A write without some entries."""
+    """Return a change that removes some entries."""
     return lambda data: data.exclude(*keys)
 
 
 def changed(change: Callable[[Tensor], Any], *keys: NestedKey) -> Change:
-    """A write with other entries under some keys."""
+    """Return a change of the entries under some keys."""
     return lambda data: data.update({key: change(data.get(key)) for key in keys})
 
 
 def with_nan(row: int) -> Change:
-    """A write with NaN in an achieved goal."""
+    """Return a change that puts NaN into an achieved goal."""
     place = (torch.tensor(row), torch.tensor(1))
     return changed(lambda goals: goals.index_put(place, torch.full_like(goals[0, 0], torch.nan)), NEXT_ACHIEVED)
 
 
 def both(first: Change, second: Change) -> Change:
-    """A write with two changes."""
+    """Return a combination of two changes."""
     return lambda data: second(first(data))
 
 
 def wider(goals: Tensor) -> Tensor:
-    """Goals with one more number, ``[n, 3]``."""
+    """Return goals with one more component, ``[n, 3]``."""
     return torch.nn.functional.pad(goals, (0, 1))
 
 
 class VectorizedInProcess(GymEnv):
-    """GymEnv(..., num_envs=n) without its processes; it loses the last steps of episodes, as the original does."""
+    """GymEnv(..., num_envs=n) without processes. Like the original, it loses the last steps of episodes."""
 
     def _async_env(self, makers: Any) -> Any:
         return gymnasium.vector.SyncVectorEnv(makers)

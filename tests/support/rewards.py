@@ -1,4 +1,4 @@
-"""Rewards of relabelled transitions: sampled from a buffer and compared, row by row, with plain functions of a row."""
+"""Compares rewards of relabelled transitions, sampled from a buffer, with plain functions of a single row."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ POINT_REACH = "torchrl_her/PointReach-v0"
 
 
 def distance(achieved: Tensor, desired: Tensor) -> Tensor:
-    """The Euclidean distances ``[batch]`` of goals ``[batch, goal]``."""
+    """Return the Euclidean distances ``[batch]`` between goals ``[batch, goal]``."""
     return (achieved - desired).norm(dim=-1)
 
 
 def distance_of_row(row: TensorDictBase) -> float:
-    """The distance of a single transition's outcome from its desired goal, in plain Python."""
+    """Return the distance between the outcome and the desired goal of one transition, in plain Python."""
     return math.dist(row["next", "achieved_goal"].tolist(), row["desired_goal"].tolist())
 
 
 def goals_of(achieved: Tensor, desired: Tensor) -> TensorDict:
-    """The entries that a `GoalReward` reads, ``[batch]``."""
+    """Return the entries that a `GoalReward` reads, ``[batch]``."""
     return TensorDict({"desired_goal": desired, "next": {"achieved_goal": achieved}}, batch_size=len(desired))
 
 
 def rollout(env: EnvBase, steps: int = 120, seed: int = 0) -> TensorDictBase:
-    """The transitions ``[steps]`` of a random policy, over several episodes."""
+    """Return transitions ``[steps]`` of a random policy, over several episodes."""
     env.set_seed(seed)
     torch.manual_seed(seed)
     return env.rollout(steps, break_when_any_done=False)
 
 
 def point_reach() -> TensorDictBase:
-    """A rollout in PointReach, ``[120]``, free to be changed."""
+    """Return a rollout in PointReach, ``[120]``, that may be modified."""
     return _point_reach().clone()
 
 
@@ -52,7 +52,7 @@ def _point_reach() -> TensorDictBase:
 
 
 def sample_of(written: TensorDictBase, reward: Any, count: int = 200, her_ratio: float = 0.6, **options: Any) -> Any:
-    """A sample of a buffer that holds these transitions; its ``"index"`` is the row in ``written``."""
+    """Return a sample of a buffer with these transitions; its ``"index"`` is the row in ``written``."""
     transform = make_transform(reward=reward, her_ratio=her_ratio, capacity=1000, **options)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
     rb.extend(written.clone())
@@ -68,9 +68,9 @@ def check_relabelled(
     written: TensorDictBase | None = None,
     **options: Any,
 ) -> Any:
-    """Sample transitions and check that those relabelled have the right reward and flags, and others are as stored.
+    """Check that relabelled transitions have the correct reward and flags, and that others are as stored.
 
-    ``expected`` and ``terminated`` are functions of a single transition; without the latter flags stay as stored.
+    ``expected`` and ``terminated`` are functions of a single transition. Without ``terminated``, flags are as stored.
     """
     written = point_reach() if written is None else written
     batch = sample_of(written, reward, **options)

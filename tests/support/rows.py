@@ -1,4 +1,4 @@
-"""Transitions with random bits in entries of every kind, and comparisons of tensordicts bit for bit."""
+"""Transitions with random bits in entries of every kind, and bitwise comparisons of tensordicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENTRIES: list[Entry] = [
 
 
 def make_transitions(count: int, number: int = 0, entries: Sequence[Entry] = ENTRIES) -> TensorDict:
-    """Transitions ``[count]`` with random bits in every entry; "uid" counts from ``number``."""
+    """Return transitions ``[count]`` with random bits in every entry; "uid" counts from ``number``."""
     generator = torch.Generator().manual_seed(number)
     transitions = TensorDict({"uid": torch.arange(number, number + count)}, [count])
     for key, dtype, shape in entries:
@@ -44,7 +44,7 @@ def make_transitions(count: int, number: int = 0, entries: Sequence[Entry] = ENT
 
 
 def _quiet(value: Tensor) -> Tensor:
-    """Replace signalling NaNs, which PyTorch's own copies of strided tensors change, by ordinary ones."""
+    """Replace signalling NaNs by quiet ones, because PyTorch changes them when it copies strided tensors."""
     if value.is_complex():
         return torch.view_as_complex(_quiet(torch.view_as_real(value)))
     changes = value.dtype.itemsize > 1 and value.is_floating_point()
@@ -52,7 +52,7 @@ def _quiet(value: Tensor) -> Tensor:
 
 
 def bits(tensordict: TensorDictBase) -> list[dict[NestedKey, bytes]]:
-    """The contents, row by row, as plain Python objects that compare exactly."""
+    """Return the contents, row by row, as plain Python objects that compare exactly."""
     if not tensordict.batch_size.numel():
         return []
     flat = tensordict.reshape(-1)
@@ -64,7 +64,7 @@ def bits(tensordict: TensorDictBase) -> list[dict[NestedKey, bytes]]:
 
 
 def kinds(tensordict: TensorDictBase) -> list[str]:
-    """Types, shapes, dtypes, batch sizes and devices of all entries, nested tensordicts included, by key."""
+    """Return types, shapes, dtypes, batch sizes and devices of all entries and nested tensordicts by key."""
     return sorted(
         f"{key} {type(value)} {value.shape} {value.device} {value.dtype}"
         for key, value in [((), tensordict), *tensordict.items(include_nested=True)]
@@ -72,18 +72,18 @@ def kinds(tensordict: TensorDictBase) -> list[str]:
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two tensordicts are equal in kinds and bits, or two other values in value."""
+    """Return whether two tensordicts have equal kinds and bits, or two other values are equal."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     return kinds(one) == kinds(other) and bits(one) == bits(other) if isinstance(one, TensorDictBase) else one == other
 
 
 def both_storages(kind: Any = TensorDictReplayBuffer, size: int = 20, ndim: int = 1, **options: Any) -> Any:
-    """The same buffer over TorchRL's storage and over PackedStorage."""
+    """Return the same buffer over TorchRL's storage and over PackedStorage."""
     storages = LazyTensorStorage, PackedStorage
     return [kind(storage=storage(size, ndim=ndim), batch_size=8, **options) for storage in storages]
 
 
 def packed_buffer(size: int = 20, kind: Any = ReplayBuffer, **options: Any) -> Any:
-    """A buffer over PackedStorage; options are those of the storage."""
+    """Return a buffer over PackedStorage; options are those of the storage."""
     return kind(storage=PackedStorage(size, **options), batch_size=8)

@@ -1,7 +1,7 @@
-"""Streams of transitions: how environments run, and the ways in which what they do is written into a buffer.
+"""Streams of transitions: how environments run, and how their transitions are written into a buffer.
 
-Goals are ``(episode, cell)``. By default cells count the steps, so that a goal tells where it was achieved. Where a
-stream has few cells, episodes come back to them, and new goals are reached on the way all the time.
+Goals are ``(episode, cell)``. By default, cells count the steps, so a goal identifies the step that achieved it. If a
+stream has few cells, episodes revisit them, and new goals are often reached on the way.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LAYOUTS = ("[lanes, time]", "[lanes, time] with ids", *FLAT_LAYOUTS[:3], "add", 
 
 @dataclass(frozen=True)
 class Transition:
-    """One transition as the environment gave it."""
+    """One transition of an environment."""
 
     uid: int
-    trajectory: int  # the collector's id, which a silent reset does not change
-    episode: int  # the true one, counted over all lanes
+    trajectory: int  # the collector's id, which is the same after a silent reset
+    episode: int  # the true episode, counted over all lanes
     step: int
     achieved: Goal
     outcome: Goal  # the goal achieved by acting: ("next", "achieved_goal")
@@ -58,27 +58,29 @@ class Transition:
         return self.uid * 0.5 + 0.25
 
 
-Lanes = list[list[Transition]]  # what each environment does next, in the order of time
+Lanes = list[list[Transition]]  # the next transitions of each environment, in order of time
 
 
 @dataclass(frozen=True)
 class Stream:
-    """How environments run, and how what they do is written. Iterating gives what each lane does until a write."""
+    """How environments run, and how their transitions are written. Iterating yields the lanes of each write."""
 
     lanes: int
-    lengths: tuple[tuple[int, str], ...]  # episodes' longest lengths and ends, which the lanes take in turn
+    lengths: tuple[tuple[int, str], ...]  # longest lengths and ends of episodes, used by the lanes in turn
     chunk: int  # steps of each lane in a write
     writes: int
     layout: str = "[lanes, time]"
-    rows: int = 10_000  # of each lane in the storage
+    rows: int = 10_000  # rows of each lane in the storage
     capacity: int = 100_000  # of the goal table
     strategy: str = "future"
     her_ratio: float = 1.0
-    cells: tuple[int, ...] | None = None  # the cells that episodes visit, over and over; by default none twice
-    n: int = 0  # steps of a return, computed by a MultiStepTransform; 0: there is none
+    cells: tuple[int, ...] | None = (
+        None  # the cells that episodes visit repeatedly; by default, no cell is visited twice
+    )
+    n: int = 0  # steps of the returns of a MultiStepTransform; 0 for none
     gamma: float = 1.0
     tells_terminated: bool = True  # whether reaching a new goal terminates
-    first_publication: int = 64  # the design's number, written down a second time on purpose
+    first_publication: int = 64  # duplicated from the package on purpose
     compact: bool = False
 
     @property
@@ -87,7 +89,7 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """Rows of the storage."""
+        """The number of rows in the storage."""
         return self.rows * self.lanes
 
     def __iter__(self) -> Iterator[Lanes]:
@@ -121,7 +123,7 @@ class Stream:
                 trajectory += self.lanes
 
     def _cells(self, episode: int, length: int) -> tuple[Sequence[int], int]:
-        """The cells that an episode visits, ``length + 1`` of them, and the one that it is asked for."""
+        """Return the ``length + 1`` cells that an episode visits, and its desired cell."""
         if self.cells is None:
             return range(length + 1), -1
         visited = itertools.islice(itertools.cycle(self.cells), episode, episode + length + 1)
@@ -129,8 +131,8 @@ class Stream:
 
 
 def random_stream(draw: random.Random, layout: str, least_chunk: int = 2) -> Stream:
-    """A one-step stream; draw from hypothesis' ``randoms(use_true_random=False)``, or from ``random.Random(seed)``."""
-    # By default, chunks have two steps or more: TorchRL's two-dimensional storage does not take [lanes, 1].
+    """Return a one-step stream; draw from hypothesis' ``randoms(use_true_random=False)`` or ``random.Random(0)``."""
+    # By default, chunks have at least two steps: TorchRL's two-dimensional storage does not accept [lanes, 1].
     lanes, chunk, writes = draw.randint(1, 4), draw.randint(least_chunk, 7), draw.randint(1, 12)
     stored = draw.randint(1, writes)  # in chunks
     ends = ["terminated", "truncated", "silent"]
@@ -153,12 +155,12 @@ def random_stream(draw: random.Random, layout: str, least_chunk: int = 2) -> Str
 
 
 def rows_of(lanes: Iterable[Iterable[Transition]]) -> list[Transition]:
-    """The transitions of all lanes, one lane after the other."""
+    """Return the transitions of all lanes, one lane after the other."""
     return list(itertools.chain.from_iterable(lanes))
 
 
 def chunks(lanes: Lanes, layout: str) -> Iterator[list[Transition]]:
-    """What is written at a time, in the order of its rows."""
+    """Yield the transitions of each write, in the order of rows."""
     steps = [list(rows) for rows in zip(*lanes, strict=True)]
     if layout.startswith("one step"):
         yield from steps
@@ -171,7 +173,7 @@ def chunks(lanes: Lanes, layout: str) -> Iterator[list[Transition]]:
 
 
 def make_tensordict(rows: Sequence[Transition], with_ids: bool = True) -> TensorDict:
-    """Transitions as a collector returns them, ``[rows]``: goals ``[rows, 2]``, flags and rewards ``[rows, 1]``."""
+    """Return transitions like a collector, ``[rows]``: goals ``[rows, 2]``, flags and rewards ``[rows, 1]``."""
 
     def column(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(list(values), dtype=dtype).reshape(len(rows), -1)
@@ -202,7 +204,7 @@ def make_tensordict(rows: Sequence[Transition], with_ids: bool = True) -> Tensor
 
 
 def write(rb: ReplayBuffer, lanes: Lanes, layout: str, *oracles: Any) -> None:
-    """Write what the lanes did in the way that the layout says, and record each write in the oracles."""
+    """Write the lanes in the given layout, and record each write in the oracles."""
     for rows in chunks(lanes, layout):
         data = make_tensordict(rows, with_ids="ids" in layout)
         if "add" in layout:
@@ -214,7 +216,7 @@ def write(rb: ReplayBuffer, lanes: Lanes, layout: str, *oracles: Any) -> None:
 
 
 def extend(rb: ReplayBuffer, lanes: Lanes, shape: tuple[int, ...] | None = None, with_ids: bool = True) -> Any:
-    """Write all lanes at once, by default in the storage's number of dimensions; return what ``rb.extend`` does."""
+    """Write all lanes in one call, by default in the dimensions of the storage; return the result of ``rb.extend``."""
     if shape is None:
         shape = {1: (-1,), 2: (len(lanes), -1), 3: (2, len(lanes) // 2, -1)}[rb.storage.ndim]
     return rb.extend(make_tensordict(rows_of(lanes), with_ids).reshape(shape))
@@ -227,9 +229,9 @@ def make_episode(
     reward: float | torch.Tensor = -1.0,
     truncated: bool | torch.Tensor = True,
 ) -> TensorDict:
-    """One episode ``[steps]``, which shares no memory with its goals ``[steps + 1, *goal]``, of any shape and dtype.
+    """Return one episode ``[steps]`` with copies of its goals ``[steps + 1, *goal]``, of any shape and dtype.
 
-    ``reward`` and ``truncated`` are those of all steps and of the last one, or of each step, ``[steps, 1]``.
+    ``reward`` is one number for all steps, and ``truncated`` one flag for the last step; or both are ``[steps, 1]``.
     """
     steps = len(goals) - 1
     done = torch.zeros(steps, 1, dtype=torch.bool)

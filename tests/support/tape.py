@@ -1,7 +1,7 @@
-"""An environment whose every goal says where it was achieved, and a check that needs nothing else.
+"""An environment whose goals identify the step that achieved them, and a check of single transitions.
 
-Goals and observations are ``(environment, episode, state)``: in whatever order, process or copy a transition comes
-back, it can be checked by itself. The check shares no code with the package and reads nothing that it stamps.
+Goals and observations are ``(environment, episode, state)``, so each transition can be checked by itself, whatever the
+order, the process or the copy. The check shares no code with the package and does not read its stamps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from support.oracle import ENTRIES, N_STEP_ENTRIES, RELABELLED, Row, as_dicts, e
 from support.streams import NEXT_FLAGS, ROOT_FLAGS, Goal, Transition
 
 LENGTHS = (5, 9, 2, 7, 1, 12)
-ASKED = 200  # the state that every episode is asked for, and that none reaches
+ASKED = 200  # the state of every desired goal, which no episode reaches
 
 
 def length_of(number: int, episode: int, lengths: tuple[int, ...] = LENGTHS) -> int:
-    """How long an episode of an environment is: not the same in two environments at a time."""
+    """Return the length of an episode, which differs between environments at any time."""
     return lengths[(episode + number) % len(lengths)]
 
 
 class Tape(gymnasium.Env):
-    """Counts its steps whatever the action is; episodes end by termination and by truncation in turn."""
+    """Counts its steps and ignores actions. Episodes are terminated and truncated in turn."""
 
     def __init__(self, number: int, lengths: tuple[int, ...] = LENGTHS, discrete: bool = False):
         goal = Box(-1, 2**16, (3,), np.float32)
@@ -69,13 +69,13 @@ class Tape(gymnasium.Env):
 
 
 def make_tape(number: int = 0, lengths: tuple[int, ...] = LENGTHS, discrete: bool = False) -> GymWrapper:
-    """The environment as TorchRL has it; ``functools.partial(make_tape, number)`` makes it in other processes."""
+    """Return the TorchRL environment; ``functools.partial(make_tape, number)`` makes it in other processes."""
     return GymWrapper(Tape(number, lengths, discrete))
 
 
 @dataclass
 class Count:
-    """What a check went over."""
+    """The numbers of checked transitions."""
 
     sampled: int = 0
     relabelled: int = 0
@@ -89,12 +89,12 @@ class Count:
 
     @property
     def share(self) -> float:
-        """Of the transitions that were relabelled."""
+        """The share of relabelled transitions."""
         return self.relabelled / self.sampled
 
 
 def window_from(state: Goal, steps: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[Transition]:
-    """The transition from a state and those after it, up to so many or to the end of the episode."""
+    """Return the transition from a state and the following ones, up to ``n`` or to the end of the episode."""
     number, episode, first = map(int, state)
     length = length_of(number, episode, lengths)
     assert 0 <= first < length, f"{state} cannot be: the episode has {length} steps"
@@ -117,9 +117,9 @@ def window_from(state: Goal, steps: int = 1, lengths: tuple[int, ...] = LENGTHS)
 def expected_row(
     state: Goal, goal: Goal | None = None, n: int = 0, gamma: float = 1.0, lengths: tuple[int, ...] = LENGTHS
 ) -> Row:
-    """The entries of a transition from a state: relabelled with a goal, or with None as it was.
+    """Return the entries of a transition from a state, relabelled with a goal, or original if it is None.
 
-    With ``n``, those of an n-step return; sums are exact if ``gamma`` is a power of two.
+    With ``n``, it is an n-step return. Sums are exact if ``gamma`` is a power of two.
     """
     window = window_from(state, n or 1, lengths)
     row = expected_of(window, goal, gamma if n else None)
@@ -137,9 +137,9 @@ def check(
 ) -> Count:
     """Check transitions ``[*batch]``, one by one, and count them.
 
-    Of "final", too, any step from the transition's own on is accepted: episodes that still run are known in part.
-    ``flags=False`` leaves out the done flags, which a SliceSampler overwrites in TensorDict buffers. ``n`` and
-    ``gamma`` are those of a MultiStepTransform.
+    For "final", any step from the transition's own step on is accepted, because only a part of a running episode is
+    published. ``flags=False`` skips the done flags, which a SliceSampler overwrites in TensorDict buffers. ``n`` and
+    ``gamma`` are the arguments of a MultiStepTransform.
     """
     assert gamma in (0.5, 1.0), "with halves and whole numbers sums are exact"
     ignored = {"uid", *ROOT_FLAGS, *(() if flags else NEXT_FLAGS)} - set(ROOT_FLAGS if n else ())
@@ -171,12 +171,12 @@ def _check_goal(state: Goal, goal: Goal, strategy: str, lengths: tuple[int, ...]
 
 
 def places(rows: TensorDictBase) -> list[tuple[int, int, int]]:
-    """Where transitions ``[*batch]`` start: environment, episode and state of each."""
+    """Return where transitions ``[*batch]`` start: environment, episode and state of each."""
     return [tuple(place) for place in rows["observation"].reshape(-1, 3).long().tolist()]
 
 
 def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, int, int]]:
-    """Where the first transitions of an environment start, in their order."""
+    """Return where the first transitions of an environment start, in order."""
     episodes = (
         (number, episode, state)
         for episode in itertools.count()
@@ -188,7 +188,7 @@ def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[t
 def collect(
     env: Any, frames: int, batches: int = 1, kind: Any = Collector, policy: Any = None, **options: Any
 ) -> list[TensorDictBase]:
-    """What a collector yields; options are the collector's."""
+    """Return the batches of a collector; options are the collector's."""
     collector = kind(env, policy, frames_per_batch=frames, total_frames=frames * batches, **options)
     yielded = list(collector)
     collector.shutdown()
@@ -196,24 +196,24 @@ def collect(
 
 
 def make_serial(*numbers: int, discrete: bool = False) -> SerialEnv:
-    """The environments with these numbers side by side."""
+    """Return a SerialEnv of the environments with these numbers."""
     return SerialEnv(len(numbers), [functools.partial(make_tape, number, discrete=discrete) for number in numbers])
 
 
 @functools.cache
 def collected(frames: int = 60, discrete: bool = False) -> TensorDictBase:
-    """The first transitions of the tape; do not write into them."""
+    """Return the first transitions of the tape. Do not modify them."""
     torch.manual_seed(0)
     return collect(make_tape(discrete=discrete), frames)[0]
 
 
 def in_double_precision(data: TensorDictBase) -> TensorDictBase:
-    """The same transitions with float64 in place of float32."""
+    """Return the transitions with float64 instead of float32."""
     return data.apply(lambda value: value.double() if value.is_floating_point() else value)
 
 
 def with_images(data: TensorDictBase) -> TensorDictBase:
-    """The same transitions with goals that are images ``[4, 5, 3]``, each number in a channel, and their rewards."""
+    """Return the transitions with images ``[4, 5, 3]`` as goals, each number in a channel, and their rewards."""
     data = data.clone()
     for key in ("achieved_goal", "desired_goal"):
         for place in (data, data["next"]):
@@ -224,5 +224,5 @@ def with_images(data: TensorDictBase) -> TensorDictBase:
 
 
 def image_reward(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-    """The reward ``[batch]`` of goals that are images: -1 until they are equal."""
+    """Return rewards ``[batch]`` of goals that are images: 0 if they are equal, else -1."""
     return -(achieved != desired).flatten(1).any(dim=1).float()

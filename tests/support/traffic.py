@@ -1,7 +1,7 @@
-"""Endless streams of transitions for tests under load, made and checked as whole tensors.
+"""Endless streams of transitions for tests under load, created and checked as whole tensors.
 
-The lanes follow the tape's rules with other lengths. A goal is the tape's ``(environment, episode, step)`` repeated
-`COPIES` times, so that a torn goal shows.
+The lanes follow the tape's rules with other lengths. A goal is the tape's ``(environment, episode, step)``, repeated
+`COPIES` times to detect torn goals.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ LENGTHS = (5, 90, 2, 13, 70, 1, 140)  # some are published while they grow
 
 
 def reward_of(achieved: Tensor, desired: Tensor) -> Tensor:
-    """The tape's reward of goals ``[..., 3 * COPIES]``: ``[...]``."""
+    """Return the tape's rewards ``[...]`` of goals ``[..., 3 * COPIES]``."""
     return goals.reward_of(achieved[..., :3], desired[..., :3])
 
 
 def make_buffer(size: int, capacity: int, strategy: str = "future", **arguments: Any) -> TensorDictReplayBuffer:
-    """A buffer for these transitions; further arguments are the buffer's."""
+    """Return a buffer for these transitions; further arguments are the buffer's."""
     transform = make_transform(reward=reward_of, strategy=strategy, capacity=capacity, goal_spec=GOAL_SPEC)
     return TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform, batch_size=512, **arguments)
 
 
 class Source:
-    """Environments ``first`` to ``first + count - 1`` side by side; a write has ``steps`` steps of each."""
+    """Environments ``first`` to ``first + count - 1``. Each write has ``steps`` steps of every environment."""
 
     def __init__(self, first: int, count: int, steps: int):
         self.first, self.count, self.steps = first, count, steps
         self.lanes = [_places(number) for number in range(first, first + count)]
 
     def next(self) -> TensorDict:
-        """The next transitions of all environments, one environment after the other: ``[count * steps]``."""
+        """Return the next transitions of all environments, one environment after the other: ``[count * steps]``."""
         places = torch.tensor([place for lane in self.lanes for place in itertools.islice(lane, self.steps)])
         number, episode, step = places.unbind(1)
         outcomes = places + STEP
@@ -62,24 +62,24 @@ class Source:
 
 
 def _places(number: int) -> Iterator[tuple[int, int, int]]:
-    """Where the transitions of an environment start, without end."""
+    """Yield where the transitions of an environment start, without end."""
     for episode in itertools.count():
         for step in range(tape.length_of(number, episode, LENGTHS)):
             yield number, episode, step
 
 
 def _goals(places: Tensor) -> Tensor:
-    """The goals ``[n, 3 * COPIES]`` of places ``[n, 3]``."""
+    """Return the goals ``[n, 3 * COPIES]`` of places ``[n, 3]``."""
     return places.float().repeat(1, COPIES)
 
 
 def _lengths(places: Tensor) -> Tensor:
-    """The lengths of the episodes of places ``[n, 3]``: ``[n]``."""
+    """Return the lengths ``[n]`` of the episodes of places ``[n, 3]``."""
     return torch.tensor(LENGTHS)[(places[:, 0] + places[:, 1]) % len(LENGTHS)]
 
 
 def check(batch: TensorDictBase, strategy: str = "future") -> int:
-    """Check all transitions ``[*batch]`` with tensor expressions, and return how many are relabelled."""
+    """Check transitions ``[*batch]`` with tensor expressions, and return the number of relabelled ones."""
     batch = batch.reshape(-1)
     place, desired, outcome = batch["observation"].long(), batch["desired_goal"], batch["next", "achieved_goal"]
     relabelled = batch["hindsight", "relabelled"].squeeze(1)

@@ -1,4 +1,4 @@
-"""Transitions of a point that walks towards its goal in the plane, and often reaches it."""
+"""Transitions of a point that moves towards its goal in the plane, and often reaches it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Warnings about configurations in which hindsight does not work."""
+"""Warnings, reports and checks that show whether hindsight works."""

@@ -1,4 +1,4 @@
-"""Reads tensors of a GPU without waiting for it."""
+"""Reads tensors of a GPU without synchronisation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def is_capturing(values: Tensor) -> bool:
-    """Return whether operations on a tensor are being captured in a CUDA graph, and do not run now."""
+    """Return whether operations on a tensor are captured in a CUDA graph instead of executed."""
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class AsyncCopy:
-    """A copy of a tensor on the host, which a GPU makes while the program goes on."""
+    """An asynchronous copy of a tensor ``[n]`` to the host."""
 
     def __init__(self, values: Tensor):
         self._event = None
@@ -24,7 +24,7 @@ class AsyncCopy:
             self._values = values.cpu()
 
     def read(self) -> list[float] | None:
-        """Return the values, or None if the copy is not finished."""
+        """Return the values, or None if the copy has not finished."""
         if self._event is not None and not self._event.query():
             return None
         return self._values.numpy().tolist()

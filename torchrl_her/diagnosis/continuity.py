@@ -11,9 +11,9 @@ from torchrl_her.episodes.tracker import TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys
 
-WARM_UP = 100  # transitions in which environments without trajectory ids begin
-ROWS = 100  # transitions that are searched for the cause
-ENOUGH = 100  # transitions after which the share is judged, and counted afresh
+WARM_UP = 100  # first transitions, in which each environment starts an episode; they are not judged
+ROWS = 100  # transitions of the last write that are kept to find the cause
+ENOUGH = 100  # transitions after which the share is judged and the count restarts
 SHARE = 0.3
 SHARE_AMBIGUOUS = 0.01
 
@@ -24,21 +24,21 @@ CAUSES = {
     "rounded": "the goals under 'next' and those at the next root differ by a rounding error: convert and normalize "
     "both alike",
     "left out": "transitions are left out: write every step of an episode",
-    "shuffled": "the transitions are shuffled, or those of several environments alternate: write them in order, with "
+    "shuffled": "the transitions are shuffled, or several environments alternate: write them in order, with "
     "trajectory ids",
 }
-Goals = tuple[np.ndarray, np.ndarray]  # void [n], the bytes of the goals at the root and under "next"
+Goals = tuple[np.ndarray, np.ndarray]  # void [n] each, the bytes of the goals at the root and under "next"
 
 
 class ContinuityCheck:
     """Warns if many transitions neither continue an episode nor follow the end of one.
 
-    Relabelling then has episodes of one or two steps, whose goals are the transitions' own outcomes.
+    Episodes then have one or two steps, and relabelling can only offer the transitions' own outcomes as goals.
 
     Attributes:
-        transitions (int): how many were written.
-        breaks (int): how many of them do not continue an episode.
-        ambiguous (int): how many of them could continue several running episodes.
+        transitions (int): the number of written transitions.
+        breaks (int): the number of transitions that do not continue an episode.
+        ambiguous (int): the number of transitions that could continue several running episodes.
         loaded_lanes (int): the number of running episodes that were loaded; 0 after the next write.
     """
 
@@ -46,7 +46,7 @@ class ContinuityCheck:
         self.transitions = self.breaks = self.ambiguous = self.loaded_lanes = 0
         self._counted = self._counted_breaks = 0
         self._has_warned = self._has_warned_of_ambiguous = False
-        self._last: Goals | None = None  # at the end of the last write; None if it had no breaks
+        self._last: Goals | None = None  # the last goals of the last write; None if it had no breaks
 
     def check(
         self, tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, tracked: TrackedTransitions
@@ -92,12 +92,12 @@ class ContinuityCheck:
             self._has_warned_of_ambiguous = True
             warn_user(
                 f"{share:.0%} of the transitions could continue several running episodes, "
-                "which have the same goals. Some may be counted to the wrong episode: write trajectory ids "
+                "because these have the same goals. Some may be assigned to the wrong episode: write trajectory ids "
                 "(trajectory_key), or each environment in its own row, [environments, steps]."
             )
 
     def _after_last(self, written: WrittenTransitions) -> Goals:
-        """Return the goals of a write, after those of the last write that are kept."""
+        """Return the kept goals of the last write, followed by the goals of this write."""
         if self._last is None:
             return written.start, written.outcome
         return np.concatenate([self._last[0], written.start]), np.concatenate([self._last[1], written.outcome])
@@ -106,9 +106,9 @@ class ContinuityCheck:
 def _warn_of_breaks(share: float, such_as: str, likely: list[str]) -> None:
     causes = "; ".join(dict.fromkeys([*likely, *CAUSES.values()]))
     warn_user(
-        f"{share:.0%} of the transitions do not continue an episode{such_as}: their goals at the root are not those "
-        "under 'next' of an earlier transition, and no episode had ended. Hindsight then gives them little "
-        f"more than their own outcomes as goals. Possible causes, the most likely first: {causes}."
+        f"{share:.0%} of the transitions do not continue an episode{such_as}: their goals at the root differ from the "
+        "goals under 'next' of all earlier transitions, and no episode had ended. Hindsight can then offer little more "
+        f"than their own outcomes as goals. Possible causes, most likely first: {causes}."
     )
 
 
@@ -124,14 +124,14 @@ def _likely_causes(goals: Goals, close: np.ndarray) -> list[str]:
         "rounded": close[broken[len(broken) - len(close) :]],
     }
     found = [cause for cause, shares in evidence.items() if shares.size and shares.mean() > 0.5]
-    # A shuffled chunk contains only a few predecessors of its own transitions.
+    # A shuffled chunk contains few predecessors of its own transitions.
     if not found and sum(each in seen for each in start[1:][broken].tolist()) > 0.02 * broken.sum():
         found = ["shuffled"]
     return [CAUSES[cause] for cause in (*found, "left out")]
 
 
 def _are_close(tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions) -> np.ndarray:
-    """Return which achieved goals at the root nearly equal those under ``"next"`` before them, ``bool [n - 1]``."""
+    """Return which achieved goals nearly equal the previous ones under ``"next"``, ``bool [n - 1]``."""
     rows = written.rows_of(tensordict.select(keys.achieved, keys.next_achieved))
     goals = rows.get(keys.achieved)[1:], rows.get(keys.next_achieved)[:-1]
     root, earlier = (each.reshape(len(each), each.shape[1:].numel()).float() for each in goals)

@@ -1,4 +1,4 @@
-"""All checks of one transform, and its report."""
+"""The checks and the report of one transform."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrl_her.keys import HERKeys
 
 
 class Diagnosis:
-    """Warns a user when hindsight does not work, and makes the report.
+    """Warns when hindsight does not work, and creates the report.
 
     Args:
         reward: the reward module.
@@ -48,22 +48,22 @@ class Diagnosis:
         self.rewards = RewardCheck(reward, keys, compares=compares_rewards)
         self.continuity = ContinuityCheck()
         self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
-        self._unsearched: TensorDictBase | None = None  # rows of adopted data that wait for the first sample
+        self._unsearched: TensorDictBase | None = None  # rows of adopted data, searched at the first sample
         self._begin_sampling()
 
     def _begin_sampling(self) -> None:
         self._counts = SampleCounts()
         self._flags = ReplacedFlagsCheck(self.keys.terminated)
         self._has_sampled_returns = False  # n-step returns, which do not show whether a goal is reached
-        self._compiled_sample: Sample | None = None  # the last one of a compiled call, which is counted when writing
+        self._compiled_sample: Sample | None = None  # of the last compiled call, counted later
 
     def restarted(self, *, compares_rewards: bool) -> Diagnosis:
-        """Return an object with the same settings that has checked nothing."""
+        """Return a new object with the same settings, in which all counts are 0."""
         compares = self.rewards.compares and compares_rewards
         return Diagnosis(self.rewards.reward, self.keys, compares_rewards=compares, replaced=self._replaced)
 
     def for_copy(self) -> Diagnosis:
-        """Return the state of a copied transform, which has sampled nothing."""
+        """Return the diagnosis of a copied transform, in which the counts of samples are 0."""
         copied = copy.copy(self)
         copied._unsearched = None  # copies and saved files stay small
         copied._begin_sampling()
@@ -74,7 +74,8 @@ class Diagnosis:
     ) -> None:
         """Check the rewards of written transitions ``[*batch]``, and search them for copies of the desired goal.
 
-        Copies that a ``later`` transform rewrites in samples are harmless; None: no search.
+        Copies that one of the ``later`` transforms rewrites in samples are harmless. If ``later`` is None, nothing is
+        searched.
         """
         if self._is_dummy(written):
             return
@@ -85,11 +86,11 @@ class Diagnosis:
             self._copies = None if self._copies is None else copies
 
     def search_later(self, rows: TensorDictBase) -> None:
-        """Keep rows ``[n]`` of adopted data until `search`, when the other transforms of the buffer are known."""
+        """Keep rows ``[n]`` of adopted data until `search`, which knows the other transforms of the buffer."""
         self._unsearched = rows
 
     def search(self, later: Iterable[Transform]) -> None:
-        """Search the rows that are kept for copies of the desired goal, and drop them."""
+        """Search the kept rows for copies of the desired goal, and release the rows."""
         rows, self._unsearched = self._unsearched, None
         if rows is not None:
             self._copies = None
@@ -125,13 +126,13 @@ class Diagnosis:
     ) -> None:
         """Count sampled transitions ``[*batch]``, and compare the done flags of the previous sample.
 
-        ``relabelled``, ``bool [*batch, 1]``, says which of them are relabelled. ``draw`` and ``table`` are those of
-        transitions that are relabelled when they are sampled.
+        ``relabelled``, ``bool [*batch, 1]``, marks the relabelled transitions. ``draw`` and ``table`` are None if
+        transitions are relabelled when they are written.
         """
         if torch.compiler.is_compiling():
             self._compiled_sample = Sample(relabelled, data.get(self.keys.reward), draw)
             return
-        if is_capturing(relabelled):  # what a CUDA graph replays is not counted
+        if is_capturing(relabelled):  # replays of a CUDA graph are not counted
             return
         self._has_sampled_returns |= not of_one_step
         if self._counts.is_due(relabelled.numel()) and (reward := data.get(self.keys.reward, None)) is not None:
@@ -144,7 +145,7 @@ class Diagnosis:
     def report(
         self, transform: Transform, tracker: EpisodeTracker, her_ratio: float, table: GoalTable | None = None
     ) -> Report:
-        """Return the counts of a transform."""
+        """Return the report of a transform."""
         self._count_compiled(table)
         lengths, continuity, counts = tracker.lengths, self.continuity, self._counts.totals()
         running = sum(1 for _ in tracker.open_lanes())

@@ -1,4 +1,4 @@
-"""Finds entries that contain the desired goal and keep the original one when a transition is relabelled."""
+"""Finds entries that contain a copy of the desired goal, which relabelling does not replace."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 from torchrl_her._torchrl import warn_user
 from torchrl_her.keys import HERKeys
 
-ROWS = 64  # of each write
-GOALS = 8  # an entry that follows so many different goals contains them on purpose
-WRITES = 1000  # the search ends here if the goal hardly ever changes
+ROWS = 64  # searched in each write
+GOALS = 8  # an entry that follows this many different goals is a copy
+WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
 
 
 class GoalCopies(NamedTuple):
     """The entries that contained the desired goal in all writes so far."""
 
-    places: dict[NestedKey, set[int]] | None = None  # where the goal begins in each; None before the first write
+    places: dict[NestedKey, set[int]] | None = None  # where the goal starts in each entry; None before the first write
     goals: frozenset[bytes] = frozenset()  # the different desired goals so far
     writes: int = 0
 
@@ -36,11 +36,9 @@ def warn_if_goal_is_copied(
 ) -> GoalCopies | None:
     """Search a write for entries that contain the desired goal; return the result, or None when the search is over.
 
-    Relabelling replaces the goals, and the entries that are ``replaced``.
-
     An environment that concatenates observation and goal stores the goal twice. Relabelling does not replace the copy,
-    and a network that reads it learns the original goal with the new goal's reward. Copies that ``later`` transforms
-    rewrite in every sample do no harm.
+    and a network that reads it learns the original goal with the new goal's reward. Copies are harmless in entries that
+    are ``replaced`` by relabelling, and in entries that ``later`` transforms rewrite in every sample.
     """
     desired = [_rows(tensordict, tensordict.get(key)) for key in (keys.desired, keys.next_desired)]  # [rows, goal]
     stride = math.prod(tensordict.get(keys.desired).shape[tensordict.ndim + 1 :])
@@ -61,9 +59,10 @@ def warn_if_goal_is_copied(
         names = " and ".join(map(repr, places))
         warn_user(
             f"The entry {names} contains the desired goal (it followed {len(goals)} different ones, bit for bit) and "
-            f"would keep the original one: relabelling does not replace this copy. Let networks read {keys.desired!r} "
-            "besides the observation and do not concatenate in the environment. Or list transforms after the one that "
-            "relabels that rewrite the entry at the root and under 'next' (CatTensors) or drop it (ExcludeTransform).",
+            "would keep the original one: relabelling does not replace this copy. Do not concatenate in the "
+            f"environment, and let networks read {keys.desired!r} besides the observation. Or place a transform after "
+            "the hindsight transform that rewrites the entry at the root and under 'next' (CatTensors) or removes it "
+            "(ExcludeTransform).",
         )
     is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES
     return None if is_over else GoalCopies(places, goals, copies.writes + 1)
@@ -73,7 +72,7 @@ def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
     """Return the entries that transforms write, rename or drop."""
     keys: set[NestedKey] = set()
     for transform in transforms:
-        # A transform that also reads an entry passes on the goal in it.
+        # A transform that reads and writes an entry keeps the goal in it.
         keys.update(set(transform.out_keys or ()) - set(transform.in_keys or ()))
         if isinstance(transform, RenameTransform):
             keys.update(transform.in_keys)
@@ -91,7 +90,7 @@ def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:
 
 
 def _places(tensordict: TensorDictBase, pair: Iterable[NestedKey], goals: list[Tensor], stride: int) -> set[int]:
-    """Return where an entry contains the goals ``[rows, goal]`` in all rows, at the root and under ``"next"``."""
+    """Return where the goals ``[rows, goal]`` start in an entry, in all rows, at the root and under ``"next"``."""
     places = torch.ones((), dtype=torch.bool)
     for key, goal in zip(pair, goals, strict=True):
         try:
@@ -101,10 +100,10 @@ def _places(tensordict: TensorDictBase, pair: Iterable[NestedKey], goals: list[T
         if not isinstance(value, Tensor) or not _can_contain(value.dtype, goal.dtype):
             return set()
         values, goal = _rows(tensordict, value), goal.to(value.dtype)
-        last = values.shape[1] - goal.shape[1]  # the last place at which the goal can begin
+        last = values.shape[1] - goal.shape[1]  # the last position at which the goal can start
         if last < 0:
             return set()
-        for feature in range(goal.shape[1]):  # one at a time: [rows, places, goal] can take gigabytes
+        for feature in range(goal.shape[1]):  # one at a time, because [rows, places, goal] can take gigabytes
             column = values[:, feature : feature + last + 1 : stride]  # [rows, places]
             places = places & (column == goal[:, feature, None]).all(dim=0)
             if not places.any():

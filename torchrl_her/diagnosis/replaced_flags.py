@@ -8,13 +8,13 @@ from torch import Tensor
 from torchrl_her._torchrl import warn_user
 from torchrl_her.diagnosis.async_copy import AsyncCopy
 
-SAMPLES = 32  # the first ones are compared
+SAMPLES = 32  # the number of first samples that are compared
 
 
 class ReplacedFlagsCheck:
-    """Warns if ``terminated`` of relabelled transitions was overwritten after the transform returned a sample.
+    """Warns if ``terminated`` of relabelled transitions is overwritten after the transform has returned a sample.
 
-    TensorDict buffers with a slice sampler do that. A sample is compared when the next one is drawn.
+    TensorDict buffers with a slice sampler overwrite it. Each sample is compared when the next one is drawn.
 
     Args:
         terminated (NestedKey): the key of the flag.
@@ -35,8 +35,8 @@ class ReplacedFlagsCheck:
                 self._left, self._last = 0, None
                 warn_user(
                     f"{self.terminated!r} of relabelled transitions was overwritten in an earlier sample, after the "
-                    "transform returned it. Transitions that reach their new goal do not end then. If the sampler is a "
-                    "SliceSampler, it replaces the flags of TensorDict buffers: pass truncated_key=None to it."
+                    "transform had returned it, so transitions that reach their new goal do not end. If the sampler is "
+                    "a SliceSampler, it replaces the flags in TensorDict buffers: pass truncated_key=None to it."
                 )
         if last is not None and pending is None and self._left:
             earlier, recomputed = last

@@ -1,4 +1,4 @@
-"""What became of written and sampled transitions, as a report that people read."""
+"""The report on written and sampled transitions."""
 
 from __future__ import annotations
 
@@ -7,34 +7,51 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Report:
-    """What hindsight did so far. ``print(report)`` shows it.
+    """Counts of written and sampled transitions, as returned by ``report()`` of a hindsight transform.
 
-    Written transitions are counted in the process that writes them, sampled ones in the process that samples. A copy
-    has sampled nothing. A number that is not known is None.
+    ``print(report)`` shows all numbers. Each process counts the transitions that it writes and samples itself. In a
+    copy of a transform, the counts of samples start at 0. Unknown numbers are None.
 
     Attributes:
         transform (str): the transform and its settings.
         her_ratio (float): the share of sampled transitions that should be relabelled.
-        episodes (int): episodes that began.
-        running (int): episodes that have not ended.
-        mean_length (float): the mean number of steps of ended episodes.
-        min_length (int): the number of steps of the shortest one.
-        max_length (int): the number of steps of the longest one.
-        transitions (int): written transitions, without padding.
-        discontinuous (float): the share of them that do not continue an episode, although none had ended.
-        ambiguous (float): the share of them that could continue several running episodes.
-        table_size (int): goals in the goal table.
-        capacity (int): the most goals that fit into it.
-        sampled (int): sampled transitions that were counted: those of the first samples, then of one in 64.
-        relabelled (float): the share of them that were relabelled.
-        episode_running (float): of the transitions that should be relabelled, the share that was not because the
-            episode had not ended.
-        evicted (float): the share that was not because the goals had left the goal table.
-        elsewhere (float): the share that was not because another transform wrote the transition, or it is padding.
-        original_reward (float): the mean reward of sampled transitions with their original goal.
-        original_reached (float): the share of them that reach it.
-        relabelled_reward (float): the mean reward of relabelled transitions.
-        relabelled_reached (float): the share of them that reach their new goal.
+        episodes (int): the number of episodes that have started.
+        running (int): the number of episodes that have not ended.
+        mean_length (float | None): the mean number of steps of ended episodes.
+        min_length (int | None): the number of steps of the shortest ended episode.
+        max_length (int | None): the number of steps of the longest ended episode.
+        transitions (int): the number of written transitions, without padding.
+        discontinuous (float | None): the share of written transitions that do not continue an episode, although no
+            episode had ended.
+        ambiguous (float | None): the share of written transitions that could continue several running episodes.
+        sampled (int): the number of sampled transitions that were counted: all of the first 2,048, then the
+            transitions of one sample in 64.
+        relabelled (float | None): the share of counted transitions that were relabelled.
+        original_reward (float | None): the mean reward of counted transitions with their original goal.
+        original_reached (float | None): the share of these transitions that reach their goal.
+        relabelled_reward (float | None): the mean reward of relabelled transitions.
+        relabelled_reached (float | None): the share of relabelled transitions that reach their new goal.
+        table_size (int | None): the number of goals in the goal table.
+        capacity (int | None): the maximum number of goals in the goal table.
+        episode_running (float | None): of the transitions that ``her_ratio`` selected, the share that was not
+            relabelled because the episode had not ended.
+        evicted (float | None): the share that was not relabelled because the goals had left the goal table.
+        elsewhere (float | None): the share that was not relabelled because another transform wrote the transition,
+            or because it is padding.
+
+    Examples:
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> from torchrl.envs import GymEnv
+        >>> import torchrl_her.envs
+        >>> from torchrl_her import EnvReward, HERTransform
+        >>> env = GymEnv("torchrl_her/PointReach-v0")
+        >>> her = HERTransform(EnvReward(env), capacity=1000)
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=her, batch_size=64)
+        >>> _ = rb.extend(env.rollout(50))
+        >>> _ = rb.sample()
+        >>> report = her.report()
+        >>> report.episodes, report.transitions, report.mean_length, report.sampled
+        (1, 50, 50.0, 64)
     """
 
     transform: str

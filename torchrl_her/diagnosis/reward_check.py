@@ -17,20 +17,20 @@ from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.reached_reward import ReachedReward
 
-ROWS = 64  # transitions of one write that are compared
-ENOUGH = 16  # transitions that reach their goal, and that miss it, after which the check ends
-DISTANCES = 2**22  # the most numbers of one write from which distances are computed
+ROWS = 64  # transitions compared in one write
+ENOUGH = 16  # compared transitions that reach their goal, and that miss it, before the check ends
+DISTANCES = 2**22  # goal components of one write of which distances are computed, at most
 
 
 class RewardCheck:
-    """Compares the reward module with the stored rewards, until reached and missed goals were compared.
+    """Compares the reward module with stored rewards, until enough reached and missed goals have been compared.
 
-    A goal counts as reached if the stored reward is the one that the module gives with the transition's own outcome as
-    its goal. The first write is compared, then each write with a reward outside the range seen before, and the next
+    A goal counts as reached if the stored reward equals the module's reward with the transition's own outcome as its
+    goal. The first write is compared, then each write with a reward outside the range of earlier ones, and the next
     write after the number of transitions has doubled.
 
     Attributes:
-        reached_reward (float, optional): the reward of a reached goal; None if it is unknown, or varies.
+        reached_reward (float, optional): the reward of a reached goal; None if it is unknown or varies.
         recomputes_ends (bool): whether the reward module writes ``terminated``.
         compares (bool): whether stored and computed rewards should agree.
     """
@@ -45,14 +45,14 @@ class RewardCheck:
         self._ends_on_success = False if self.recomputes_ends else None  # None: not known yet
         self._reached = self._missed = 0  # compared transitions
         self._range = (math.inf, -math.inf)  # of stored rewards
-        self._written = self._next = 0  # transitions so far, and at the next comparison at the latest
+        self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
 
     def check(self, tensordict: TensorDictBase, written: WrittenTransitions) -> None:
-        """Compare some of the written transitions ``[*batch]``, and warn if something is wrong.
+        """Compare some of the written transitions ``[*batch]``, and warn about differences.
 
         Raises:
             KeyError: if there is no reward.
-            ValueError: if the reward module writes another shape, or modifies its input.
+            ValueError: if the reward module writes rewards of another shape, or modifies its input.
         """
         if self._is_over or not len(written.done):
             return
@@ -66,19 +66,19 @@ class RewardCheck:
             return
         self._next = 2 * self._written
         self._range = min(low, self._range[0]), max(high, self._range[1])
-        if STEPS_TO_GOAL in self.reward.in_keys:  # which written transitions do not have
+        if STEPS_TO_GOAL in self.reward.in_keys:  # written transitions have no such entry
             self._check_values(values)
             return
 
         rows, goals = written.rows_of(tensordict), written.goals
         chosen = self._choose(rows, goals)
         rows, goals = rows[chosen], goals[chosen]
-        if len(rows) == 1:  # with a single row, a wrong shape can look like the right one
+        if len(rows) == 1:  # with a single row, a wrong shape can look correct
             rows, goals, chosen = rows.expand(2), goals.expand(2, *goals.shape[1:]), chosen.expand(2)
         self._compare(rows, goals, lambda row: written.name(int(chosen[row])))
 
     def _check_values(self, stored: np.ndarray) -> None:
-        """Warn if stored rewards are not those of `ReachedReward`."""
+        """Warn if stored rewards have other values than 0 and -1, the rewards of `ReachedReward`."""
         if not isinstance(self.reward, ReachedReward):
             return
         self.reached_reward = 0.0
@@ -87,12 +87,12 @@ class RewardCheck:
             self.compares = False
             warn_user(
                 f"ReachedReward gives 0 and -1, and a stored reward is {others.flat[0]:.6g}. Relabelled and original "
-                "rewards would be inconsistent: relabel all transitions, her_ratio=1, or pass the environment's own "
+                "rewards would be inconsistent: relabel all transitions (her_ratio=1), or pass the environment's own "
                 "reward, EnvReward(env)."
             )
 
     def _choose(self, rows: TensorDictBase, goals: Tensor) -> Tensor:
-        """Return up to 64 transitions: over all distances to the goal, over time, and those with extreme rewards."""
+        """Return up to 64 rows, spread over distances to the goal and over time, with the extreme rewards."""
         count = len(rows)
         if count <= ROWS:
             return torch.arange(count, device=goals.device)
@@ -132,16 +132,16 @@ class RewardCheck:
             got = "nothing" if reward is None else f"the shape {tuple(reward.shape)}"
             several = stored.numel() > len(rows)
             raise ValueError(
-                f"The reward module wrote {got} under {self.keys.reward!r} where rewards of the shape "
-                f"{tuple(stored.shape)} are stored: it must write one of the same shape."
-                + (" For one reward per agent, pass a TensorDictModule that writes them all." if several else "")
+                f"The reward module wrote {got} under {self.keys.reward!r}, but stored rewards have the shape "
+                f"{tuple(stored.shape)}: it must write rewards of this shape."
+                + (" For one reward per agent, pass a TensorDictModule that writes all rewards." if several else "")
             )
         for key in self.reward.in_keys:
             before, after = rows.get(key, None), given.get(key, None)
             if key not in self.reward.out_keys and isinstance(before, Tensor) and not _same(before, after):
                 raise ValueError(
-                    f"The reward module modified its input {key!r}: the goals and rewards of a sample would disagree. "
-                    "Let it work on a copy (.clone() of a tensor, .copy() of an array)."
+                    f"The reward module modified its input {key!r}, so goals and rewards of a sample would be "
+                    "inconsistent: work on a copy (.clone() of a tensor, .copy() of an array)."
                 )
         return reward
 
@@ -166,9 +166,9 @@ class RewardCheck:
             if rows.get(under_next, None) is not None:
                 return f"info_keys names {key!r}, which belongs to the previous step: use {under_next!r}."
         return (
-            "Use the environment's own reward, EnvReward(env), with goals in its units: list transforms that scale "
-            "rewards or normalize goals after the one that relabels, in the buffer. For a learned reward, use "
-            "HERTransform(recompute_all_rewards=True)."
+            "Use the environment's own reward, EnvReward(env), with goals in its units: place transforms that scale "
+            "rewards or normalize goals after the hindsight transform, in the buffer. For a learned reward, pass "
+            "recompute_all_rewards=True to HERTransform."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Counts what becomes of sampled transitions: which are relabelled, why others are not, and their rewards."""
+"""Counts sampled transitions: how many are relabelled, why others are not, and their rewards."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchrl_her.diagnosis.async_copy import AsyncCopy
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 
-FIRST = 2048  # transitions whose samples are all counted
-EVERY = 64  # one in so many of the later samples is counted
-ENOUGH = 500  # transitions to relabel after which the share of evicted goals is judged
+FIRST = 2048  # transitions up to which all samples are counted
+EVERY = 64  # of later samples, one in this many is counted
+ENOUGH = 500  # transitions selected for relabelling before the share of evicted goals is judged
 SHARE_EVICTED = 0.2
-SAMPLES_WITHOUT_WRITE = 50  # after which the end of the running episodes is overdue
-LOOKS = 10  # one in so many samples looks whether something was written
+SAMPLES_WITHOUT_WRITE = 50  # samples without a write after which running episodes should have ended
+LOOKS = 10  # one in this many samples checks for new writes
 SHARE_WAITING = 0.5
 SHARE_MIXED = 0.5
 
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 class Counts(NamedTuple):
     """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first four count sequences."""
 
-    to_relabel: float = 0.0  # chosen with the probability her_ratio
+    to_relabel: float = 0.0  # selected with the probability her_ratio
     running: float = 0.0  # of these, not relabelled because their episode is running
     evicted: float = 0.0  # of these, not relabelled because their goals have left the table
     elsewhere: float = 0.0  # of these, not relabelled because another transform wrote them, or they are padding
@@ -48,9 +48,9 @@ class Counts(NamedTuple):
 
 
 class SampleCounts:
-    """Counts sampled transitions on their device, and warns if hindsight is lost.
+    """Counts sampled transitions on their device, and warns if many are not relabelled.
 
-    The first samples are counted, then one in 64. A GPU's counts are read when they have been copied, without waiting.
+    All of the first samples are counted, then one in 64. Counts on a GPU are copied asynchronously and read later.
     """
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class SampleCounts:
         least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
         warn_user(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left the "
-            f"goal table: HERTransform(capacity={capacity}) is too small for what the storage holds. Pass the max_size "
-            f"of the storage, three times that if episodes have 64 steps or more, and at least {least}."
+            f"goal table: HERTransform(capacity={capacity}) is too small for the transitions in the storage. Pass the "
+            f"max_size of the storage (three times that if episodes have 64 steps or more), and at least {least}."
         )
 
     def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:
@@ -110,12 +110,12 @@ class SampleCounts:
             self._has_warned_of_sequences = True
             warn_user(
                 f"{share:.0%} of the transitions of sequences (sequence_length) belong to another episode than the "
-                "last one of their sequence, so they are not relabelled: sample sequences of one episode, with a "
-                "SliceSampler whose slice_len is sequence_length."
+                "last transition of their sequence, so they are not relabelled: sample each sequence from one episode, "
+                "with a SliceSampler whose slice_len equals sequence_length."
             )
 
     def check_waiting(self, draw: Draw, table: GoalTable) -> None:
-        """Warn if half of a sample waits for the end of episodes, long after the last write."""
+        """Warn if at least half of a sample waits for the end of its episodes long after the last write."""
         if self._samples % LOOKS or self._has_warned_of_waiting:
             return
         writes = table.writes
@@ -131,8 +131,8 @@ class SampleCounts:
             self._has_warned_of_waiting = True
             warn_user(
                 f"{values[0]:.0%} of the sampled transitions wait for the end of their episode, and nothing was "
-                f"written during the last {SAMPLES_WITHOUT_WRITE} samples. They are relabelled when it ends. If no "
-                "more transitions follow, as with a data set, call flush() of HERTransform."
+                f"written during the last {SAMPLES_WITHOUT_WRITE} samples. They are relabelled once it has ended. If "
+                "no more transitions follow, as with a data set, call flush() of HERTransform."
             )
 
 
@@ -159,6 +159,6 @@ def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None)
     running = missing & _is_waiting(draw, table)
     evicted = missing & ~elsewhere & ~running & table.has_wrapped
     of_draw = torch.stack([draw.to_relabel, running, evicted, elsewhere]).sum(1)
-    length = len(relabelled) // max(1, len(draw.step))  # of sequences
+    length = len(relabelled) // max(1, len(draw.step))  # of a sequence
     in_sequences = draw.relabelled.sum() * (length if length > 1 else 0)
     return torch.cat([of_draw, of_groups.flatten(), in_sequences.reshape(1)])

@@ -2,14 +2,14 @@
 
 They follow Gymnasium-Robotics' goal API: observations are dictionaries with the keys ``"observation"``,
 ``"achieved_goal"`` and ``"desired_goal"``, and ``compute_reward(achieved_goal, desired_goal, info)`` takes a batch of
-goals. ``info["is_success"]`` is 1 where the achieved goal is the desired one and 0 elsewhere, a ``np.float32``.
+goals. ``info["is_success"]`` is a ``np.float32``: 1 if the desired goal is achieved, and 0 otherwise.
 
-| id | class | steps |
+| id | class | end of an episode |
 |---|---|---|
-| ``"torchrl_her/PointReach-v0"`` | `PointReach` | truncated after 50 |
-| ``"torchrl_her/BitFlipping-v0"`` | `BitFlipping` | terminates on success, truncated after ``n_bits`` |
+| ``"torchrl_her/PointReach-v0"`` | `PointReach` | truncated after 50 steps |
+| ``"torchrl_her/BitFlipping-v0"`` | `BitFlipping` | terminates on success, truncated after ``n_bits`` steps |
 
-A process that has not imported this module, a spawned worker for example, does so when the id names it:
+A spawned worker has not imported this module. Name the module in the id, so that Gymnasium imports it there:
 ``"torchrl_her.envs:torchrl_her/PointReach-v0"``.
 
 Examples:

@@ -1,4 +1,4 @@
-"""BitFlipping: reach a goal pattern of bits, one flip at a time."""
+"""BitFlipping: flip one bit at a time until all bits equal the goal."""
 
 from __future__ import annotations
 
@@ -8,35 +8,39 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, Space
 
-IMAGE_SHAPE = (1, 36, 36)  # that of Stable-Baselines3's environment
+IMAGE_SHAPE = (1, 36, 36)  # as in Stable-Baselines3's BitFlippingEnv
 
 
 class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
-    """n bits that have to become the goal's, section 3.1 of the HER paper (arXiv:1707.01495).
+    """Flip bits until they equal a goal.
 
-    Action ``i`` flips bit ``i``. The reward is 0 when all bits agree with the goal's and -1 elsewhere. An episode
-    terminates on success and is truncated after ``max_steps`` (both, when the last step succeeds). Goal and start are
-    uniform; a start that equals its goal is drawn again. The values under ``"observation"``, ``"achieved_goal"`` (both
-    are the bits) and ``"desired_goal"`` are ``float32 [n_bits]`` of 0 and 1, unless another form is chosen.
+    The environment is described in section 3.1 of the [HER paper](https://arxiv.org/abs/1707.01495).
+
+    Action ``i`` flips bit ``i``. The reward is 0 if all bits equal the goal, and -1 otherwise. An episode terminates on
+    success and is truncated after ``max_steps``; if the last step succeeds, both flags are True. Goal and start are
+    drawn uniformly, and a start that equals the goal is drawn again.
+
+    Observations are dictionaries with the keys ``"observation"``, ``"achieved_goal"`` (both hold the bits) and
+    ``"desired_goal"``. Each value is ``float32 [n_bits]`` of 0 and 1, unless another encoding is chosen.
 
     Args:
-        n_bits (int): number of bits. Default: 15, enough that DQN without hindsight fails.
+        n_bits (int): the number of bits. Default: 15, enough for DQN without hindsight to fail.
 
     Keyword Args:
-        max_steps (int, optional): steps after which an episode is truncated. Default: ``n_bits``.
-        fixed_goal (bool): the goal is always all ones, as in Stable-Baselines3's environment. Easier: the policy need
-            not read the goal. Default: False.
-        continuous (bool): actions are ``float32 [n_bits]`` in [-1, 1] and flip every bit whose entry is above 0,
-            several at once. Default: False.
-        image_observation (bool): bits and goals are ``uint8 [1, 36, 36]``: the first ``n_bits`` pixels, row by row, are
-            255 for a set bit, all others are 0; at most 1296 bits. Default: False.
-        discrete_observation (bool): bits and goals are an ``int`` in which bit i counts ``2**i``; at most 62 bits.
-            TorchRL's ``GymEnv`` makes one-hot vectors of ``2**n_bits`` entries of it, unless given
+        max_steps (int, optional): the number of steps after which an episode is truncated. Default: ``n_bits``.
+        fixed_goal (bool): whether the goal is always all ones, as in Stable-Baselines3's environment. This is easier,
+            because the policy can ignore the goal. Default: False.
+        continuous (bool): whether actions are ``float32 [n_bits]`` in [-1, 1]. Such an action flips every bit whose
+            entry is above 0. Default: False.
+        image_observation (bool): whether bits and goals are images ``uint8 [1, 36, 36]``. The first ``n_bits`` pixels,
+            row by row, are 255 for set bits, and all other pixels are 0. At most 1,296 bits. Default: False.
+        discrete_observation (bool): whether bits and goals are an ``int`` in which bit i counts ``2**i``. At most 62
+            bits. TorchRL's ``GymEnv`` converts it to a one-hot vector of ``2**n_bits`` entries, unless you pass
             ``categorical_action_encoding=True``. Default: False.
 
     Raises:
-        ValueError: if an argument is out of its range, or for both forms of observation at once; by `step` for an
-            action that is not in the action space (continuous: not ``n_bits`` finite numbers).
+        ValueError: if an argument is out of range, or both encodings are chosen. ``step`` raises it for an action
+            outside the action space (continuous: not ``n_bits`` finite numbers).
 
     Examples:
         >>> import gymnasium, torchrl_her.envs
@@ -62,7 +66,9 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
         discrete_observation: bool = False,
     ):
         if image_observation and discrete_observation:
-            raise ValueError("Observations are images or integers: set one of image_observation, discrete_observation.")
+            raise ValueError(
+                "Observations are images or integers: set only one of image_observation, discrete_observation."
+            )
         if n_bits < 1:
             raise ValueError(f"n_bits must be at least 1, got {n_bits}.")
         if image_observation and n_bits > np.prod(IMAGE_SHAPE):
@@ -109,17 +115,17 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
         return self._observation(), float(success) - 1.0, success, self.n_steps >= self.max_steps, info
 
     def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return 0 where goals ``[*batch, *goal]`` are equal and -1 elsewhere: ``float32 [*batch]``."""
+        """Return 0 for equal goals ``[*batch, *goal]`` and -1 for different ones: ``float32 [*batch]``."""
         return self.compute_terminated(achieved_goal, desired_goal, info).astype(np.float32) - np.float32(1)
 
     def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return where goals ``[*batch, *goal]`` (or integers ``[batch, 1]``) are equal: ``bool [*batch]``."""
+        """Return whether goals ``[*batch, *goal]`` (or integers ``[batch, 1]``) are equal: ``bool [*batch]``."""
         same = np.asarray(achieved_goal) == np.asarray(desired_goal)  # [*batch, *goal]
         goal_dims = 3 if self.image_observation else 0 if self.discrete_observation and same.shape[1:] != (1,) else 1
         return np.all(same, axis=tuple(range(-goal_dims, 0)))
 
     def compute_truncated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return False for each goal, ``bool [*batch]``: the time limit does not depend on goals."""
+        """Return False for each pair of goals, ``bool [*batch]``: the time limit does not depend on goals."""
         return np.zeros_like(self.compute_terminated(achieved_goal, desired_goal, info))[()]
 
     def _goal_space(self) -> Space[Any]:

@@ -1,4 +1,4 @@
-"""PointReach: drive a point mass to a goal in the plane."""
+"""PointReach: move a point mass to a goal in the plane."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from gymnasium.spaces import Box, Dict
 
 
 class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """A point mass in the square [-1, 1]² that has to reach a goal.
+    """Move a point mass to a goal in the square [-1, 1]².
 
-    An action ``float32 [2]`` in [-1, 1], times 10, is the acceleration ``a`` (actions outside are clipped). With
-    ``dt = 0.05`` a step is ``v = clip(v + a * dt, -1, 1)``, then ``x = clip(x + v * dt, -1, 1)``. Start and goal are
-    uniform in the square, and the mass starts at rest.
+    An action is ``float32 [2]`` in [-1, 1]; values outside are clipped. Multiplied by 10, it is the acceleration ``a``.
+    With ``dt = 0.05``, a step computes ``v = clip(v + a * dt, -1, 1)`` and then ``x = clip(x + v * dt, -1, 1)``. Start
+    and goal are drawn uniformly from the square, and the mass starts at rest.
 
     An observation is a dictionary of ``float32`` arrays: ``"observation"`` ``[4]`` (position and velocity),
     ``"achieved_goal"`` ``[2]`` (the position) and ``"desired_goal"`` ``[2]``. The reward is 0 within 0.05 of the goal
-    (Euclidean distance) and -1 elsewhere. Episodes never terminate: made by its id, ``"torchrl_her/PointReach-v0"``,
-    the environment is truncated after 50 steps.
+    (Euclidean distance) and -1 elsewhere. Episodes never terminate. ``gymnasium.make("torchrl_her/PointReach-v0")``
+    truncates them after 50 steps.
 
     Keyword Args:
-        render_mode (str, optional): ``"rgb_array"``, with which `render` draws the square from above.
+        render_mode (str, optional): ``"rgb_array"`` makes ``render`` return a picture of the square from above,
+            ``uint8 [256, 256, 3]``. Default: None, no rendering.
 
     Raises:
-        ValueError: for another render mode, and by `step` for an action that is not two finite numbers.
+        ValueError: if ``render_mode`` has another value. ``step`` raises it for an action that is not two finite
+            numbers.
 
     Examples:
         >>> import gymnasium, numpy as np, torchrl_her.envs
@@ -75,17 +77,17 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observation(), reward, False, False, info
 
     def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return 0 where goals ``[*batch, 2]`` are at most 0.05 apart and -1 elsewhere: ``float32 [*batch]``."""
+        """Return 0 for goals ``[*batch, 2]`` at most 0.05 apart and -1 for others: ``float32 [*batch]``."""
         return self._reached(achieved_goal, desired_goal).astype(np.float32) - np.float32(1)
 
     def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> np.ndarray:
-        """Return False for each goal, ``bool [*batch]``."""
+        """Return False for each pair of goals, ``bool [*batch]``: no goal ends an episode."""
         return np.zeros_like(self._reached(achieved_goal, desired_goal))[()]
 
     compute_truncated = compute_terminated  # the time limit does not depend on goals
 
     def render(self) -> np.ndarray | None:  # type: ignore[override]
-        """Return a picture ``uint8 [256, 256, 3]``: the goal's circle in green, the mass a blue dot."""
+        """Return a picture ``uint8 [256, 256, 3]`` with a green disc around the goal and a blue dot for the mass."""
         if self.render_mode is None:
             return None
         axis = (np.arange(256) + 0.5) / 128 - 1  # centres of the pixels
@@ -100,7 +102,7 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         return distance <= self.threshold
 
     def _observation(self) -> dict[str, np.ndarray]:
-        # Copies: whoever gets an observation may write into it.
+        # Copies, because the caller may write into an observation.
         return {
             "observation": np.concatenate([self.position, self.velocity]),
             "achieved_goal": self.position.copy(),

@@ -1,1 +1,1 @@
-"""Which transitions belong together: lanes and episodes."""
+"""Lanes and episodes: which transitions belong together."""

@@ -1,4 +1,4 @@
-"""Transitions that are held back until their episode ends."""
+"""Holds transitions back until their episode ends."""
 
 from __future__ import annotations
 
@@ -15,41 +15,45 @@ from torchrl_her.storage.row_layout import WORD, RowLayout
 
 
 class HeldTransitions:
-    """Transitions that wait for the end of their episode, packed into rows that the lanes of a tracker keep."""
+    """Transitions that wait for the end of their episode. The lanes of a tracker keep them as packed rows."""
 
     def __init__(self, tracker: EpisodeTracker):
         self.tracker = tracker  # its lanes keep rows, int64 [steps, words]
-        self.layout: RowLayout | None = None  # of the rows; None before the first write
-        self.ended: list[EpisodeSteps] = []  # episodes that are not stored yet
+        self.layout: RowLayout | None = None  # the layout of the rows; None before the first write
+        self.ended: list[EpisodeSteps] = []  # episodes that ended but are not stored yet
         self._has_warned = False
 
     def __len__(self) -> int:
         return sum(lane.steps for lane in self.tracker.open_lanes()) + sum(len(episode.kept) for episode in self.ended)
 
     def without_transitions(self) -> HeldTransitions:
-        """Return an object with the same settings that holds nothing, for another process."""
+        """Return an empty object with the same settings, for another process."""
         return HeldTransitions(self.tracker.without_lanes())
 
     def pack(self, rows: TensorDictBase) -> Tensor:
-        """Return transitions ``[n]``, with the same entries as those held back, as rows ``int64 [n, words]``."""
+        """Pack transitions ``[n]`` into rows ``int64 [n, words]``.
+
+        Raises:
+            ValueError: if other transitions are held back whose entries differ.
+        """
         with torch.no_grad():
             try:
                 if self.layout is not None:
                     return self.layout.pack(rows)
-            except ValueError:  # other entries
+            except ValueError:  # the entries differ from the layout
                 if len(self):
                     raise
             self.layout = RowLayout(rows, 1)
             return self.layout.pack(rows)
 
     def unpack(self, packed: Tensor) -> TensorDict:
-        """Return rows ``int64 [n, words]`` as transitions, which share their memory."""
+        """Return rows ``int64 [n, words]`` as transitions ``[n]`` that share their memory."""
         if self.layout is None:
             return TensorDict(batch_size=[len(packed)])
         return self.layout.unpack(packed)
 
     def take_ended(self) -> list[EpisodeSteps]:
-        """Return the episodes that ended, which are stored now."""
+        """Remove and return the ended episodes, which the caller stores."""
         ended, self.ended = self.ended, []
         return ended
 
@@ -59,8 +63,9 @@ class HeldTransitions:
             self._has_warned = True
             warn_user(
                 f"{len(self.ended)} episodes have ended in writes of one transition, and wait for a larger write: "
-                "HindsightAugmentation cannot tell such a write from rb.add, which stores one transition. Extend with "
-                "several transitions at a time (frames_per_batch), use HERTransform, or extend with an empty batch.",
+                "HindsightAugmentation cannot distinguish such a write from rb.add, which stores one transition. "
+                "Extend with several transitions at a time (frames_per_batch), use HERTransform, or extend with an "
+                "empty batch.",
             )
 
     def none(self) -> TensorDict:
@@ -68,10 +73,10 @@ class HeldTransitions:
         return self.unpack(torch.empty(0, 0 if self.layout is None else self.layout.words, dtype=WORD))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the transitions entry by entry, and the lanes and ended episodes that they belong to."""
+        """Return the entries of the transitions, their lanes and the ended episodes."""
         lanes = self.tracker.state_dict()
         kept = [lane.pop("kept") for lane in lanes["lanes"]] + [episode.kept for episode in self.ended]
-        # Loaded pieces can be on another device than those written since.
+        # Loaded pieces can be on another device than pieces written after loading.
         rows = self.unpack(torch.cat([piece.to(kept[-1].device) for piece in kept])) if kept else TensorDict()
         return {
             "rows": dict(rows.items(include_nested=True, leaves_only=True)),
@@ -81,7 +86,7 @@ class HeldTransitions:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the transitions by those of `state_dict`."""
+        """Load the result of `state_dict`. It replaces all transitions."""
         self.layout, self.ended = None, []
         lanes: list[dict[str, Any]] = []
         if state["rows"]:

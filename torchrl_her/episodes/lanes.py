@@ -1,4 +1,4 @@
-"""A lane, its running episode, and the steps that it hands over."""
+"""Lanes, and the steps of their episodes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Key = tuple[int | None, bytes]  # the trajectory id, and the bytes of the achiev
 
 
 class EpisodeSteps(NamedTuple):
-    """The steps of an episode that ended, grew or became idle."""
+    """The published steps of an episode that ended, doubled its length or became idle."""
 
-    episode: int
-    kept: Tensor  # [steps, ...], the per-step data from the first step on: achieved goals, or packed transitions
-    before: int  # how many of the steps were handed over before
+    episode: int  # the episode id
+    kept: Tensor  # [steps, ...], the data of each step from the first one on: achieved goals or packed transitions
+    before: int  # the number of these steps that an earlier write published
 
 
 class EpisodeLengths:
-    """The lengths of the episodes that ended."""
+    """Statistics of the lengths, in steps, of ended episodes."""
 
     def __init__(self) -> None:
         self.count = self.total = self.longest = self.shortest = 0
@@ -34,29 +34,29 @@ class EpisodeLengths:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One environment's stream of transitions, and its running episode."""
+    """One environment's stream of transitions, with its running episode."""
 
-    episode: int
-    key: Key = (None, b"")  # of the last transition, with its goals under "next"; the next transition must match it
+    episode: int  # the id of the running episode
+    key: Key = (None, b"")  # the trajectory id and the goals under "next" of the last transition
     written: int = 0  # the tracker's count of transitions when the lane was last continued
-    kept: list[Tensor] = field(default_factory=list)  # pieces [steps, ...], the per-step data of the running episode
-    steps: int = 0
-    published: int = 0  # how many steps were handed over
+    kept: list[Tensor] = field(default_factory=list)  # pieces [steps, ...], the data of each step of the episode
+    steps: int = 0  # the number of steps of the episode
+    published: int = 0  # the number of published steps
 
     def extend(self, kept: Tensor) -> None:
-        """Append further steps."""
-        if self.kept and self.kept[0].device != kept.device:  # loaded from another device
+        """Append the data ``[steps, ...]`` of new steps."""
+        if self.kept and self.kept[0].device != kept.device:  # loaded steps can be on another device
             self.kept = [piece.to(kept.device) for piece in self.kept]
         self.kept.append(kept)
         self.steps += len(kept)
 
     def publish_into(self, episodes: dict[int, EpisodeSteps]) -> None:
-        """Hand over all steps so far, if there are new ones."""
+        """Publish all steps of the running episode if some are new. ``episodes`` holds the episodes of one write."""
         if self.steps == self.published:
             return
         if len(self.kept) > 1:
             self.kept = [torch.cat(self.kept)]
-        earlier = episodes.pop(self.episode, None)  # of the same write
+        earlier = episodes.pop(self.episode, None)  # published earlier in the same write
         before = self.published if earlier is None else earlier.before
         episodes[self.episode] = EpisodeSteps(self.episode, self.kept[0], before)
         self.published = self.steps

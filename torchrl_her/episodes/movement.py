@@ -1,4 +1,4 @@
-"""Priorities of transitions in whose episode the achieved goal moves."""
+"""Priorities from the movement of the achieved goal."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from torchrl_her.storage.buffer_transform import BufferTransform
 
 
 class MovementPriority(BufferTransform):
-    """Gives transitions a priority: how far the achieved goal moves in their episode.
+    """Prioritize transitions by how far the achieved goal moves in their episode.
 
-    In tasks where an object must be moved, it lies still in most episodes of an untrained agent. Relabelling such an
-    episode only teaches to leave the object where it is. With this transform, a prioritized buffer samples episodes in
-    which the object moves more often. It is energy-based prioritization (Zhao and Tresp 2018, arXiv:1810.01363), with
-    the length of the path in place of the energy.
+    In manipulation tasks, an untrained agent rarely moves the object. Relabelling an episode without movement only
+    teaches the agent to leave the object where it is. With this transform, a prioritized buffer samples episodes with
+    movement more often. The method is energy-based prioritization
+    ([Zhao and Tresp, 2018](https://arxiv.org/abs/1810.01363)), with the length of the path instead of the energy.
 
     Each written transition gets an entry ``"movement"``, ``float32 [*batch]``: ``lowest + min(path / far, 1)``, where
-    ``path`` is the length of the path of the achieved goal in the transition's episode. List the transform before
-    `HERTransform`, which identifies the episodes, and pass ``priority_key="movement"`` to the buffer. Write whole
-    episodes if possible, since the path is computed for each write.
+    ``path`` is the length of the path of the achieved goal in the transition's episode. Pass
+    ``priority_key="movement"`` to the buffer, and place the transform before `HERTransform`, which identifies the
+    episodes: ``Compose(MovementPriority(...), HERTransform(...))``. If possible, write whole episodes: the path of an
+    episode includes only the steps in the same write.
 
     Args:
-        far (float): the length of the path that gives the highest priority, in units of the goal.
+        far (float): the length of the path from which on the priority is highest, in units of the goal.
 
     Keyword Args:
-        lowest (float): the priority of transitions in whose episode nothing moves. Default: 0.05.
+        lowest (float): the priority of transitions in episodes without movement. Default: 0.05.
         achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
-        goal_fn (Callable, optional): as in `HERTransform`.
+        goal_fn (Callable[[Tensor], Tensor], optional): as in `HERTransform`.
 
     Raises:
         ValueError: if ``far`` or ``lowest`` is not positive.
-        KeyError: when writing (nothing is stored then), if there is no achieved goal, or if HERTransform is not listed
-            after this transform.
+        KeyError: if written transitions have no achieved goal, or if no `HERTransform` comes after this transform. A
+            refused write stores nothing.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
@@ -72,14 +73,14 @@ class MovementPriority(BufferTransform):
         self.achieved_goal_key = unravel_key(achieved_goal_key)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled transitions as they are."""
+        """Return sampled transitions unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.get(STAMP, None) is None:
             raise KeyError(
-                "MovementPriority finds no stamps of HERTransform: list it before HERTransform, "
-                "Compose(MovementPriority(...), HERTransform(...))."
+                "MovementPriority needs the stamps of HERTransform, which these transitions lack. Place it before "
+                "HERTransform: Compose(MovementPriority(...), HERTransform(...))."
             )
         ids, _ = read_stamps(tensordict)
         found, episode = ids.unique(return_inverse=True)
@@ -90,7 +91,7 @@ class MovementPriority(BufferTransform):
         return tensordict.set("movement", priority[episode].view(tensordict.batch_size))
 
     def _goals(self, tensordict: TensorDictBase, place: tuple[str, ...]) -> Tensor:
-        """Return the goals achieved before, ``()``, or after the steps, ``("next",)``: ``float32 [n, goal]``."""
+        """Return the achieved goals at the root, ``()``, or under ``("next",)``, flattened to ``float32 [n, goal]``."""
         achieved = get_entry(tensordict, unravel_key((*place, self.achieved_goal_key)), "achieved_goal_key")
         achieved = achieved.reshape(-1, *achieved.shape[tensordict.ndim :])
         goals = achieved if self.goal_fn is None else self.goal_fn(achieved)

@@ -1,4 +1,4 @@
-"""A write while its transitions are assigned to episodes, and the result."""
+"""The transitions of one write, ordered by lane, while they are assigned to episodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchrl_her.episodes.transitions import WrittenTransitions
 
 
 class TrackedTransitions(NamedTuple):
-    """The episodes of the transitions of one write, in the order of writing."""
+    """The result of assigning the transitions of one write to episodes, in the order of writing."""
 
     stamps: np.ndarray  # int64 [n, 2], the episode id of each transition and its step in the episode
-    episodes: list[EpisodeSteps]  # at most one entry per episode
-    opened: int  # how many episodes began
-    continued: int  # how many open lanes were continued
-    breaks: np.ndarray  # int64, the positions of transitions that begin an episode although none had ended
-    ambiguous: int  # how many transitions could continue several lanes
+    episodes: list[EpisodeSteps]  # the published episodes, at most one entry for each
+    opened: int  # the number of episodes that began
+    continued: int  # the number of open lanes that were continued
+    breaks: np.ndarray  # int64, the positions of transitions that begin an episode although no other had ended
+    ambiguous: int  # the number of transitions that could continue several lanes
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class OrderedWrite:
     """The ``n`` transitions of one write, ordered by lane, and the episodes found so far."""
 
     transitions: WrittenTransitions
-    order: np.ndarray | None  # int64 [n], their positions in the order of writing; None if it is the same
-    kept: Tensor  # [n, ...], what lanes keep of each
-    before: Tensor | None  # [n, rows, ...], what lanes keep before the first transition of an episode
-    next_episode: int
+    order: np.ndarray | None  # int64 [n], the position of each transition in the write; None if unchanged
+    kept: Tensor  # [n, ...], the data of each transition that lanes keep
+    before: Tensor | None  # [n, rows, ...], the data that lanes keep in front of the first transition of an episode
+    next_episode: int  # the id of the next new episode
     stamps: np.ndarray  # int64 [n, 2]
     episodes: dict[int, EpisodeSteps] = field(default_factory=dict)
     opened: int = 0
@@ -42,16 +42,19 @@ class OrderedWrite:
 
     @classmethod
     def of(cls, written: WrittenTransitions, kept: Tensor, before: Tensor | None, next_episode: int) -> OrderedWrite:
-        """Order transitions by lane, and what lanes keep of them."""
+        """Order transitions, and the data that lanes keep of them, by lane."""
         order, written = _order_by_lane(written)
         if order is not None:
             index = torch.from_numpy(order).to(kept.device)
             kept, before = kept[index], None if before is None else before[index]
-        kept = kept.contiguous()  # narrow_copy of other tensors copies all rows first
+        kept = kept.contiguous()  # of a non-contiguous tensor, each narrow_copy would copy all rows
         return cls(written, order, kept, before, next_episode, np.empty((len(written.done), 2), dtype=np.int64))
 
     def key(self, position: int, goals: np.ndarray) -> Key:
-        """Return the trajectory id of a transition, and the bytes of its goals of ``goals``, ``void [n]``."""
+        """Return the trajectory id and the bytes of the goals of the transition at ``position``.
+
+        ``goals``, ``void [n]``, are the goals at the root or under ``"next"`` of all transitions.
+        """
         trajectory = self.transitions.trajectory
         return None if trajectory is None else int(trajectory[position]), goals[position].tobytes()
 
@@ -66,9 +69,10 @@ class OrderedWrite:
 
 
 def _order_by_lane(written: WrittenTransitions) -> tuple[np.ndarray | None, WrittenTransitions]:
-    """Order transitions lane by lane, each lane in time.
+    """Order transitions lane by lane, and by time within each lane.
 
-    Return the order, ``int64 [n]`` or None if it is that of writing, and the transitions; their goals keep their order.
+    Return the position of each transition in the write, ``int64 [n]`` or None if unchanged, and the ordered
+    transitions. Their field ``goals`` is not reordered.
     """
     trajectory = written.trajectory
     if trajectory is None or (trajectory[1:] >= trajectory[:-1]).all():

@@ -1,4 +1,4 @@
-"""Cuts written transitions into lanes and episodes."""
+"""Assigns written transitions to lanes and episodes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,31 @@ from torchrl_her.episodes.ordered_write import OrderedWrite, TrackedTransitions
 from torchrl_her.episodes.row_lanes import RowLanes
 from torchrl_her.episodes.transitions import WrittenTransitions
 
-# The steps of a running episode are handed over from this many on, each time that its length has doubled.
+# A running episode is published when it has this many steps, and again each time that its length has doubled.
 FIRST_PUBLICATION = 64
 
 
 class EpisodeTracker:
     """Finds the episode and the step of each written transition.
 
-    A run of transitions continues the open lane that has its trajectory id (or also has none) and whose last outcome
-    it starts from. If several lanes do, it continues the one that was written in the same row before, or else the one
-    that waited longest; if none does, it opens a lane. An episode ends with a done flag, after ``max_episode_steps``,
-    or when nothing continues its lane any more.
+    A run of transitions continues an open lane if both have the same trajectory id (or none) and the run starts at the
+    goals at which the lane's last transition arrived. If several lanes match, the run continues the lane of the same
+    row of the last write, or else the lane that has waited longest. If no lane matches, the run opens a new lane.
 
-    A silent reset carries no flag. So a lane counts as idle when it has waited twice as long as any lane that was
-    continued ever did, measured in transitions written meanwhile. A lane is closed when it waited for more than
-    ``patience`` transitions.
+    An episode ends with a done flag, after ``max_episode_steps``, or when its lane is closed. A silent reset carries no
+    flag, so lanes that nothing continues must be found by the time that they wait, measured in transitions written
+    meanwhile. A lane counts as idle when it has waited twice as long as any lane that was later continued. It is closed
+    when it has waited for more than ``patience`` transitions.
 
-    With ``publish_running``, the steps of an episode are handed over also while it runs: when its length has doubled,
-    and when its lane becomes idle. Without, they are handed over once, and only idle lanes are closed. With ``copies``,
-    lanes keep copies of what is written, which the caller may overwrite.
+    Args:
+        max_episode_steps (int): the number of steps after which an episode ends.
+        patience (int): the number of transitions written to other lanes after which a lane is closed.
+
+    Keyword Args:
+        publish_running (bool): whether an episode is also published while it runs: when its length has doubled and
+            when its lane becomes idle. If False, an episode is published once, at its end, and a lane is closed only
+            when it is idle. Default: True.
+        copies (bool): whether lanes copy the written data, so that the caller may overwrite it. Default: True.
     """
 
     def __init__(self, max_episode_steps: int, patience: int, *, publish_running: bool = True, copies: bool = True):
@@ -42,27 +48,31 @@ class EpisodeTracker:
         self.patience = patience
         self.publish_running = publish_running
         self.copies = copies
-        self.written = 0  # transitions so far
-        self.longest_wait = 0  # of a lane that was continued, in transitions written to other lanes
+        self.written = 0  # the number of transitions so far
+        self.longest_wait = 0  # the longest wait of a lane that was continued, in transitions written meanwhile
         self.lengths = EpisodeLengths()
-        self._to_begin: int | None = None  # episodes that ended and were not followed by another; None at first
+        self._to_begin: int | None = None  # the number of episodes expected to begin; None before the first write
         self._clear()
 
     def _clear(self) -> None:
-        # Open lanes by episode, each dict ordered by how long they have waited. Idle lanes waited longest.
+        # Open lanes by episode. Both dicts are ordered from the longest to the shortest wait; idle lanes wait longest.
         self._idle: dict[int, Lane] = {}
         self._lanes: dict[int, Lane] = {}
         self._by_key: dict[Key, deque[Lane]] = {}  # all open lanes
-        self._lanes_of_id: Counter[int | None] = Counter()  # how many open lanes have a trajectory id
+        self._lanes_of_id: Counter[int | None] = Counter()  # the number of open lanes with each trajectory id
         self._row_lanes = RowLanes()
 
     def track(
         self, written: WrittenTransitions, kept: Tensor, first_episode: int, before: Tensor | None = None
     ) -> TrackedTransitions:
-        """Assign transitions to episodes. The work in Python is per run of transitions, not per transition.
+        """Assign the transitions of a write to episodes. Python loops over runs of transitions, not over transitions.
 
-        Lanes keep the rows ``kept [n, ...]``. If ``before [n, rows, ...]`` is given, they first keep its rows of the
-        transition with which their episode begins. Episodes that begin here get the ids from ``first_episode`` on.
+        Args:
+            written (WrittenTransitions): the ``n`` transitions.
+            kept (Tensor): the data of each transition that lanes keep, ``[n, ...]``.
+            first_episode (int): the id of the first new episode. Further new episodes get the ids that follow.
+            before (Tensor, optional): rows ``[n, rows, ...]``. In front of the steps of an episode, its lane keeps the
+                rows of the episode's first transition.
         """
         write = OrderedWrite.of(written, kept, before, first_episode)
         transitions, row_lanes = write.transitions, self._row_lanes
@@ -79,7 +89,7 @@ class EpisodeTracker:
             lane = self._extend(lane, begin, end, write)
             if lane is not None:
                 row_lanes.leave_open(lane, end)
-                if row_lanes.are_lanes:  # no other row of this write continues it
+                if row_lanes.are_lanes:  # no other row of this write may continue the lane
                     left_open.append(lane)
                 else:
                     self._leave_open(lane)
@@ -89,7 +99,10 @@ class EpisodeTracker:
         return write.tracked()
 
     def _continue(self, lane: Lane | None, begin: int, write: OrderedWrite) -> Lane | None:
-        """Return the lane that the run from ``begin`` on continues, by default a matching open one, or None."""
+        """Return the lane that the run from ``begin`` on continues, or None.
+
+        ``lane`` is the lane of the same row, if known. Otherwise a matching open lane is looked up.
+        """
         written = write.transitions
         key = write.key(begin, written.start)
         if lane is None:
@@ -100,17 +113,17 @@ class EpisodeTracker:
                 write.breaks.append(begin)
             return None
         write.continued += 1
-        # A long pause says little about the other lanes: it counts for at most twice the longest wait.
+        # A single long pause says little about other lanes, so it counts as at most twice the longest wait so far.
         count = len(written.done)
         waited = min(self.written - count - lane.written, 2 * self.longest_wait + count)
         self.longest_wait = max(self.longest_wait, waited)
-        if lane.steps >= self.max_episode_steps:  # loaded into a tracker with shorter episodes
+        if lane.steps >= self.max_episode_steps:  # loaded from a tracker with a larger max_episode_steps
             self._end(lane, write.episodes)
             return None
         return lane
 
     def _extend(self, lane: Lane | None, begin: int, end: int, write: OrderedWrite) -> Lane | None:
-        """Add a run of transitions to a lane, or to a new one; return the lane that it leaves open, if any."""
+        """Add a run of transitions to a lane, or to a new one if None; return the lane that stays open, or None."""
         written, stamps = write.transitions, write.stamps
         rows_of = torch.narrow_copy if self.copies else torch.narrow
         while begin < end:
@@ -135,7 +148,7 @@ class EpisodeTracker:
         return lane
 
     def _may_begin(self, trajectory: int | None, written: WrittenTransitions, begin: int) -> bool:
-        """Return whether an episode is expected to begin: of a new trajectory, in a new row, or after an end."""
+        """Return whether an episode can begin here: with a new trajectory id, in a new row, or after an end."""
         if trajectory is not None:
             return not self._lanes_of_id[trajectory]
         if written.row_length > 1 and written.begins[begin]:
@@ -156,7 +169,7 @@ class EpisodeTracker:
         return EpisodeTracker(self.max_episode_steps, self.patience, **options)
 
     def flush(self) -> list[EpisodeSteps]:
-        """End the running episodes and hand over their steps."""
+        """End the running episodes and publish their steps."""
         episodes: dict[int, EpisodeSteps] = {}
         for lane in self.open_lanes():
             self._end(lane, episodes)
@@ -164,7 +177,10 @@ class EpisodeTracker:
         return list(episodes.values())
 
     def _take(self, key: Key, lane: Lane | None = None) -> Lane | None:
-        """Remove a lane with this key from the open lanes, by default the one that waited longest, and return it."""
+        """Remove an open lane with this key and return it, or None if there is none.
+
+        The lane is ``lane`` if given, or else the one that has waited longest.
+        """
         lanes = self._by_key.get(key)
         if lanes is None or (lane is not None and lane not in lanes):
             return None
@@ -186,7 +202,7 @@ class EpisodeTracker:
         self._lanes_of_id[lane.key[0]] += 1
 
     def _close_waiting_lanes(self, episodes: dict[int, EpisodeSteps]) -> None:
-        """Hand over the steps of lanes that became idle, and close lanes that nothing continued for too long."""
+        """Publish the steps of lanes that became idle, and close lanes that waited too long."""
         idle_after = (min if self.publish_running else max)(2 * self.longest_wait, self.patience)
         for lane in self._waiting(self._lanes, idle_after):
             lane.publish_into(episodes)
@@ -196,7 +212,7 @@ class EpisodeTracker:
             self.lengths.add(lane.steps)
 
     def _waiting(self, lanes: dict[int, Lane], patience: int) -> Iterator[Lane]:
-        """Yield each lane that nothing continued for more than ``patience`` transitions; the caller removes it."""
+        """Yield each lane that has waited for more than ``patience`` transitions; the caller removes it."""
         while lanes:
             lane = next(iter(lanes.values()))
             if self.written - lane.written <= patience:
@@ -224,7 +240,7 @@ class EpisodeTracker:
         return {"written": self.written, "longest_wait": self.longest_wait, "lanes": lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the open lanes by those of `state_dict`."""
+        """Load the result of `state_dict`. It replaces all open lanes."""
         self._clear()
         for saved in state["lanes"]:
             lane = Lane(saved["episode"])
@@ -237,7 +253,10 @@ class EpisodeTracker:
 
 
 def _cut_into_runs(written: WrittenTransitions, order: np.ndarray | None, at_rows: bool) -> list[tuple[int, int]]:
-    """Return the begin and end of each run: cut where a transition does not continue the last, or ``at_rows``."""
+    """Return the begin and end of each run.
+
+    A run ends before a transition that does not continue the previous one and, if ``at_rows``, at the end of a row.
+    """
     trajectory = written.trajectory
     begins = written.begins.copy()
     if at_rows:
@@ -250,6 +269,6 @@ def _cut_into_runs(written: WrittenTransitions, order: np.ndarray | None, at_row
     first = begins.nonzero()[0].tolist()
     runs = list(zip(first, [*first[1:], len(begins)], strict=False))
     if order is not None:
-        # Episodes are published in the order of writing, so that they leave the table as they leave the storage.
+        # Publish in the order of writing, so that episodes leave the table in the same order as the storage.
         runs.sort(key=lambda run: order[run[0]])
     return runs

@@ -1,4 +1,4 @@
-"""Reads and checks the transitions of a write."""
+"""Reads and validates the transitions of a write."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchrl_her.keys import MASK, HERKeys, get_entry
 
 
 class RowNames(NamedTuple):
-    """What messages call the rows of a write."""
+    """The names of the rows of a write in error messages."""
 
-    numbers: Sequence[int] | np.ndarray | None = None  # in the flattened data set that the rows are a part of
+    numbers: Sequence[int] | np.ndarray | None = None  # the positions of the rows in the flattened data set, if any
     batch: torch.Size = torch.Size()  # the batch size of the data set
 
     def name(self, row: int) -> str:
-        """Return the name of a row, given its number among all rows, flattened."""
+        """Return the name of a row, given its number among all rows of the write, flattened."""
         if self.numbers is None:
             return f"transition {row} of this write"
         index = np.unravel_index(self.numbers[row], self.batch)
@@ -37,27 +37,27 @@ class WrittenTransitions(NamedTuple):
     goals: Tensor  # [n, *goal], the achieved goals under "next"
     start: np.ndarray  # void [n], the bytes of the achieved and the desired goal at the root
     outcome: np.ndarray  # void [n], the bytes of both goals under "next"
-    done: np.ndarray  # bool [n], the transition ends its episode
-    begins: np.ndarray  # bool [n], it is the first of its row of the write; used only without trajectory ids
-    row_length: int  # 1 if each transition can be of another environment, 0 if rows are incomplete
-    trajectory: np.ndarray | None  # int64 [n], trajectory ids
+    done: np.ndarray  # bool [n], whether the transition ends its episode
+    begins: np.ndarray  # bool [n], whether it is the first of its row; used only without trajectory ids
+    row_length: int  # steps per row; 1 if each transition can belong to another environment, 0 if rows are incomplete
+    trajectory: np.ndarray | None  # int64 [n], the trajectory ids
     mask: np.ndarray | None  # bool [rows of the write], False for padding; None without padding
     names: RowNames = THIS_WRITE
 
     def name(self, position: int) -> str:
-        """Return what messages call a transition, given its position among those without padding."""
+        """Return the name of a transition in error messages, given its position among the transitions."""
         return self.names.name(position if self.mask is None else int(self.mask.nonzero()[0][position]))
 
     @property
     def is_dummy(self) -> bool:
-        """Whether this looks like the transition of zeros with which collectors set up a buffer that processes share.
+        """Whether this looks like the dummy, a transition of zeros, with which collectors set up a shared buffer.
 
         A real transition whose goals are all zeros looks the same.
         """
         return len(self.done) == 1 and not any(self.start[0].tobytes() + self.outcome[0].tobytes())
 
     def rows_of(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the entries of the write, ``[*batch]``, in one dimension and without padding, ``[n]``."""
+        """Return the transitions ``[*batch]`` of the write as ``[n]``, flattened and without padding."""
         rows = tensordict.reshape(-1)
         return rows if self.mask is None else rows[torch.from_numpy(self.mask).to(self.goals.device)]
 
@@ -69,10 +69,21 @@ def read_transitions(
     earlier_goals: Tensor | None,
     names: RowNames = THIS_WRITE,
 ) -> WrittenTransitions:
-    """Check transitions ``[*batch]`` and flatten them to one dimension, in the order of writing.
+    """Validate transitions ``[*batch]`` and flatten them, in the order of writing.
 
-    A write that is refused here has changed nothing. Goals must have the shape and dtype of
-    ``earlier_goals [n, *goal]``.
+    It runs before any state changes, so a refused write leaves no trace.
+
+    Args:
+        tensordict (TensorDictBase): transitions ``[*batch]``; with several dimensions, the last one is time.
+        keys (HERKeys): the keys of the entries.
+        goal_fn (Callable[[Tensor], Tensor] or None): maps achieved entries ``[n, *state]`` to goals ``[n, *goal]``.
+        earlier_goals (Tensor or None): goals ``[n, *goal]`` of earlier writes, whose shape and dtype must match.
+        names (RowNames): the names of the rows in error messages.
+
+    Raises:
+        ValueError: if goals, flags or ids have a wrong shape or dtype, or if an achieved goal is NaN or was lost.
+        TypeError: if an entry is not a tensor.
+        KeyError: if an entry is missing.
     """
     check_single_steps(tensordict)
     batch, count = tensordict.batch_size, tensordict.batch_size.numel()
@@ -112,7 +123,7 @@ def read_root_goals(
     desired: bool,
     initial: bool,
 ) -> Tensor | None:
-    """Return the desired or the achieved goals at the root of written transitions, or both: ``[n, rows, *goal]``."""
+    """Return the desired goals, the achieved goals or both at the root of written transitions, ``[n, rows, *goal]``."""
     rows, goals = written.rows_of(tensordict.select(keys.achieved, keys.desired)), []
     if desired:
         goals.append(rows.get(keys.desired))
@@ -122,61 +133,64 @@ def read_root_goals(
 
 
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return the goals ``[n, *goal]`` that were achieved in states ``[n, *state]``."""
+    """Map states ``[n, *state]`` to the goals ``[n, *goal]`` that they achieve."""
     if goal_fn is None:
         return states
     count = len(states)
     goals = goal_fn(states)
     if not isinstance(goals, Tensor):
-        raise TypeError(f"goal_fn must return a tensor with one goal per row, and returned {type(goals).__name__}.")
+        raise TypeError(f"goal_fn must return a tensor with one goal per row, but it returned {type(goals).__name__}.")
     if goals.shape[:1] != (count,):
-        raise ValueError(f"goal_fn returned the shape {tuple(goals.shape)} for {count} rows: one goal each is needed.")
+        raise ValueError(
+            f"goal_fn must return one goal per row, but it returned the shape {tuple(goals.shape)} for {count} rows."
+        )
     return goals
 
 
 def check_single_steps(tensordict: object) -> None:
-    """Check that transitions are a TensorDict, to which entries can be added, of single steps."""
+    """Check that transitions are a TensorDict, which accepts new entries, and span one step each."""
     if not isinstance(tensordict, TensorDictBase):
         raise TypeError(
-            f"Hindsight adds entries to transitions, and a {type(tensordict).__name__} takes none: write a TensorDict "
-            "(of a tensorclass, its to_tensordict())."
+            "Hindsight adds entries to transitions, so they must be a TensorDict, got a "
+            f"{type(tensordict).__name__}. Convert a tensorclass with to_tensordict()."
         )
     if tensordict.get("steps_to_next_obs", None) is not None:
         raise ValueError(
-            "These are n-step transitions ('steps_to_next_obs' is among their entries), whose rewards were summed "
-            "under the original goal. Leave the collector's MultiStep out and let the buffer do it: "
+            "These are n-step transitions (they have an entry 'steps_to_next_obs'), whose rewards were summed under "
+            "the original goal. Remove MultiStep from the collector and sum the rewards in the buffer instead: "
             "Compose(MultiStepTransform(n_steps, gamma), HERTransform(...))."
         )
 
 
 def _get_goals(tensordict: TensorDictBase, name: str, key: NestedKey, next_key: NestedKey) -> tuple[Tensor, Tensor]:
-    """Return the goals at the root and under ``"next"``, which must have one shape and dtype."""
+    """Return the goals at the root and under ``"next"``, and check that shape and dtype are the same."""
     root, under_next = (get_entry(tensordict, each, f"{name}_goal_key") for each in (key, next_key))
     if root.shape != under_next.shape:
         raise ValueError(
             f"The {name} goal has the shape {tuple(root.shape)} at the root and {tuple(under_next.shape)} under "
-            "'next': both must be the same."
+            "'next': the two shapes must be the same."
         )
     if root.dtype != under_next.dtype:
         raise ValueError(
-            f"The {name} goal is {root.dtype} at the root and {under_next.dtype} under 'next': both must be the same. "
-            "Consecutive steps are matched by comparing their bytes."
+            f"The {name} goal is {root.dtype} at the root and {under_next.dtype} under 'next': the two dtypes must be "
+            "the same, since consecutive steps are matched by comparing bytes."
         )
     return root, under_next
 
 
 def flatten_entry(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:
-    """Return a flag or an id of each transition, ``[n]``."""
+    """Return an entry with one value per transition, a flag or an id, as an array ``[n]``."""
     value, count = get_entry(tensordict, key, argument), tensordict.batch_size.numel()
     if value.numel() != count:
         raise ValueError(
-            f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: one value each is needed."
+            f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: it must have one value per "
+            f"transition. Set {argument}=... to the correct key."
         )
     return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
 
 
 def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Join the bytes of the first half of entries ``[*batch, ...]``, and of the second half: ``void [n]`` each."""
+    """Join the bytes of the first half of the entries ``[*batch, ...]`` and of the second half, ``void [n]`` each."""
     rows = [entry.reshape(count, -1) for entry in entries]
     if len({row.dtype for row in rows}) > 1:
         rows = [row.contiguous().view(torch.uint8) for row in rows]
@@ -188,61 +202,64 @@ def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
 def _check_shapes(
     achieved_shape: torch.Size, desired_shape: torch.Size, dtype: torch.dtype, earlier: Tensor | None
 ) -> None:
-    """Check that achieved goals can replace desired ones of this dtype, and that goals are like earlier ones.
+    """Check that achieved goals can replace desired goals, and that shape and dtype are as in earlier writes.
 
-    The shapes are those of one goal; the earlier goals are ``[n, *goal]``.
+    ``achieved_shape`` and ``desired_shape`` are the shapes of one goal; ``earlier`` is ``[n, *goal]``.
     """
     if achieved_shape != desired_shape:
         raise ValueError(
-            f"One achieved goal has the shape {tuple(achieved_shape)} and one desired goal {tuple(desired_shape)}: "
-            "an achieved goal takes the place of a desired one, so they must agree. goal_fn maps one to the other."
+            f"An achieved goal has the shape {tuple(achieved_shape)} and a desired goal {tuple(desired_shape)}: the "
+            "shapes must be the same, since achieved goals replace desired goals. Pass goal_fn to map achieved entries "
+            "to goals."
         )
     if earlier is None:
         return
     if desired_shape != earlier.shape[1:]:
         raise ValueError(
             f"Goals have the shape {tuple(desired_shape)}, but goal_spec or an earlier write has "
-            f"{tuple(earlier.shape[1:])}. goal_spec is the spec of one goal, without the batch of environments."
+            f"{tuple(earlier.shape[1:])}. Pass the goal_spec of a single goal, without the batch of environments."
         )
     if dtype != earlier.dtype:
-        raise ValueError(f"Goals are {dtype}, but {earlier.dtype} in goal_spec or an earlier write.")
+        raise ValueError(
+            f"Goals are {dtype}, but {earlier.dtype} in goal_spec or an earlier write: convert the goals to one dtype."
+        )
 
 
 def _check_values(exact: Tensor, written: WrittenTransitions) -> None:
-    """Check that achieved goals keep their values in the dtype of desired goals, and that none is NaN."""
+    """Check that the dtype of desired goals can represent the achieved goals, and that none is NaN."""
     goals = written.goals
     if exact.is_floating_point() and not goals.is_floating_point() and not torch.equal(goals.to(exact.dtype), exact):
         row = _first_row(goals.to(exact.dtype) != exact)
         raise ValueError(
-            f"Achieved goals are {exact.dtype} and desired ones {goals.dtype}: converting the achieved goals, such as "
-            f"that of {written.name(row)}, would change them. Nothing was stored: store both in one dtype, or map them "
-            "with goal_fn."
+            f"Achieved goals are {exact.dtype} and desired goals {goals.dtype}: the conversion would change achieved "
+            f"goals, for example of {written.name(row)}. Nothing was stored. Store both goals in one dtype, or map the "
+            "achieved goals with goal_fn."
         )
     if goals.is_floating_point() and _has_nan(goals):  # as a desired goal it would make losses NaN
         raise ValueError(
-            f"The achieved goal of {written.name(_first_row(goals.isnan()))} is NaN. Nothing was stored: look at what "
-            "the environment (or goal_fn) returned."
+            f"The achieved goal of {written.name(_first_row(goals.isnan()))} is NaN. Nothing was stored. Check the "
+            "values that the environment (or goal_fn) returned."
         )
 
 
 def _has_nan(goals: Tensor) -> bool:
-    """Return whether a goal is NaN. NumPy finds out faster, and does not know every dtype."""
+    """Return whether a goal is NaN. NumPy is faster, but lacks some dtypes."""
     if goals.is_cpu and goals.dtype in (torch.float32, torch.float64):
         return bool(np.isnan(goals.numpy()).any())
     return bool(goals.isnan().any())
 
 
 def _first_row(where: Tensor) -> int:
-    """Return the first row of ``bool [n, ...]`` that has a True."""
+    """Return the first row of ``bool [n, ...]`` that contains True."""
     return int(where.reshape(len(where), -1).any(dim=1).nonzero()[0])
 
 
 def _check_last_steps(
     tensordict: TensorDictBase, keys: HERKeys, outcome: np.ndarray, ends: np.ndarray, names: RowNames
 ) -> None:
-    """Check that the last observations of episodes, at steps ``bool [n]``, were not replaced by zeros."""
+    """Check that the final observations of episodes, which end at ``ends``, ``bool [n]``, are not all zeros."""
     index = ends.nonzero()[0]
-    index = index[outcome[index] == np.zeros((), outcome.dtype)]  # both goals are zeros: hardly ever the case
+    index = index[outcome[index] == np.zeros((), outcome.dtype)]  # both goals are zeros, which is rare
     if not len(index):
         return
     rows = tensordict.reshape(-1)[torch.from_numpy(index)]
@@ -255,6 +272,6 @@ def _check_last_steps(
     if observed and bool(lost.any()):
         raise ValueError(
             "The final observation of an episode is all zeros, although its desired goal is not "
-            f"({names.name(int(index[_first_row(lost)]))}): the environment dropped it. GymEnv(..., num_envs=n) does "
-            "that: use SerialEnv or ParallelEnv. Nothing was stored."
+            f"({names.name(int(index[_first_row(lost)]))}): the environment dropped it, as GymEnv(..., num_envs=n) "
+            "does. Nothing was stored. Use SerialEnv or ParallelEnv."
         )

@@ -1,1 +1,1 @@
-"""Which goal a relabelled transition gets."""
+"""Strategies and the goal table: which goal a relabelled transition gets."""

@@ -1,4 +1,4 @@
-"""Draws goals with strategies: from the goal table when sampling, from ended episodes when writing."""
+"""Draws goals with strategies: from the goal table when sampling, and from ended episodes when writing."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_her.goals.reservoir import GoalReservoir
-from torchrl_her.goals.strategies import GoalStrategy, Selection, StrategyInput, values_at
+from torchrl_her.goals.strategy import GoalStrategy, Selection, StrategyInput, values_at
 from torchrl_her.goals.table import GoalTable
 
-# The strategy of each entry that gets a goal; the first is the desired goal. Entries are drawn in this order.
+# The strategy of each goal entry, in the order in which they are drawn. The first is the desired goal.
 Strategies: TypeAlias = Mapping[NestedKey, GoalStrategy]
 
 
 class Draw(NamedTuple):
-    """The transitions of a sample, or the last ones of its sequences, their goals, and which are relabelled."""
+    """The goals of a sample's transitions (or of the last transitions of its sequences), and which are relabelled."""
 
     episode: Tensor  # int64 [n]
     step: Tensor  # int64 [n]
-    length: Tensor  # int64 [n], the steps of the episode that were in the table; arbitrary for evicted episodes
-    to_relabel: Tensor  # bool [n], chosen with the probability her_ratio
-    relabelled: Tensor  # bool [n], of these, transitions whose goals are in the table
+    length: Tensor  # int64 [n], the number of the episode's steps in the table; arbitrary for evicted episodes
+    to_relabel: Tensor  # bool [n], True with the probability her_ratio
+    relabelled: Tensor  # bool [n], to_relabel and the goals are in the table
     goals: list[Tensor]  # [n, *goal] for each strategy
-    # Both are None if they were not asked for: the step of the transition's own episode that achieved the goal, or -1,
-    # and the member of a mixture that selected the goal, int64 [n] each.
-    goal_step: Tensor | None
-    member: Tensor | None
+    # The last two are None unless requested.
+    goal_step: Tensor | None  # int64 [n], the step of the transition's own episode that achieved the goal, or -1
+    member: Tensor | None  # int64 [n], the member of a mixture that selected the goal
 
 
 def draw_from_table(
@@ -42,15 +41,23 @@ def draw_from_table(
     step: Tensor,
     with_steps: bool = False,
 ) -> Draw:
-    """Draw goals for steps of episodes, ``int64 [n]`` each, and the transitions that get them.
+    """Draw goals from the table, and the transitions to relabel.
 
-    ``with_steps`` asks for `Draw.goal_step` and `Draw.member`. Other threads and processes may be writing to the table.
+    Other threads and processes may write to the table at the same time.
+
+    Args:
+        strategies (Strategies): the strategies.
+        table (GoalTable): the goal table.
+        her_ratio (float): the probability that a transition is relabelled.
+        episode (Tensor): the episode id of each transition, ``int64 [n]``.
+        step (Tensor): the step of each transition in its episode, ``int64 [n]``.
+        with_steps (bool): whether `Draw.goal_step` and `Draw.member` are computed. Default: False.
     """
     version = table.version
     start, length = table.find(episode)
     desired_before = table.before.rows if table.before.desired else 0
     places = episode, step, start, length
-    has_gaps = table.has_gaps or torch.compiler.is_compiling()  # a compiled graph is for every table
+    has_gaps = table.has_gaps or torch.compiler.is_compiling()  # a compiled graph must work for every table
     choice = StrategyInput(*places, table.owners, table.size, table.starts, desired_before, has_gaps)
     first = next(iter(strategies))
     selections, goal_steps = _select(strategies, choice, {first} if with_steps else (), _step_in_table)
@@ -72,15 +79,23 @@ def draw_from_table(
 def draw_for_sequences(
     draw: Callable[[Tensor, Tensor], Draw], length: int, episode: Tensor, step: Tensor
 ) -> tuple[Draw, Draw]:
-    """Draw goals for sequences of this length, each for its last transition: ``int64 [sequences * length]`` each.
+    """Draw one goal for each sequence, for its last transition.
 
-    ``draw`` draws goals for episodes and steps, ``int64 [n]`` each. Return the draw of the sequences, and that of all
-    their transitions. Of these, only those of the last one's episode get the goal.
+    Only transitions of the same episode as the last one get the goal.
+
+    Args:
+        draw (Callable[[Tensor, Tensor], Draw]): draws goals for episode ids and steps, ``int64 [n]`` each.
+        length (int): the number of transitions in each sequence.
+        episode (Tensor): the episode ids, ``int64 [sequences * length]``.
+        step (Tensor): the steps, ``int64 [sequences * length]``.
+
+    Returns:
+        tuple[Draw, Draw]: the draw of the sequences, and the same draw repeated for all their transitions.
     """
     if len(step) % length:
         raise ValueError(
-            f"sequence_length={length} and the sampled batch has {len(step)} transitions: it must be a multiple. "
-            "Set it to the slice length of the sampler."
+            f"The sampled batch has {len(step)} transitions, which is not a multiple of sequence_length={length}. "
+            "Set sequence_length to the slice length of the sampler."
         )
     last = slice(length - 1, None, length)
     drawn = draw(episode[last], step[last])
@@ -99,9 +114,9 @@ def _select(
     wanted: Container[NestedKey],
     step_of: Callable[[Selection, StrategyInput], Tensor],
 ) -> tuple[list[Selection], dict[NestedKey, Tensor]]:
-    """Return the selection of each strategy, and the steps of the goals that are wanted or that strategies refer to.
+    """Return the selection of each strategy, and the goal steps of entries that are wanted or that strategies refer to.
 
-    ``step_of`` returns the step of the transition's own episode whose outcome a selected row holds, or -1.
+    ``step_of`` returns the step of the transition's own episode that achieved the goal in each selected row, or -1.
     """
     needed = {name for strategy in strategies.values() for name in strategy.refers_to}
     selections: list[Selection] = []
@@ -112,20 +127,21 @@ def _select(
             step = step_of(selection, choice)
             goal_steps = goal_steps | {name: step}
             choice = choice._replace(goal_steps=goal_steps)
-            if selection.is_own is not True:  # a row that counts as an own outcome must still be one when it is read
+            # A row that counts as an achieved goal of the transition's own episode must still be one when it is read.
+            if selection.is_own is not True:
                 selection = selection._replace(is_own=(step >= 0) | selection.is_own)
         selections.append(selection)
     return selections, goal_steps
 
 
 def _step_in_table(selection: Selection, choice: StrategyInput) -> Tensor:
-    """Return the step of the own episode whose outcome a selected row holds, or -1: ``int64 [n]``."""
+    """Return the step of the own episode that achieved the goal in each selected row, or -1: ``int64 [n]``."""
     rows, count = selection.rows, len(choice.owners)
     step = (rows - choice.start) % count
     inside = step < choice.length
     if selection.is_own is not True:
         inside &= values_at(choice.owners, rows % count) == choice.episode
-    # The row of a desired goal that has left the table can hold an outcome of this episode.
+    # If a desired goal has left the table, its row can hold an achieved goal of this episode.
     if isinstance(selection.is_desired, Tensor):
         inside &= ~selection.is_desired
     elif selection.is_desired:
@@ -134,9 +150,9 @@ def _step_in_table(selection: Selection, choice: StrategyInput) -> Tensor:
 
 
 def _is_met(selection: Selection, owner: Tensor, episode: Tensor, is_same_start: Tensor | bool) -> Tensor:
-    """Return whether rows that have these owners, ``int64 [n]``, meet the condition of their selection.
+    """Return whether the selected rows, whose owners are ``int64 [n]``, meet the condition of their selection.
 
-    ``is_same_start`` is whether the rows of the own episode are still where they were, ``bool [n]``.
+    ``is_same_start``, ``bool [n]``, is whether the transition's own episode still starts at the same row.
     """
     if selection.is_own is True:
         met = owner == episode
@@ -151,12 +167,12 @@ def _is_met(selection: Selection, owner: Tensor, episode: Tensor, is_same_start:
 
 
 class DrawnGoals(NamedTuple):
-    """The goals of copies."""
+    """The goals of the copies of transitions."""
 
     goals: Tensor  # [strategies, n, copies, *goal]
     steps: Tensor  # int64 [n, copies], the steps that achieved the desired goals
-    ahead: Tensor  # int64 [n, copies], how many steps ahead in the own episode these are; -1 for other goals
-    valid: Tensor  # bool [n, copies], whether the strategies selected goals that a copy may get
+    ahead: Tensor  # int64 [n, copies], steps from the transition to the step that achieved its goal; -1 for other goals
+    valid: Tensor  # bool [n, copies], whether the selected goals are valid; other copies are not stored
 
 
 def draw_from_episodes(
@@ -167,9 +183,17 @@ def draw_from_episodes(
     copies: int,
     reservoir: GoalReservoir | None,
 ) -> DrawnGoals:
-    """Draw goals for the copies of each transition of ended episodes, which achieved ``goals [n, *goal]`` in order.
+    """Draw goals for the copies of all transitions of ended episodes.
 
-    Strategies see the goals as the rows of a table, after those of the reservoir of past goals, if there is one.
+    The rows of the table that strategies see are the goals of the reservoir, if any, followed by ``goals``.
+
+    Args:
+        strategies (Strategies): the strategies.
+        goals (Tensor): the achieved goals of all transitions, ``[n, *goal]``, episode after episode.
+        episodes (Sequence[int]): the ids of the episodes.
+        lengths (Sequence[int]): the number of steps of each episode.
+        copies (int): the number of copies of each transition.
+        reservoir (GoalReservoir or None): past goals, to which ``goals`` are added.
     """
     owners, steps, starts, of_length = _columns_of(episodes, lengths, goals.device)
     count, size = len(goals), torch.tensor(len(goals), device=goals.device)
@@ -207,12 +231,12 @@ def _joined(rows: list[Tensor]) -> Tensor:
 
 
 def _of_strategies(values: Tensor, selections: list[Selection]) -> list[Tensor]:
-    """Cut values of the joined rows into those of each selection."""
+    """Split the values of the joined rows by selection."""
     return [values] if len(selections) == 1 else list(values.chunk(len(selections)))
 
 
 def _columns_of(episodes: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return each step's episode, its step in it, and the start and length of the episode: ``int64 [4, n]``."""
+    """Return the episode id, the step, and the start and length of the episode of each step, ``int64 [4, n]``."""
     ends = np.cumsum(lengths)
     columns = np.repeat(np.stack([episodes, ends, ends - lengths, lengths]), lengths, axis=1)
     columns[1] = np.arange(len(columns[1])) - columns[2]
@@ -224,6 +248,6 @@ def check_her_ratio(her_ratio: float) -> float:
     if not isinstance(her_ratio, Real) or not 0.0 <= her_ratio <= 1.0:
         raise ValueError(
             f"her_ratio is the probability that a sampled transition is relabelled and must be in [0, 1], "
-            f"got {her_ratio!r}. For k relabelled transitions to each original one it is k / (k + 1)."
+            f"got {her_ratio!r}. For k relabelled transitions per original transition, pass k / (k + 1)."
         )
     return her_ratio

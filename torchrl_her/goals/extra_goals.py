@@ -1,4 +1,4 @@
-"""Entries that get a goal of their own besides the desired goal."""
+"""Extra goals: entries besides the desired goal that get their own goal."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import Iterable, Mapping
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
-from torchrl_her.goals.strategies import DESIRED, GoalStrategy, make_strategy
+from torchrl_her.goals.strategies import make_strategy
+from torchrl_her.goals.strategy import DESIRED, GoalStrategy
 from torchrl_her.keys import HERKeys
 
-BY_BUFFERS = ("index", "_weight", "priority_weight")  # entries that buffers add to samples
+BY_BUFFERS = ("index", "_weight", "priority_weight")  # keys of the entries that buffers add to samples
 
 
 def make_strategies(
     strategy: str | GoalStrategy, extra_goals: Mapping[NestedKey, str | GoalStrategy] | None, keys: HERKeys
 ) -> dict[NestedKey, GoalStrategy]:
-    """Return the strategy of the desired goal, under the name `DESIRED`, and those of the extra goals, in order."""
+    """Return the strategy of the desired goal, under the name `DESIRED`, then of the extra goals."""
     if extra_goals is not None and not isinstance(extra_goals, Mapping):
-        raise TypeError(f"extra_goals maps entries to strategies, {{'actor_goal': Future()}}, and got {extra_goals!r}.")
+        raise TypeError(
+            f"extra_goals must map keys to strategies, such as {{'actor_goal': Future()}}, got {extra_goals!r}."
+        )
     strategies: dict[NestedKey, GoalStrategy] = {DESIRED: make_strategy(strategy)}
     for key, extra in (extra_goals or {}).items():
         name = _check_name(unravel_key(key), keys, strategies)
@@ -26,42 +29,42 @@ def make_strategies(
         unknown = [each for each in strategies[name].refers_to if each not in strategies or each == name]
         if unknown:
             raise ValueError(
-                f"{strategies[name]!r} of the extra goal {name!r} refers to {unknown[0]!r}, for which no goal was "
-                f"drawn before: use one of {[*strategies][:-1]}, and list that extra goal first. "
-                f"{DESIRED!r} is the desired goal, whatever its key is."
+                f"{strategies[name]!r} of the extra goal {name!r} refers to {unknown[0]!r}, for which no goal is drawn "
+                f"earlier. Use one of {[*strategies][:-1]}, or place that extra goal earlier in extra_goals. "
+                f"{DESIRED!r} refers to the desired goal, whatever its key is."
             )
     others = [each for each in strategies[DESIRED].refers_to if each != DESIRED]
     if others:
         raise ValueError(
-            f"The desired goal is drawn first, and {strategies[DESIRED]!r} refers to {others[0]!r}: use it for an "
-            "extra goal."
+            f"The desired goal is drawn first, but {strategies[DESIRED]!r} refers to {others[0]!r}. Use this strategy "
+            "for an extra goal."
         )
     return strategies
 
 
 def check_not_stored(tensordict: TensorDictBase, names: Iterable[NestedKey], keys: HERKeys) -> None:
-    """Check that written transitions have no other entries under the names of extra goals, which replace these."""
+    """Check that written transitions have no entries that extra goals would replace, except copies of desired goals."""
     for name in names:
         for key, desired_key in ((name, keys.desired), (unravel_key(("next", name)), keys.next_desired)):
             stored, desired = tensordict.get(key, None), tensordict.get(desired_key, None)
             if stored is not None and not (isinstance(stored, torch.Tensor) and torch.equal(stored, desired)):
                 raise ValueError(
-                    f"extra_goals would replace the stored entry {key!r}, which is not a copy of the desired goal: "
-                    "choose another name."
+                    f"extra_goals would replace the stored entry {key!r}, which is not a copy of the desired goal. "
+                    "Choose another key."
                 )
 
 
 def _check_name(name: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> NestedKey:
-    """Check that neither transitions nor earlier extra goals use an entry, a part of it or its parent; return it."""
+    """Return the key of an extra goal, and check that it overlaps with no key of transitions or earlier extra goals."""
     path = _path(name)
     used = [keys.achieved, keys.desired, keys.trajectory, keys.mask, *BY_BUFFERS, *earlier]
     used += [unravel_key(key[1:]) for key in (keys.reward, *keys.flags)]
     others = [_path(key) for key in used if key is not None]
     if path[0] == "next" or path[0].startswith("hindsight") or any(_overlap(path, other) for other in others):
         raise ValueError(
-            f"extra_goals has the entry {name!r}, which transitions or another extra goal use for something else, or "
-            "which begins with 'next' or 'hindsight': choose another name, such as 'actor_goal'. It is written at the "
-            "root and under 'next'."
+            f"extra_goals has the key {name!r}, which transitions or another extra goal already use, or which begins "
+            "with 'next' or 'hindsight'. Choose another key, such as 'actor_goal': the goal is written at the root and "
+            "under 'next'."
         )
     return name
 

@@ -1,4 +1,4 @@
-"""A strategy that is one of several strategies, drawn for each transition."""
+"""A strategy that draws one of several strategies for each transition."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_her.goals.strategies import GoalStrategy, Selection, StrategyInput, make_strategy
+from torchrl_her.goals.strategies import make_strategy
+from torchrl_her.goals.strategy import GoalStrategy, Selection, StrategyInput
 
 
 class Mixture(GoalStrategy):
     """One of several strategies, drawn for each transition.
 
     Args:
-        members (Mapping[str | GoalStrategy, float]): strategies, or their names, and their probabilities, which sum to
-            1. A member can be a strategy of your own.
+        members (Mapping[str | GoalStrategy, float]): strategies, or their names, and their probabilities, which must
+            sum to 1. Your own strategies are possible, too.
 
     Raises:
-        ValueError: if a probability is negative, they do not sum to 1, or a name is unknown.
+        ValueError: if there are no members, a probability is outside [0, 1], the sum is not 1, or a name is unknown.
+        TypeError: if a member is neither a name nor a `GoalStrategy`.
 
     Examples:
-        The goals of OGBench's value functions: the transition's own outcome, a later one of its episode, or any:
+        The goals of OGBench's value functions, from the same step, a later step, and any step of any episode:
 
         >>> from torchrl_her import Current, Geometric, Mixture, Random
         >>> Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})
@@ -33,13 +35,15 @@ class Mixture(GoalStrategy):
 
     def __init__(self, members: Mapping[str | GoalStrategy, float]):
         if not isinstance(members, Mapping) or not members:
-            raise ValueError(f"A Mixture needs strategies and their probabilities, {{Future(): 1.0}}, got {members!r}.")
+            raise ValueError(
+                f"A Mixture needs strategies and their probabilities, such as {{Future(): 1.0}}, got {members!r}."
+            )
         self.members = [make_strategy(member) for member in members]
         self.probabilities = [_check_probability(value) for value in members.values()]
         total = sum(self.probabilities)
         if abs(total - 1.0) > 1e-6:
-            raise ValueError(f"The probabilities of a Mixture must sum to 1, and {self!r} has {total:.6g}.")
-        # A uniform number in [0, 1) selects the first member whose bound is above it.
+            raise ValueError(f"The probabilities of {self!r} must sum to 1, got the sum {total:.6g}.")
+        # A uniform number in [0, 1) selects the first member whose bound is larger.
         self._bounds = [bound / total for bound in accumulate(self.probabilities)][:-1]
         self.same_episode = all(member.same_episode for member in self.members)
         self.uses_initial_goal = any(member.uses_initial_goal for member in self.members)
@@ -62,14 +66,14 @@ class Mixture(GoalStrategy):
 
 
 def _merge_bools(values: Sequence[Tensor | bool], below: Sequence[Tensor]) -> Tensor | bool:
-    """Return what `_merge` returns, or a bool if all values are equal."""
+    """Return a bool if all values are the same bool, otherwise the result of `_merge`."""
     if all(value is True for value in values) or all(value is False for value in values):
         return values[0]
     return _merge(values, below)
 
 
 def _merge(values: Sequence[Any], below: Sequence[Tensor]) -> Any:
-    """Return the value of the selected member for each transition, ``[batch]``."""
+    """Return the value of the member selected for each transition, ``[batch]``."""
     merged = values[-1]
     for value, condition in zip(reversed(values[:-1]), reversed(below), strict=True):
         merged = torch.where(condition, value, merged)
@@ -78,5 +82,5 @@ def _merge(values: Sequence[Any], below: Sequence[Tensor]) -> Any:
 
 def _check_probability(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"The probability of a member of a Mixture must be from 0 to 1, got {value!r}.")
+        raise ValueError(f"The probability of a member of a Mixture must be in [0, 1], got {value!r}.")
     return float(value)

@@ -1,4 +1,4 @@
-"""A uniform sample of all goals achieved so far."""
+"""A uniform sample of all past achieved goals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class GoalReservoir:
-    """A sample of all goals that were added, each of which is equally likely to be in it.
+    """A uniform sample, of fixed size, of all goals that were added.
 
-    Algorithm R (Vitter 1985, doi:10.1145/3147.3165): after n goals, the next one replaces a random goal of the sample
-    with the probability size / (n + 1).
+    It uses Algorithm R ([Vitter, 1985](https://doi.org/10.1145/3147.3165)): after n goals, the next goal replaces a
+    random goal of the sample with the probability size / (n + 1).
     """
 
     _tensors = ("goals", "episodes", "steps")
@@ -24,17 +24,17 @@ class GoalReservoir:
 
     def _clear(self) -> None:
         self.seen = 0
-        self.goals = torch.empty(0)  # [size, *goal], once there are goals
-        self.episodes = torch.zeros(self.size, dtype=torch.int64)  # in which the goals were achieved; 0: empty
-        self.steps = torch.zeros(self.size, dtype=torch.int64)
+        self.goals = torch.empty(0)  # [size, *goal] after the first call of add
+        self.episodes = torch.zeros(self.size, dtype=torch.int64)  # the episodes that achieved the goals; 0 if empty
+        self.steps = torch.zeros(self.size, dtype=torch.int64)  # the steps that achieved the goals
 
     @property
     def filled(self) -> int:
-        """How many goals are kept so far, from the first place on."""
+        """The number of goals in the sample, which are in the first places."""
         return min(self.seen, self.size)
 
     def add(self, goals: Tensor, episodes: Tensor, steps: Tensor) -> None:
-        """Add goals ``[n, *goal]`` one after the other, with their episodes and steps ``int64 [n]``."""
+        """Add goals ``[n, *goal]``, one after the other, with their episode ids and steps, ``int64 [n]`` each."""
         self._allocate(goals)
         number = np.arange(self.seen, self.seen + len(goals))
         drawn = (torch.rand(len(goals), dtype=torch.float64, device="cpu").numpy() * (number + 1)).astype(np.int64)
@@ -48,7 +48,7 @@ class GoalReservoir:
         self.seen += len(goals)
 
     def _allocate(self, goals: Tensor) -> None:
-        """Make places for goals ``[n, *goal]``, or move them to their device."""
+        """Allocate memory for goals like ``[n, *goal]``, or move the sample to their device."""
         if not len(self.goals):
             self.goals = goals.new_zeros(self.size, *goals.shape[1:])
         for name in self._tensors:
@@ -61,10 +61,10 @@ class GoalReservoir:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        if state["size"] != self.size:  # a part of the sample would not be uniform
+        if state["size"] != self.size:  # a sample of another size cannot be continued uniformly
             raise ValueError(
-                f"The saved reservoir keeps {state['size']} goals and this one {self.size}: make the transform with "
-                f"reservoir_size={state['size']}, then load."
+                f"The saved reservoir keeps {state['size']} goals, but this one keeps {self.size}. Create the "
+                f"transform with reservoir_size={state['size']}, then load."
             )
         self._clear()
         if state["seen"]:

@@ -1,129 +1,42 @@
-"""Which goal a transition is relabelled with."""
+"""Strategies: which goal replaces the desired goal of a transition."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import NestedKey, unravel_key
 from torch import Tensor
 
-# The name of the desired goal for strategies that refer to the goal drawn for it, whatever its key is.
-DESIRED = "desired_goal"
-
-
-class StrategyInput(NamedTuple):
-    """The input of a strategy: a batch of transitions, their episodes and the goal table.
-
-    All tensors are ``int64``. ``start`` and ``length`` are arbitrary for transitions that cannot be relabelled because
-    their episode is not in the table (yet or any more); the rows selected for them are not used.
-    """
-
-    episode: Tensor  # [batch], the id of each transition's episode, at least 1
-    step: Tensor  # [batch], the transition's step t in its episode
-    start: Tensor  # [batch], the row of the table at which the episode starts; step j is at start + j
-    length: Tensor  # [batch], how many steps of the episode are in the table
-    # [rows], the episode in which the goal of each row was achieved; 0 for an empty row, and minus the episode for a
-    # row that holds the desired goal of an episode. Index it with owners[rows]; owners.take(rows) copies the column.
-    owners: Tensor
-    size: Tensor  # [], how many rows of the table are filled, from row 0 on
-    starts: Tensor  # [rows], the row at which the episode with id e starts is at index e modulo the number of rows
-    desired_before: int = 0  # how many rows before its start the desired goal of an episode is; 0 if it is not kept
-    has_gaps: bool = False  # whether some of the filled rows can be empty again, or hold desired goals
-    # The step of the transition's own episode whose goal was drawn for each earlier entry, [batch]; -1 if the goal is
-    # not of this episode. It has the entries that strategies name in `refers_to`.
-    goal_steps: Mapping[NestedKey, Tensor] = {}
-
-
-class Selection(NamedTuple):
-    """The rows of the goal table that a strategy selects, and the condition that each has to meet.
-
-    A transition is not relabelled if its row belongs to another episode than it should (a writer works at the same
-    time, or the goal has left the table).
-    """
-
-    rows: Tensor  # int64 [batch], taken modulo the capacity of the table
-    is_own: Tensor | bool  # bool [batch], the row must belong to the transition's own episode
-    is_desired: Tensor | bool = False  # bool [batch], the row must hold the desired goal of another episode
-    # Of a mixture: for each member but the last, whether it or one before it selected the row, bool [batch] each.
-    below: Sequence[Tensor] | None = None
-
-    def member(self) -> Tensor | None:
-        """Return which member of a mixture selected each row, ``int64 [batch]``."""
-        if self.below is None:
-            return None
-        return torch.zeros_like(self.rows) + sum((~each).long() for each in self.below)
-
-
-class GoalStrategy(ABC):
-    """Selects for each transition the row of the goal table that holds its new goal.
-
-    Examples:
-        A strategy that looks at most ten steps ahead:
-
-        >>> import torch
-        >>> from torchrl_her import GoalStrategy, uniform
-        >>> class NearFuture(GoalStrategy):
-        ...     def select(self, choice):
-        ...         end = torch.minimum(choice.step + 10, choice.length)
-        ...         return choice.start + uniform(choice.step, end)
-
-    Attributes:
-        same_episode (bool): whether all goals come from the transition's own episode. If True, a transition whose row
-            belongs to another episode is not relabelled. Default: True.
-        uses_initial_goal (bool): whether row ``start - 1`` holds the achieved goal of the state in which the episode
-            began. Each episode then takes one more row of the table. Default: False.
-        uses_desired_goals (bool): whether the selected rows hold desired goals of other episodes, as those of
-            `PastDesired` do. Each episode then takes one more row of the table. Default: False.
-        refers_to (tuple): the entries whose goals the strategy reads from ``choice.goal_steps``, as `Subgoal` does.
-            Default: none.
-    """
-
-    same_episode = True
-    uses_initial_goal = False
-    uses_desired_goals = False
-    refers_to: tuple[NestedKey, ...] = ()
-
-    @abstractmethod
-    def select(self, choice: StrategyInput) -> Tensor:
-        """Return rows ``int64 [batch]`` of the goal table, which are taken modulo its capacity.
-
-        Draw from torch's default random generator. Do not read tensor values in Python (``.item()``, ``if tensor``):
-        that synchronises sampling on a GPU.
-        """
-
-    def draw(self, choice: StrategyInput) -> Selection:
-        """Return the selected rows with the condition that they have to meet."""
-        rows, step = self.select(choice), choice.step
-        if not isinstance(rows, Tensor) or rows.shape != step.shape or rows.dtype != step.dtype:
-            got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-            raise ValueError(
-                f"{self!r} must select one row of the goal table per transition, {step.dtype} {tuple(step.shape)}, "
-                f"and returned {got}."
-            )
-        return Selection(rows, is_own=self.same_episode, is_desired=self.uses_desired_goals)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+from torchrl_her.goals.strategy import DESIRED, GoalStrategy, StrategyInput, uniform, values_at
 
 
 class Current(GoalStrategy):
-    """The transition's own outcome: j = t."""
+    """The goal that the transition achieved itself: j = t.
+
+    Examples:
+        >>> from torchrl_her import Current, HERTransform, SparseReward
+        >>> HERTransform(SparseReward(0.05), extra_goals={"value_goal": Current()}).strategies["value_goal"]
+        Current()
+    """
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         return choice.start + choice.step
 
 
 class Future(GoalStrategy):
-    """A step from the transition's own on: j uniform on {t, ..., T-1}.
+    """The same or a later step of the episode: j uniform on {t, ..., T-1}.
 
     Keyword Args:
-        own (bool): whether the transition's own outcome can be drawn. If False, j is uniform on {t+1, ..., T-1}, and
-            the last transition of an episode keeps its own outcome. Default: True.
+        own (bool): whether the goal that the transition achieved itself can be drawn. If False, j is uniform on
+            {t+1, ..., T-1}, except for the last transition of an episode, for which j = t. Default: True.
+
+    Examples:
+        >>> from torchrl_her import Future, HERTransform, SparseReward
+        >>> HERTransform(SparseReward(0.05), strategy=Future(own=False))
+        HERTransform(SparseReward, strategy=Future(own=False), her_ratio=0.8, capacity=1000000)
     """
 
     def __init__(self, *, own: bool = True):
@@ -140,11 +53,19 @@ class Future(GoalStrategy):
 class Geometric(GoalStrategy):
     """A geometrically distributed number of steps ahead: j = min(t + K, T-1), P(K = k) = (1-γ) γ^(k-1) for k ≥ 1.
 
-    The distance to a state that is drawn from the discounted future, as in OGBench (Park et al. 2025,
-    arXiv:2410.20092).
+    The selected steps follow the distribution of discounted future states, as in OGBench
+    ([Park et al., 2025](https://arxiv.org/abs/2410.20092)).
 
     Args:
-        discount (float): γ, at least 0 and less than 1. The mean of K is 1 / (1-γ).
+        discount (float): γ, at least 0 and less than 1. The mean of K is 1 / (1-γ) steps.
+
+    Raises:
+        ValueError: if ``discount`` is out of range.
+
+    Examples:
+        >>> from torchrl_her import Geometric, HERTransform, SparseReward
+        >>> HERTransform(SparseReward(0.05), strategy=Geometric(0.99))
+        HERTransform(SparseReward, strategy=Geometric(0.99), her_ratio=0.8, capacity=1000000)
     """
 
     def __init__(self, discount: float):
@@ -161,21 +82,39 @@ class Geometric(GoalStrategy):
 
 
 class Final(GoalStrategy):
-    """The last step of the episode: j = T-1."""
+    """The last step of the episode: j = T-1.
+
+    Examples:
+        >>> from torchrl_her import Final, HERTransform, SparseReward
+        >>> HERTransform(SparseReward(0.05), strategy=Final())
+        HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)
+    """
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         return choice.start + choice.length - 1
 
 
 class Episode(GoalStrategy):
-    """Any step of the episode: j uniform on {0, ..., T-1}."""
+    """Any step of the episode: j uniform on {0, ..., T-1}.
+
+    Examples:
+        >>> from torchrl_her import Episode, HERTransform, SparseReward
+        >>> HERTransform(SparseReward(0.05), strategy=Episode())
+        HERTransform(SparseReward, strategy=Episode(), her_ratio=0.8, capacity=1000000)
+    """
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
         return choice.start + uniform(torch.zeros_like(choice.step), choice.length)
 
 
 class Random(GoalStrategy):
-    """Any step of any episode in the table, uniformly."""
+    """Any step of any episode in the goal table, uniformly.
+
+    Examples:
+        >>> from torchrl_her import HERTransform, Random, SparseReward
+        >>> HERTransform(SparseReward(0.05), strategy=Random())
+        HERTransform(SparseReward, strategy=Random(), her_ratio=0.8, capacity=1000000)
+    """
 
     same_episode = False
 
@@ -187,10 +126,15 @@ class Random(GoalStrategy):
 
 
 class PastDesired(GoalStrategy):
-    """The desired goal of another episode: that of an episode whose step is drawn uniformly from the table.
+    """The desired goal of another episode, drawn with a probability proportional to the episode's length.
 
-    So an episode is drawn with a probability proportional to its length. If the desired goal changes within an episode,
-    the first one counts. A transition keeps its goal if 32 draws find no other episode, as with a single one.
+    If the desired goal changes within an episode, its first one is used. A transition keeps its goal if 32 draws find
+    no other episode, for example because the table holds only one.
+
+    Examples:
+        >>> from torchrl_her import HERTransform, PastDesired, SparseReward
+        >>> HERTransform(SparseReward(0.05), strategy=PastDesired())
+        HERTransform(SparseReward, strategy=PastDesired(), her_ratio=0.8, capacity=1000000)
     """
 
     same_episode = False
@@ -204,18 +148,27 @@ class PastDesired(GoalStrategy):
 
 
 class Subgoal(GoalStrategy):
-    """The outcome some steps ahead, or the goal itself if that is nearer: j = min(t + steps, T-1, g).
+    """The goal achieved some steps ahead, but not beyond another goal: j = min(t + steps, T-1, g).
 
-    g is the step whose outcome is the goal that was drawn for another entry, if it is t or later and of the same
-    episode; otherwise j = min(t + steps, T-1). These are the subgoals of HIQL (Park et al. 2023, arXiv:2307.11949).
+    g is the step that achieved the goal drawn for the entry ``limit``. If that goal comes from an earlier step or
+    another episode, j = min(t + steps, T-1). These are the subgoals of HIQL
+    ([Park et al., 2023](https://arxiv.org/abs/2307.11949)).
 
     Args:
-        steps (int): how many steps ahead the subgoal is, at least 1.
+        steps (int): the number of steps ahead, at least 1.
 
     Keyword Args:
-        limit (NestedKey, optional): the entry of the goal that limits the subgoal: ``"desired_goal"`` (default) for the
-            desired goal, whatever its key is, the key of an extra goal that is listed before, or None for no limit. As
-            the desired goal itself, a subgoal has no limit.
+        limit (NestedKey, optional): the entry of the goal that limits the subgoal: ``"desired_goal"`` for the desired
+            goal, whatever its key is, or the key of an extra goal that comes earlier in ``extra_goals``. None sets no
+            limit. A subgoal that is itself the desired goal has no limit. Default: ``"desired_goal"``.
+
+    Raises:
+        ValueError: if ``steps`` is not an integer of at least 1.
+
+    Examples:
+        >>> from torchrl_her import HERTransform, SparseReward, Subgoal
+        >>> HERTransform(SparseReward(0.05), extra_goals={"actor_goal": Subgoal(25)}).strategies["actor_goal"]
+        Subgoal(25)
     """
 
     def __init__(self, steps: int, *, limit: NestedKey | None = DESIRED):
@@ -245,32 +198,20 @@ STRATEGIES: dict[str, type[GoalStrategy]] = {
 
 
 def make_strategy(strategy: str | GoalStrategy) -> GoalStrategy:
-    """Return the strategy with a name, or the strategy itself."""
+    """Return a strategy, given its name or the strategy itself."""
     if isinstance(strategy, GoalStrategy):
         return strategy
     if not isinstance(strategy, str):
-        raise TypeError(f"strategy must be a name or a GoalStrategy, got {strategy!r}. Pass, say, strategy=Future().")
+        raise TypeError(
+            f"strategy must be a name or a GoalStrategy, got {strategy!r}. For example, pass strategy=Future()."
+        )
     if strategy.lower() not in STRATEGIES:
         known = ", ".join(map(repr, STRATEGIES))
         raise ValueError(
-            f"Unknown strategy {strategy!r}: use one of {known}, or a GoalStrategy. Those with arguments are objects: "
-            "Geometric(0.99), Subgoal(25), Mixture({...})."
+            f"Unknown strategy {strategy!r}: use one of {known}, or a GoalStrategy. Strategies with arguments have no "
+            "name: pass Geometric(0.99), Subgoal(25) or Mixture({...})."
         )
     return STRATEGIES[strategy.lower()]()
-
-
-def uniform(low: Tensor, high: Tensor) -> Tensor:
-    """Draw integers uniformly from ``{low, ..., high - 1}``, elementwise, with the shape of ``low``."""
-    share = torch.rand(low.shape, dtype=torch.float64, device=low.device)  # in float32, long spans would be biased
-    return low + share.mul_(high - low).to(torch.int64)
-
-
-def values_at(column: Tensor, rows: Tensor) -> Tensor:
-    """Return the values of a column ``[rows]`` of the table at rows of any shape, from 0 to its size - 1.
-
-    ``column.take(rows)`` would copy a column that is not contiguous, and ``column[rows]`` takes several times as long.
-    """
-    return column.index_select(0, rows.reshape(-1)).view_as(rows)
 
 
 def _check_discount(discount: Any) -> float:
@@ -281,19 +222,19 @@ def _check_discount(discount: Any) -> float:
 
 def _check_steps(steps: Any) -> int:
     if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
-        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
+        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
     return int(steps)
 
 
 def _random_rows(choice: StrategyInput) -> Tensor:
-    """Draw rows uniformly from the filled part of the table, ``int64 [32, batch]``.
+    """Draw 32 rows for each transition, uniformly from the filled part of the table, ``int64 [32, batch]``.
 
-    Running episodes that are published again leave up to two thirds of the rows empty, so there are 32 for each
-    transition, of which the first that is not empty counts.
+    Running episodes that are published again leave up to two thirds of the rows empty. Callers use the first row that
+    is not empty.
     """
     return uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)
 
 
 def _first_that_meets(condition: Tensor, values: Tensor) -> Tensor:
-    """Return the first of the values ``[32, batch]`` that meets a condition, or the first of all: ``[batch]``."""
+    """Return the first value of each column of ``[32, batch]`` that meets a condition, or else the first one."""
     return values.gather(0, condition.to(torch.uint8).argmax(dim=0, keepdim=True)).squeeze(0)

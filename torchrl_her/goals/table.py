@@ -1,4 +1,4 @@
-"""The achieved goals of episodes, indexed by episode and step."""
+"""The goal table: achieved goals of episodes, indexed by episode and step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchrl.data import Composite, TensorSpec
 
 from torchrl_her.goals.goal_rows import GoalRows, zeros
 
-# What `GoalTable.counters` counts: the rows and the episode ids used so far, the id before the first one, the writes,
-# and the version, which is odd while the table is changed.
+# The entries of `GoalTable.counters`: the number of rows and of episode ids used so far, the id before the first one,
+# the number of writes, and the version, which is odd while a writer changes the table.
 ROWS, EPISODES, BEFORE_FIRST, WRITES, VERSION = range(5)
 
 
 class RowsBefore(NamedTuple):
-    """The rows that an episode has before its first step."""
+    """The additional rows of an episode, in front of its first step."""
 
     desired: bool = False  # its desired goal
     initial: bool = False  # the achieved goal of its first state
@@ -36,22 +36,22 @@ NO_ROWS_BEFORE = RowsBefore()
 
 
 class GoalTable:
-    """A ring of achieved goals, in which the steps of an episode are contiguous.
+    """A ring buffer of achieved goals, in which the steps of an episode are contiguous.
 
-    - ``goals[row]`` and ``owners[row]``: a goal, and the episode in which it was achieved (0: none);
-    - ``starts[episode]`` and ``lengths[episode]``: the row at which an episode starts, and how many steps it has here.
-      Only the entries of stored episodes are in use, so they stay in the processor's cache.
+    - ``goals[row]`` is a goal and ``owners[row]`` the id of the episode that achieved it, or 0 for an empty row.
+    - ``starts[episode]`` is the row at which an episode starts and ``lengths[episode]`` the number of its steps in the
+      table. Only the entries of stored episodes are used, so they stay in the processor's cache.
 
-    The outcome of step j is ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity. Before
-    the first step, an episode can have rows for its desired goal, whose owner is minus the episode, and for the
-    achieved goal of its first state, in this order.
+    Step j of an episode achieved ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity. In
+    front of its first step, an episode can have a row for its desired goal, whose owner is minus the id, and a row for
+    the achieved goal of its first state, in this order.
 
     Readers take no lock. If the `version` is the same before and after a read, nothing was written in between.
-    Otherwise the owners show which goals are valid: a writer sets the owner of a row to 0 before it overwrites the
-    goal, and to the new episode afterwards. So a goal is whole and of episode e if its owner is e before and after the
-    goal is read, even if the episode's record is replaced meanwhile. It is the goal of step j if the episode still
-    starts j rows before it: an episode that is published again, longer, gets its new start before its rows. Writers
-    exclude each other with a `WriteLock`, which the caller holds.
+    Otherwise, the owners show which goals are valid: a writer sets the owner of a row to 0, then overwrites the goal,
+    then sets the owner to the new episode. A goal is complete and belongs to episode e if its owner is e before and
+    after the goal is read. It is the goal of step j if the episode still starts j rows earlier: when a longer version
+    of an episode is published, its start changes before its rows. Writers exclude each other with a `WriteLock`, which
+    the caller acquires.
     """
 
     def __init__(
@@ -64,47 +64,47 @@ class GoalTable:
     ):
         self.capacity = capacity
         self.before = before
-        self.has_gaps = before.desired  # whether some of the filled rows can be empty again, or hold desired goals
+        self.has_gaps = before.desired  # whether filled rows can be empty again or hold desired goals
         self._rows = GoalRows.make(capacity, goal_shape, dtype, device)
         self.starts, self.lengths = (zeros((capacity,), device) for _ in range(2))
-        self.size = torch.zeros((), dtype=torch.int64, device=device)  # filled rows, from row 0 on
-        # Ids begin at a random number, so that a transition that another table stamped is not mistaken for one of this
-        # table, and at a multiple of the capacity, so that they fill the rings from the front.
+        self.size = torch.zeros((), dtype=torch.int64, device=device)  # the number of filled rows, from row 0 on
+        # Ids begin at a random number, so that transitions stamped by another table are recognized, and at a multiple
+        # of the capacity, so that they fill the ring buffers from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
         self.counters = torch.zeros(5, dtype=torch.int64, device="cpu")
         self.counters[BEFORE_FIRST] = before_first
-        self._counts = self.counters.numpy()  # the same memory, which NumPy reads faster
+        self._counts = self.counters.numpy()  # shares memory with the counters; NumPy is faster
 
     @classmethod
     def of_spec(cls, capacity: int, spec: TensorSpec, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
-        """Make a table for goals of a spec."""
+        """Create a table for goals of a spec."""
         if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
             raise TypeError(
                 f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
-                'env.observation_spec["achieved_goal"], of one environment.'
+                'env.observation_spec["achieved_goal"] of one environment.'
             )
         return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"), before)
 
     @classmethod
     def like(cls, goals: Tensor, capacity: int, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
-        """Make a table for goals like ``[n, *goal]``."""
+        """Create a table for goals like ``[n, *goal]``."""
         return cls(capacity, goals.shape[1:], goals.dtype, goals.device, before)
 
     @property
     def goals(self) -> Tensor:
-        """The goals, ``[capacity, *goal]``."""
+        """The goals ``[capacity, *goal]``."""
         return self._rows.goals
 
     @property
     def owners(self) -> Tensor:
-        """The owners of the goals, ``int64 [capacity]``, which are not contiguous in memory."""
+        """The owners ``int64 [capacity]`` of the goals, not contiguous in memory."""
         return self._rows.owners
 
     # Writing
 
     @property
     def episode_ids(self) -> tuple[int, int]:
-        """The first and the last episode id used so far. No id is 0."""
+        """The first and the last episode id used so far. Ids are at least 1."""
         _, count, before_first, *_ = self._counts.tolist()
         return before_first + 1, before_first + count
 
@@ -115,14 +115,15 @@ class GoalTable:
 
     @property
     def writes(self) -> int:
-        """The number of writes so far, of all processes."""
+        """The number of writes of all processes so far."""
         return int(self._counts[WRITES])
 
     @property
     def version(self) -> int | None:
-        """A number that changes with every write of goals, or None if it cannot be used.
+        """A number that changes with every write of goals, or None if it is unavailable.
 
-        It cannot while a writer is at work, in compiled graphs, and on a GPU, where writes are asynchronous.
+        It is unavailable while a writer changes the table, in compiled graphs, and on a GPU, where writes are
+        asynchronous.
         """
         if torch.compiler.is_compiling() or not self.goals.is_cpu:
             return None
@@ -131,9 +132,9 @@ class GoalTable:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Keep the version odd while the table is changed, and increase it afterwards.
+        """Keep the version odd while the table changes, and increase it afterwards.
 
-        If the process is killed in between, it stays odd until the next write.
+        If the process is killed in between, the version stays odd until the next write.
         """
         self._counts[VERSION] |= 1
         try:
@@ -143,24 +144,26 @@ class GoalTable:
 
     @property
     def has_wrapped(self) -> bool:
-        """Whether goals were overwritten."""
+        """Whether the ring buffer was filled and older goals were overwritten."""
         return int(self._counts[ROWS]) > self.capacity
 
     def open_episodes(self, count: int) -> int:
-        """Begin a write with ``count`` new episodes, whose ids are consecutive, and return the first id."""
+        """Begin a write with ``count`` new episodes; return the first of their consecutive ids."""
         first = self.next_episode
         self._counts[EPISODES] += count
         self._counts[WRITES] += 1
         if self._counts[EPISODES] > self.capacity:
             for ring, _ in _slices(self.capacity, first, count):
-                self.lengths[ring] = 0  # the ring entry of an episode that ended long ago
+                self.lengths[ring] = 0  # still holds the length of an old episode
         return first
 
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
-        """Append the goals of episodes to the ring.
+        """Append the goals of episodes to the ring buffer.
 
-        A publication is an episode id, the goals ``[rows, *goal]`` of its steps from the first on, after the rows
-        `before` them (at most ``capacity`` in all), and how many of these steps were published before.
+        Args:
+            publications (Sequence[tuple[int, Tensor, int]]): for each episode its id, the rows ``[rows, *goal]`` that
+                come before it and the goals of all its steps (at most ``capacity`` rows), and the number of its steps
+                that were published earlier.
         """
         if not publications:
             return
@@ -171,9 +174,9 @@ class GoalTable:
         ids = [episode for episode, _, _ in publications]
         lengths = [len(goals) for _, goals, _ in publications]
         parts = [goals.to(self.goals.device) for _, goals, _ in publications]
-        goals = torch.cat(parts) if len(parts) > 1 else parts[0]  # a long episode is not copied twice
+        goals = torch.cat(parts) if len(parts) > 1 else parts[0]  # a single long episode is not copied twice
         for episode, _, before in publications:
-            if before:  # each step of an episode is in the table once
+            if before:  # empty the old rows, so that each step is in the table only once
                 self.has_gaps = True
                 start = self.starts[episode % self.capacity] - self.before.rows
                 rows = (start + torch.arange(before + self.before.rows, device=start.device)) % self.capacity
@@ -198,7 +201,7 @@ class GoalTable:
         self._set(self.lengths, ids, [length - self.before.rows for length in lengths])
 
     def _set(self, column: Tensor, episodes: list[int], values: list[int]) -> None:
-        """Set the start or the length of episodes; NumPy is faster for the few that a write publishes."""
+        """Set the start or the length of episodes. On the CPU, NumPy is faster for the few episodes of a write."""
         index = [episode % self.capacity for episode in episodes]
         if column.is_cpu:
             column.numpy()[index] = values
@@ -208,17 +211,17 @@ class GoalTable:
     # Reading
 
     def find(self, episodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the starts and lengths of episodes ``int64 [batch]``; arbitrary values for evicted episodes."""
+        """Return the starts and lengths of episodes, ``int64 [batch]`` each; arbitrary values for evicted episodes."""
         index = episodes % self.capacity
-        # The length is written last and read first, so it is never longer than the episode at the start that is read.
+        # Lengths are written after starts and read before them, so a length never exceeds the episode at its start.
         lengths = self.lengths.index_select(0, index)
         return self.starts.index_select(0, index), lengths
 
     def read(self, rows: Tensor, since: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the goals ``[batch, *goal]`` of rows and their owners ``[batch]``, 0 where a writer changed them.
+        """Return the goals ``[batch, *goal]`` in rows and their owners ``[batch]``, 0 for rows changed by a writer.
 
-        ``since`` is the version before the rows were looked up. If it is None, owners are read before and after the
-        goals.
+        ``since`` is the version before the rows were looked up. If it is None or the version has changed, owners are
+        read before and after the goals.
         """
         index = rows % self.capacity
         if since is not None:
@@ -231,7 +234,7 @@ class GoalTable:
         return goals, after.masked_fill_(before != after, 0)
 
     def start_at(self, episodes: Tensor, starts: Tensor, since: int | None = None) -> Tensor | bool:
-        """Return whether episodes still start at the rows that `find` returned, ``bool [batch]``, or True for all."""
+        """Return whether episodes still start at the rows returned by `find`, ``bool [batch]``, or True for all."""
         if since is not None and self.version == since:
             return True
         return self.starts.index_select(0, episodes % self.capacity) == starts
@@ -239,11 +242,11 @@ class GoalTable:
     # Moving, saving
 
     def to(self, device: torch.device) -> None:
-        """Move the table. The rows move last: their device is that of the table for readers, which take no lock."""
+        """Move the table to another device. The rows move last, since readers, without a lock, look at their device."""
         if self.is_shared and self.goals.device != device:
             raise RuntimeError(
-                f"The sampled transitions are on {device}, and the goal table, which processes share, on "
-                f"{self.goals.device}: give HERTransform the goal_spec on the device of the storage."
+                f"The sampled transitions are on {device}, but the goal table is shared between processes on "
+                f"{self.goals.device}. Pass HERTransform a goal_spec on the device of the storage."
             )
         rows = self._rows.to(device)
         for name in ("starts", "lengths", "size"):
@@ -251,15 +254,15 @@ class GoalTable:
         self._rows = rows
 
     def clear(self) -> None:
-        """Remove all goals. Ids are not reused."""
+        """Remove all goals. Episode ids are not reused."""
         with self._changing():
             for tensor in (self.owners, self.lengths, self.size, self.counters[: ROWS + 1]):
                 tensor.zero_()
         self.has_gaps = self.before.desired or self.is_shared
 
     def share_memory_(self) -> None:
-        """Move the table into shared memory, which takes memory for all rows."""
-        self.has_gaps = True  # other processes can make them
+        """Move the table into shared memory, which allocates memory for all rows."""
+        self.has_gaps = True  # writes of other processes can create gaps
         self._rows.share_memory_()
         for tensor in (self.starts, self.lengths, self.size, self.counters):
             tensor.share_memory_()
@@ -288,23 +291,27 @@ class GoalTable:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+        """Load the result of `state_dict`.
+
+        Raises:
+            ValueError: if capacity, goals or additional rows of episodes differ. The table then stays unchanged.
+        """
         if state["capacity"] != self.capacity:
             raise ValueError(
-                f"The saved goal table holds {state['capacity']} goals and this one {self.capacity}: "
-                f"make the transform with capacity={state['capacity']}, then load."
+                f"The saved goal table holds {state['capacity']} goals, but this one holds {self.capacity}. "
+                f"Create the transform with capacity={state['capacity']}, then load."
             )
         if tuple(state["before"]) != self.before:
             raise ValueError(
-                "The saved goal table and this one do not both hold the initial and the desired goals of episodes: "
-                f"make the transform with strategies for {RowsBefore(*state['before'])}, as saved, and not for "
-                f"{self.before}, then load."
+                f"The saved goal table keeps additional goals of episodes, {RowsBefore(*state['before'])}, and this "
+                f"one {self.before}. Create the transform with strategies that need the same additional goals (see "
+                "GoalStrategy), then load."
             )
         saved, own = ((goals.dtype, tuple(goals.shape[1:])) for goals in (state["goals"], self.goals))
         if saved != own:
             raise ValueError(
-                f"The saved goals are {saved[0]} {saved[1]}, those of this transform {own[0]} {own[1]}: load into a "
-                "transform for the same goals."
+                f"The saved goals are {saved[0]} {saved[1]}, but goals of this transform are {own[0]} {own[1]}. Load "
+                "into a transform for the same goals."
             )
         self.has_gaps = state["has_gaps"] or self.is_shared
         with self._changing():
@@ -317,9 +324,9 @@ class GoalTable:
 
 
 def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of a ring, and of ``count`` entries that are written to it from position ``first`` on.
+    """Yield slices of a ring buffer of ``size`` entries, and of ``count`` new entries for positions from ``first`` on.
 
-    If there are more entries than the ring holds, the last ones are written.
+    If there are more new entries than the ring buffer holds, only the last ones are written.
     """
     begin = max(0, count - size)
     while begin < count:

@@ -1,4 +1,4 @@
-"""The lock of the writers of a goal table."""
+"""The lock with which writers of a goal table exclude each other."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class WriteLock:
         self.is_shared = shared_lock is not None
 
     def share_memory_(self) -> None:
-        """Exclude the writers of other processes, too."""
+        """Replace the lock by one that also excludes writers in other processes."""
         self._lock = mp.Lock()
         self.is_shared = True
 
     def __enter__(self) -> None:
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):
             raise RuntimeError(
-                f"The goal table was locked for {LOCK_TIMEOUT:.0f} s: a process was killed or stopped while it wrote. "
+                f"The goal table was locked for {LOCK_TIMEOUT:.0f} s: a process was killed or stopped during a write. "
                 "Restart from the last checkpoint."
             )
 

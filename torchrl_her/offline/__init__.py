@@ -1,1 +1,1 @@
-"""Data sets that exist already: they are adopted without a copy, or read from files."""
+"""Existing data sets: loaders, and sampling from them with hindsight without a copy."""

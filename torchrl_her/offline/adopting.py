@@ -1,4 +1,4 @@
-"""A transform that adopts a data set: its goals are read, and its transitions stay where they are."""
+"""Adopting a data set: its goals are copied to the goal table, and its transitions stay where they are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AdoptingTransform(RelabelTransform):
     """The part of `HERTransform` that adopts a data set.
 
     Attributes:
-        adopted (Lacking, optional): the entries that the adopted data set lacks; None if nothing was adopted.
+        adopted (Lacking, optional): the entries that the adopted data set lacks; None without an adopted data set.
     """
 
     her_ratio: float
@@ -35,40 +35,41 @@ class AdoptingTransform(RelabelTransform):
     _rows_before: RowsBefore
     _ids_around: list[int] | None
     adopted: Lacking | None = None
-    _has_checked_stamps = False  # whether a sample of data without desired goals was of the adopted data set
+    _has_checked_stamps = False  # whether a sample without desired goals has passed the check
 
     @abstractmethod
     def _track(self, tensordict: TensorDictBase, written: WrittenTransitions, n_step: NStepReward | None) -> np.ndarray:
-        """Assign transitions ``[*batch]`` to episodes and publish goals; return their stamps, ``int64 [n, 2]``."""
+        """Assign transitions ``[*batch]`` to episodes, publish goals, and return the stamps, ``int64 [n, 2]``."""
 
     def adopt(self, data: TensorDictBase) -> TensorDictBase:
-        """Make the transitions of a data set ready to be sampled with hindsight, without copying them.
+        """Prepare the transitions of a data set for sampling with hindsight, without copying them.
 
-        The goals and the ends of episodes are read piece by piece, and the goal table is filled. An episode ends with a
-        done flag, with the last transition of its trajectory id, with its row ``[..., T]``, or with the data. Episodes
-        of several ids may alternate. The checks are those of a write.
+        The data set is read in pieces: its goals fill the goal table, and its transitions are checked as in a write. An
+        episode ends at a done flag, at the last transition of its trajectory id, at the end of its row ``[..., T]``, or
+        at the end of the data set. Transitions of several trajectory ids may alternate.
 
-        If the data have no desired goals, ``her_ratio=1`` is needed: goals, rewards and, if the reward module writes
-        it, ``terminated`` are created when sampling. A transition that cannot be relabelled, such as padding, gets its
-        own outcome as its goal. If only rewards are missing, all samples get those of the reward module.
+        If the data set has no desired goals, ``her_ratio=1`` is required. Sampling then creates desired goals, rewards
+        and, if the reward module writes it, ``terminated``. A transition that cannot be relabelled, such as padding,
+        gets its own outcome as its goal. If only the rewards are missing, the reward module computes all of them.
 
-        Writing to the transform is an error from then on. New transitions belong into a second buffer: combine both
-        with ``ReplayBufferEnsemble``.
+        Afterwards, writing to the transform is an error. Put new transitions into a second buffer, and combine both
+        buffers with ``ReplayBufferEnsemble``.
 
         Args:
-            data (TensorDictBase): transitions ``[N]`` in the order in which they were collected, or ``[..., T]``, the
-                last dimension of which is time; in memory or memory-mapped, on any device. It is not modified.
+            data (TensorDictBase): transitions ``[N]`` in the order of collection, or ``[..., T]`` with time as the last
+                dimension; in memory or memory-mapped, on any device. The data set is not modified.
 
         Returns:
-            TensorDictBase: a shallow copy ``[*batch]`` of ``data`` that shares its entries and has one more,
-            ``"hindsight_stamp"``, ``int64 [*batch, 2]``. Pass it to ``TensorStorage``, flattened with ``.reshape(-1)``
-            if it has several dimensions.
+            TensorDictBase: a shallow copy of ``data``, ``[*batch]``, that shares all entries and adds
+                ``"hindsight_stamp"``, ``int64 [*batch, 2]``. Pass it to ``TensorStorage``, flattened with
+                ``.reshape(-1)`` if it has several dimensions.
 
         Raises:
-            ValueError: if ``capacity`` is smaller than the data, if something was adopted, written, loaded or shared
-                before, if the data have no desired goals and ``her_ratio < 1``, or if `HERTransform` would
-                refuse to write the transitions. The transform is then as it was.
-            KeyError, TypeError: if an entry is missing, or is no tensor.
+            ValueError: if ``capacity`` is smaller than the data set; if the transform has adopted, written, loaded or
+                shared transitions before; if desired goals are missing and ``her_ratio < 1``; or if a write would
+                refuse the transitions. The transform is then unchanged.
+            KeyError: if an entry is missing.
+            TypeError: if ``data`` is not a TensorDict, or an entry is not a tensor.
 
         Examples:
             >>> import torch
@@ -100,7 +101,7 @@ class AdoptingTransform(RelabelTransform):
 
     @property
     def _creates_goals(self) -> bool:
-        """Whether samples have new desired goals, rewards and ends only."""
+        """Whether the data set has no desired goals, so that every sample gets a new goal, reward and end."""
         return self.adopted is not None and self.adopted.goals
 
     def _track_all(self, data_set: DataSet) -> np.ndarray:
@@ -121,12 +122,12 @@ class AdoptingTransform(RelabelTransform):
             stamps[piece.rows] = self._track(piece.data, written._replace(done=piece.ends), None)
         if is_empty:
             raise ValueError(
-                "All achieved goals of the data set are zeros, so there is nothing to relabel with: look at the data. "
+                "All achieved goals of the data set are zeros, so relabelling has no effect: check the data set. "
                 "MinariExperienceReplay of TorchRL 0.14.1 returns zeros: use load_minari(minari.load_dataset(...))."
             )
         assert self.table is not None
         ended = self.tracker.flush()
-        for begin in range(0, len(ended), 256):  # one by one they would be slow, and all at once take memory
+        for begin in range(0, len(ended), 256):  # one by one is slow, and all together need much memory
             self.table.publish(ended[begin : begin + 256])
         self._check_capacity(int(self.table.counters[0]), count)
         return stamps
@@ -134,45 +135,45 @@ class AdoptingTransform(RelabelTransform):
     def _check_capacity(self, needed: int, count: int) -> None:
         if needed > self.capacity:
             raise ValueError(
-                f"The data set has {count} transitions, whose goals take {needed} rows of the goal table, and capacity "
+                f"The data set has {count} transitions, whose goals need {needed} rows of the goal table, but capacity "
                 f"is {self.capacity}: pass capacity={needed} to HERTransform."
             )
 
     def _check_untouched(self) -> None:
         if self.adopted is not None:
-            raise ValueError("This transform has adopted a data set, and takes one only: make another HERTransform.")
+            raise ValueError("This HERTransform has already adopted a data set: create another one for each data set.")
         table = self.table
         if table is not None and table.is_shared:
-            raise ValueError("Processes share the goal table already: call adopt() before the buffer is made.")
+            raise ValueError("Processes already share the goal table: call adopt() before you create the buffer.")
         if self.tracker.written or (table is not None and table.writes):
             raise ValueError(
-                "Transitions were written through this transform or loaded into it, and adopt() needs an empty goal "
-                "table: make another HERTransform for the data set, and combine both buffers with ReplayBufferEnsemble."
+                "adopt() needs an empty goal table, but transitions were written or loaded through this HERTransform: "
+                "create another one for the data set, and combine both buffers with ReplayBufferEnsemble."
             )
 
     def _check_lacking(self, lacking: Lacking) -> None:
-        """Check that the entries that a data set lacks can be created."""
+        """Check that the missing entries of a data set can be created."""
         if lacking.goals and self.her_ratio < 1:
             raise ValueError(
-                f"The data set has no desired goals under {self.keys.desired!r}, and with her_ratio={self.her_ratio} a "
-                "share of the samples would keep theirs: name them with desired_goal_key=..., or pass her_ratio=1."
+                f"The data set has no desired goals under {self.keys.desired!r}, and with her_ratio={self.her_ratio} "
+                "some samples would need them: pass their key as desired_goal_key=..., or pass her_ratio=1."
             )
         if lacking.goals and self._rows_before.desired:
             raise ValueError(
-                "The data set has no desired goals, and the strategy PastDesired draws them: leave it out."
+                "The data set has no desired goals, but the strategy PastDesired draws from them: use another strategy."
             )
         if lacking.rewards and self._reads_steps and self.her_ratio < 1:
             raise ValueError(
-                f"The data set has no rewards, and ReachedReward has none for original goals: pass her_ratio=1 (it is "
-                f"{self.her_ratio}), or a reward of the goals."
+                "The data set has no rewards, and ReachedReward cannot compute rewards for original goals: pass "
+                f"her_ratio=1 (got {self.her_ratio}), or a reward that reads the goals, such as SparseReward."
             )
 
     def _check_no_data_set(self, action: str) -> None:
-        """Raise an error if a data set was adopted: an action would overwrite it, or lose its goals."""
+        """Raise an error if a data set was adopted; ``action`` says how it would be lost."""
         if self.adopted is not None:
             raise RuntimeError(
                 f"This HERTransform has adopted a data set, and {action}. Write new transitions to a second buffer "
-                "with a HERTransform of its own, and sample from ReplayBufferEnsemble(data_buffer, new_buffer)."
+                "with its own HERTransform, and sample from ReplayBufferEnsemble(data_buffer, new_buffer)."
             )
 
     def _check_around_adopted(self, neighbours: Neighbours) -> None:
@@ -181,18 +182,18 @@ class AdoptingTransform(RelabelTransform):
             return
         if neighbours.multi_step is not None:
             raise ValueError(
-                "MultiStepTransform is listed before HERTransform and makes its windows when transitions are written, "
-                "which adopted data never are: samples would be single steps. Leave it out, or write the data set with "
-                "rb.extend in place of adopting it."
+                "MultiStepTransform computes n-step returns when transitions are written, but adopted data is never "
+                "written, so all samples would be single steps. Remove it, or write the data set with rb.extend "
+                "instead of adopting it."
             )
         self._diagnosis.search(neighbours.after)
 
     def _create(
         self, sample: TensorDictBase, stored: dict[NestedKey, Any], episode: Tensor, step: Tensor
     ) -> Collection[NestedKey]:
-        """Put goals that the data set lacks into the stored entries by key; return the keys that may be lacking.
+        """Add missing desired goals to the entries in ``stored``, and return the keys that may be missing.
 
-        Each transition of the sample ``[*batch]`` gets its own outcome, and keeps it if it is not relabelled.
+        The goal of each transition ``[*batch]`` is its own outcome. Relabelling replaces it.
         """
         assert self.adopted is not None
         keys = self.keys
@@ -209,14 +210,14 @@ class AdoptingTransform(RelabelTransform):
         return (keys.reward,)
 
     def _check_stamps(self, episode: Tensor, step: Tensor) -> None:
-        """Check that a sample, ``int64 [n]`` each, is of the adopted data set: other rows would keep their outcomes."""
+        """Check that sampled transitions, ``int64 [n]`` each, were adopted: others would keep their own outcomes."""
         assert self.table is not None
         first, last = self.table.episode_ids
         unknown = ((episode < first) | (episode > last)) & (step < self.capacity)  # padding has the step capacity
         if bool(unknown.any()):
             raise ValueError(
-                "The sample has transitions that this HERTransform has not adopted, and no desired goals: make the "
-                "storage of what adopt() returned, and save and load both together."
+                "The sample has no desired goals, and contains transitions that this HERTransform has not adopted: "
+                "create the storage from the result of adopt(), and save and load storage and transform together."
             )
         self._has_checked_stamps = True
 
@@ -224,12 +225,12 @@ class AdoptingTransform(RelabelTransform):
         return {"adopted": None if self.adopted is None else self.adopted._asdict()}
 
     def _check_adopted_state(self, state: dict[str, Any]) -> Lacking | None:
-        """Check the result of `_adopted_state`, and return what the saved data set lacked."""
+        """Check the result of `_adopted_state`, and return the entries that the saved data set lacked."""
         saved = state.get("adopted")
         lacking = None if saved is None else Lacking(**saved)
         if lacking is None and self.adopted is not None:
             raise ValueError(
-                "This HERTransform has adopted a data set, and the saved one had not: load into a new buffer."
+                "This HERTransform has adopted a data set, but the saved one had not: load into a new buffer."
             )
         if lacking is not None:
             self._check_lacking(lacking)

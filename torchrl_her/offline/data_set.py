@@ -1,4 +1,4 @@
-"""A data set that is adopted: where its episodes end, which entries it lacks, and its pieces."""
+"""A data set to be adopted: its episode ends, its missing entries, and iteration in pieces."""
 
 from __future__ import annotations
 
@@ -19,41 +19,43 @@ from torchrl_her.relabel import GoalMap
 Rows = TypeVar("Rows", TensorDictBase, np.ndarray)
 
 PIECE_ROWS = 2**14
-PIECE_BYTES = 2**22  # of what is copied for a piece
-SEARCHED = 64  # rows that are searched for copies of the desired goal
+PIECE_BYTES = 2**22  # copied for each piece
+SEARCHED = 64  # rows searched for copies of the desired goal
 
 
 class Lacking(NamedTuple):
-    """The entries that a data set lacks, which are created in its samples."""
+    """The entries that are missing in a data set, and that sampling creates."""
 
-    goals: bool = False  # desired goals; rewards and ends are then recomputed, even if they are stored
+    goals: bool = False  # desired goals; rewards and ends are then recomputed even if they are stored
     rewards: bool = False
 
 
 class Piece(NamedTuple):
     """Consecutive rows of a data set."""
 
-    data: TensorDictBase  # [*piece], with placeholders for entries that are lacking
-    rows: slice | np.ndarray  # their numbers in the flattened data set
-    ends: np.ndarray  # bool [n], whether an episode ends; without padding
+    data: TensorDictBase  # [*piece], with placeholders for missing entries
+    rows: slice | np.ndarray  # row numbers in the flattened data set
+    ends: np.ndarray  # bool [n], the last transitions of episodes; without padding
     names: RowNames
 
 
 class DataSet:
-    """Transitions ``[*batch]``, the last dimension of which is time. Nothing is copied or modified.
+    """Transitions ``[*batch]`` with time as the last dimension. They are neither copied nor modified.
 
-    An episode ends with a done flag, with the last transition of its trajectory id, and with its row, ``[..., T]``.
+    An episode ends at a done flag, at the last transition of its trajectory id, and at the end of a row, ``[..., T]``.
 
     Raises:
-        TypeError, ValueError, KeyError: if the data set is empty, is no TensorDict, or has no done flags.
+        TypeError: if the data set is not a TensorDict.
+        ValueError: if the data set is empty, or time is not its last dimension.
+        KeyError: if the data set has no done flags, or an entry has another key.
     """
 
     def __init__(self, data: TensorDictBase, keys: HERKeys, goal_fn: GoalMap | None):
         check_single_steps(data)
         if not data.batch_dims or not data.batch_size.numel():
             raise ValueError(
-                f"The data set has the batch size {list(data.batch_size)} and no transitions: pass a TensorDict of the "
-                "batch size [transitions] or [..., time]."
+                f"The data set has batch size {list(data.batch_size)} and contains no transitions: pass a TensorDict "
+                "with batch size [transitions] or [..., time]."
             )
         self.data = data
         self.keys = keys
@@ -77,7 +79,7 @@ class DataSet:
         self._zero_goal: Tensor | None = None  # [*goal], a placeholder
         if self.lacking.goals:
             self._zero_goal = torch.zeros_like(map_goals(state.unsqueeze(0), goal_fn).detach()[0])
-        # A piece of rows in another order is a copy, of which two are alive.
+        # A piece of reordered rows is a copy, and two pieces are alive at a time.
         row_bytes = 4 * state.nbytes if self._order is None else 2 * data[0].bytes()
         self._piece_rows = min(PIECE_ROWS, max(1, PIECE_BYTES // max(1, row_bytes)))
 
@@ -92,14 +94,14 @@ class DataSet:
         ends = flatten_entry(self.data, self.keys.done, np.bool_, "done_key").copy()
         rows = np.arange(len(ends)) if self.mask is None else self.mask.nonzero()[0]
         if not len(rows):
-            raise ValueError("All rows of the data set are padding.")
+            raise ValueError("All rows of the data set are padding, so it has no transitions: check the mask.")
         ends[_last_of_each(rows // batch[-1], rows) if len(batch) > 1 else rows[-1:]] = True
         if ids is not None:
             ends[_last_of_each(ids if self.mask is None else ids[self.mask], rows)] = True
         return ends
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the data set piece by piece. An episode that fits into a piece is whole."""
+        """Yield the data set in pieces. An episode that fits into one piece is not split."""
         order, batch = self._order, self.data.batch_size
         if order is None:
             for data, first in self._cut(self.data, 0, self.ends):
@@ -116,9 +118,9 @@ class DataSet:
         return Piece(self._with_placeholders(data), rows, ends, names)
 
     def _cut(self, rows: Rows, first: int, ends: np.ndarray) -> Iterator[tuple[Rows, int]]:
-        """Cut rows ``[*batch]`` into pieces, and yield the number of the first row with each.
+        """Cut rows ``[*batch]`` into pieces, and yield each piece with the number of its first row.
 
-        ``first`` is the number of the first of these rows, and ``ends``, ``bool [rows]``, says where episodes end.
+        ``first`` is the number of the first row, and ``ends``, ``bool [rows]``, marks the ends of episodes.
         """
         size, inner = self._piece_rows, math.prod(rows.shape[1:])
         if len(rows) * inner <= size:
@@ -137,7 +139,7 @@ class DataSet:
                 begin += length
 
     def _with_placeholders(self, data: TensorDictBase) -> TensorDictBase:
-        """Return a piece with placeholders for lacking entries, which take no memory for each row."""
+        """Return a piece with placeholders for missing entries. They are expanded, so they take no memory per row."""
         if not any(self.lacking):
             return data
         data, batch = data.copy(), data.batch_size
@@ -146,7 +148,7 @@ class DataSet:
                 data.set(key, self._zero_goal.expand(*batch, *self._zero_goal.shape))
             if data.get(self.keys.terminated, None) is None:
                 data.set(self.keys.terminated, torch.zeros((), dtype=torch.bool, device=self._device).expand(*batch, 1))
-        # NaN is no reward of a reached goal.
+        # NaN never counts as the reward of a reached goal.
         return data.set(self.keys.reward, torch.full((), torch.nan, device=self._device).expand(*batch, 1))
 
     def rows_to_search(self) -> TensorDictBase:
@@ -158,12 +160,12 @@ class DataSet:
     def with_stamps(self, stamps: np.ndarray) -> TensorDictBase:
         """Return a shallow copy of the data set with the stamps of its rows, ``int64 [rows, 2]``."""
         column = torch.from_numpy(stamps).view(*self.data.batch_size, 2)
-        # Buffers of an ensemble must agree on the device, which most storages set.
+        # The buffers of an ensemble must have the same device, and most storages set one.
         return self.data.copy().auto_device_().set(STAMP, column.to(self._device))
 
 
 def _check_names(data: TensorDictBase, keys: HERKeys, lacking: Lacking) -> None:
-    """Check that an entry that seems to be lacking does not have another key."""
+    """Check that a missing entry is not stored under another key."""
     for is_lacking, key, name, argument in (
         (lacking.goals, keys.desired, "desired_goal", "desired_goal_key"),
         (lacking.rewards, keys.reward, "reward", "reward_key"),
@@ -172,13 +174,13 @@ def _check_names(data: TensorDictBase, keys: HERKeys, lacking: Lacking) -> None:
         found = [leaf for leaf in leaves if leaf == name or (isinstance(leaf, tuple) and leaf[-1] == name)]
         if is_lacking and found:
             raise KeyError(
-                f"There is no entry {key!r} in the data set, but there is {found[0]!r}: name it with {argument}=... "
-                "(without 'next'), or exclude it if it is something else."
+                f"The data set has no entry {key!r}, but it has {found[0]!r}: pass this key as {argument}=... "
+                "(without 'next'), or exclude() the entry if it is something else."
             )
 
 
 def _check_time_is_last(data: TensorDictBase, keys: HERKeys) -> None:
-    """Check that transitions ``[*batch]`` continue or end along the last dimension, more than along another one."""
+    """Check that transitions ``[*batch]`` continue or end along the last dimension more often than along others."""
     if data.batch_dims < 2:
         return
     first = data[tuple(slice(64) for _ in data.batch_size)]
@@ -199,22 +201,22 @@ def _check_time_is_last(data: TensorDictBase, keys: HERKeys) -> None:
     if max(shares) > shares[-1]:
         dim = shares.index(max(shares))
         raise ValueError(
-            f"The data set has the batch size {list(data.batch_size)}, and its transitions continue along dimension "
-            f"{dim}: time must be the last one. Pass data.transpose({dim}, {data.batch_dims - 1})."
+            f"The data set has batch size {list(data.batch_size)}, and its transitions continue along dimension "
+            f"{dim}, but time must be the last dimension: pass data.transpose({dim}, {data.batch_dims - 1})."
         )
 
 
 def _last_of_each(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the last row with each of the values, given the values of rows, ``int64 [n]`` each."""
+    """Return the last row of each distinct value; both arguments are ``int64 [n]``."""
     run_ends = np.append((values[1:] != values[:-1]).nonzero()[0], len(values) - 1)
     _, last = np.unique(values[run_ends][::-1], return_index=True)
     return rows[run_ends[::-1][last]]
 
 
 def _order_by_id(ids: np.ndarray) -> np.ndarray | None:
-    """Return the order of rows by trajectory id, ``[rows]``, or None if it is theirs already.
+    """Return the order of rows that groups them by trajectory id, ``[rows]``, or None if they are grouped.
 
-    If trajectories alternate and were read as they come, all of them would wait for their ends in memory.
+    Without it, all trajectories that alternate would be kept in memory until they end.
     """
     of_runs = ids[np.append(True, ids[1:] != ids[:-1])]
     if len(np.unique(of_runs)) == len(of_runs):

@@ -1,4 +1,4 @@
-"""Reads Minari's data sets."""
+"""Reads Minari data sets."""
 
 from __future__ import annotations
 
@@ -14,29 +14,55 @@ if TYPE_CHECKING:
 
 
 def load_minari(dataset: MinariDataset) -> TensorDict:
-    """Read a data set of Minari as transitions.
+    """Read a Minari data set as transitions, ready for `HERTransform.adopt`.
 
-    In place of TorchRL's ``MinariExperienceReplay``, which returns zeros in version 0.14.1. The entries have the same
-    keys, and infos are left out.
+    Use it instead of TorchRL's ``MinariExperienceReplay``, which returns zeros in version 0.14.1. The keys are the
+    same, and infos are dropped.
 
     Args:
-        dataset (minari.MinariDataset): what ``minari.load_dataset(...)`` returns.
+        dataset (minari.MinariDataset): the data set, as returned by ``minari.load_dataset(...)``.
 
     Returns:
-        TensorDict: transitions ``[N]``, one episode after the other, in the dtypes of the data set: ``"observation"``
-        and ``("next", "observation")``, nested if observations are dictionaries, ``"action"``, ``"episode"``, ``int64
-        [N]``, ``("next", "reward")``, ``[N, 1]``, and ``("next", "done")``, ``("next", "terminated")`` and ``("next",
-        "truncated")``, ``bool [N, 1]``.
+        TensorDict: transitions ``[N]``, episode after episode, in the dtypes of the data set: ``"observation"`` and
+            ``("next", "observation")``, nested if observations are dictionaries; ``"action"``; ``"episode"``, ``int64
+            [N]``; ``("next", "reward")``, ``[N, 1]``; ``("next", "done")``, ``("next", "terminated")`` and ``("next",
+            "truncated")``, ``bool [N, 1]``.
 
     Raises:
-        TypeError: if it is given something else, such as a name.
+        TypeError: if ``dataset`` is not a data set, for example a name.
         ValueError: if the data set has no transitions.
+
+    Examples:
+        A data set with one episode of two steps:
+
+        >>> import os
+        >>> import tempfile
+        >>> os.environ["MINARI_DATASETS_PATH"] = tempfile.mkdtemp()
+        >>> import minari
+        >>> import numpy as np
+        >>> from gymnasium.spaces import Box
+        >>> from minari.data_collector import EpisodeBuffer
+        >>> from torchrl_her import load_minari
+        >>> episode = EpisodeBuffer(
+        ...     observations=np.arange(6.0).reshape(3, 2),
+        ...     actions=np.zeros((2, 1)),
+        ...     rewards=[-1.0, 0.0],
+        ...     terminations=[False, False],
+        ...     truncations=[False, True],
+        ... )
+        >>> spaces = {"observation_space": Box(-9, 9, (2,), np.float64), "action_space": Box(-1, 1, (1,), np.float64)}
+        >>> dataset = minari.create_dataset_from_buffers("example/walk-v0", buffer=[episode], **spaces)
+        >>> data = load_minari(dataset)
+        >>> data["next", "observation"].tolist()
+        [[2.0, 3.0], [4.0, 5.0]]
+        >>> data["next", "truncated"].flatten().tolist()
+        [False, True]
     """
     if not hasattr(dataset, "iterate_episodes"):
-        raise TypeError(f"load_minari takes a data set, minari.load_dataset(name), and got {dataset!r}.")
+        raise TypeError(f"load_minari needs a Minari data set, got {dataset!r}: pass minari.load_dataset(name).")
     episodes = [_transitions_of(episode) for episode in dataset.iterate_episodes() if len(episode)]
     if not episodes:
-        raise ValueError("The Minari data set has no transitions.")
+        raise ValueError("The Minari data set has no transitions: all of its episodes are empty, or it has none.")
     return torch.cat(episodes)
 
 

@@ -1,4 +1,4 @@
-"""Reads the files of OGBench."""
+"""Reads OGBench files."""
 
 from __future__ import annotations
 
@@ -12,39 +12,58 @@ REQUIRED = ("observations", "actions", "terminals")
 
 
 def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
-    """Read an ``.npz`` file of OGBench (Park et al. 2025, arXiv:2410.20092) as transitions.
+    """Read an ``.npz`` file of OGBench ([Park et al. 2025](https://arxiv.org/abs/2410.20092)) as transitions.
 
-    The file has one state more than transitions for each trajectory: ``terminals`` is 1 at the last state, whose action
-    leads nowhere and is left out. The transitions have no rewards and no desired goals: see `HERTransform.adopt`, with
-    ``achieved_goal_key="observation"`` and ``her_ratio=1``.
+    For each trajectory, the file has one state more than transitions. ``terminals`` is 1 at the last state, and the
+    action of that state is dropped. The transitions have neither rewards nor desired goals. To sample them with
+    hindsight, pass them to `HERTransform.adopt`, with ``achieved_goal_key="observation"`` and ``her_ratio=1``.
 
     Args:
-        path (str or PathLike): the file, such as ``antmaze-medium-navigate-v0.npz``.
+        path (str | PathLike): the file, such as ``antmaze-medium-navigate-v0.npz``.
 
     Returns:
         TensorDict: transitions ``[N]`` in the dtypes of the file: ``"observation"``, ``"action"``,
-        ``("next", "observation")``, and ``("next", "done")``, ``("next", "terminated")`` and ``("next", "truncated")``,
-        ``bool [N, 1]``. The last transition of a trajectory is truncated, and none is terminated. Further arrays of the
-        file with one row per state, such as ``qpos`` and ``qvel``, keep their names and have the values of the state in
-        which the transition begins.
+            ``("next", "observation")``, and ``("next", "done")``, ``("next", "terminated")`` and
+            ``("next", "truncated")``, ``bool [N, 1]``. The last transition of each trajectory is truncated, and none is
+            terminated. Other arrays with one row per state, such as ``qpos`` and ``qvel``, keep their names and contain
+            the values of the state in which the transition starts.
 
     Raises:
         KeyError: if an array is missing.
-        ValueError: if the file is no ``.npz`` file, arrays differ in length, the last state is not terminal, or there
-            is no transition.
+        ValueError: if the file is not an ``.npz`` file, arrays differ in length, the last state is not terminal, or the
+            file contains no transition.
+
+    Examples:
+        A file with two trajectories of three and two states:
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> from torchrl_her import load_ogbench
+        >>> path = Path(tempfile.mkdtemp()) / "maze-v0.npz"
+        >>> states, actions = np.arange(10.0).reshape(5, 2), np.zeros((5, 1))
+        >>> np.savez(path, observations=states, actions=actions, terminals=np.array([0, 0, 1, 0, 1]))
+        >>> data = load_ogbench(path)
+        >>> data["next", "observation"].tolist()
+        [[2.0, 3.0], [4.0, 5.0], [8.0, 9.0]]
+        >>> data["next", "truncated"].flatten().tolist()
+        [False, True, True]
     """
     if not str(path).endswith(".npz"):
-        raise ValueError(f"OGBench's files are .npz files, got {str(path)!r}.")
+        raise ValueError(f"load_ogbench reads .npz files, got {str(path)!r}: pass the path of an OGBench data set.")
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     if missing := [name for name in REQUIRED if name not in arrays]:
-        raise KeyError(f"{path} has no array {missing[0]!r}, as OGBench's files have; present: {', '.join(arrays)}.")
+        raise KeyError(
+            f"{path} has no array {missing[0]!r}, which OGBench files contain; present: {', '.join(arrays)}. Pass an "
+            "OGBench file, or name its arrays accordingly."
+        )
     terminal = arrays.pop("terminals").astype(bool)
     _check(path, arrays, terminal)
 
-    begins = ~terminal  # the states in which transitions begin
+    begins = ~terminal  # the states in which transitions start
     observations, actions = arrays.pop("observations"), arrays.pop("actions")
-    last = torch.from_numpy(terminal[1:][begins[:-1]]).unsqueeze(1)  # [N, 1], the next state is the last one
+    last = torch.from_numpy(terminal[1:][begins[:-1]]).unsqueeze(1)  # [N, 1], whether the next state is the last one
     entries = {
         "observation": torch.from_numpy(observations[begins]),
         "action": torch.from_numpy(actions[begins]),
@@ -65,13 +84,13 @@ def _check(path: str | os.PathLike[str], arrays: dict[str, np.ndarray], terminal
     lengths = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in ("observations", "actions")}
     if terminal.ndim != 1 or set(lengths.values()) != {len(terminal)}:
         raise ValueError(
-            f"The arrays of {path} must have one row per state, and they differ: {lengths} rows, and terminals of the "
-            f"shape {terminal.shape}."
+            f"The arrays of {path} must have one row per state, but their lengths differ: {lengths}, and 'terminals' "
+            f"has shape {terminal.shape}. Download or convert the file again."
         )
     if not len(terminal) or not terminal[-1]:
         raise ValueError(
             f"The last state in {path} is not terminal: 'terminals' must be 1 at the last state of each trajectory. "
-            "Was the file cut off?"
+            "The file may be incomplete."
         )
     if terminal.all():
-        raise ValueError(f"Every state in {path} is terminal: there is no transition in it.")
+        raise ValueError(f"Every state in {path} is terminal, so it has no transitions: check the array 'terminals'.")

@@ -1,1 +1,1 @@
-"""Which reward a relabelled transition gets."""
+"""Rewards of relabelled transitions."""

@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def agree(one: Any, other: Any, scale: float = 1.0) -> Tensor:
-    """Return which rewards agree, up to 0.001 of their values or of ``scale``; NaN agrees with NaN."""
+    """Return whether two rewards agree, elementwise.
+
+    The tolerance is 0.001 times the sum of ``other`` and ``scale``. NaN agrees with NaN.
+    """
     one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (one, other))
     return torch.isclose(one, other, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
@@ -19,14 +22,14 @@ def agree(one: Any, other: Any, scale: float = 1.0) -> Tensor:
 def call_rows(
     function: Callable[..., Any], achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """Call ``function(achieved, desired, info)`` for each row of goals ``[n, *goal]``; return the values ``[n]``."""
+    """Call ``function(achieved, desired, info)`` for each row of goals ``[n, *goal]`` and return the values ``[n]``."""
     rows = range(len(achieved))
     infos = [{name: values[row] for name, values in info.items()} for row in rows]
     return np.array([np.asarray(function(achieved[row], desired[row], infos[row])).item() for row in rows])
 
 
 def agrees_with_rows(values: np.ndarray, expected: np.ndarray) -> bool:
-    """Return whether the result of a call with a batch equals the values of calls row by row, ``[n]``."""
+    """Return whether the result of a call with a batch equals the values ``[n]`` of calls row by row."""
     count = len(expected)
     has_values = values.shape in ((), (count,), (count, 1)) and values.dtype != object
     return has_values and np.allclose(values.reshape(-1), expected)

@@ -1,4 +1,4 @@
-"""The reward of a goal environment, computed by the environment's own functions."""
+"""Rewards that the environment's own functions compute."""
 
 from __future__ import annotations
 
@@ -16,31 +16,41 @@ from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward
 
 
 class EnvReward(GoalReward):
-    """The environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
+    """Reward from the environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
 
-    If the environment has ``compute_terminated``, it recomputes ``("next", "terminated")``. Both functions are called
-    once per batch, with NumPy arrays. The first calls are compared with calls row by row; a function that is not
-    batched is called row by row, with a warning.
+    The module writes ``("next", "reward")``, ``[*batch, 1]``. If the environment also has ``compute_terminated`` with
+    the same arguments, it writes ``("next", "terminated")``, too. Both functions are called once per batch, with NumPy
+    arrays ``[batch, *goal]``. The first calls are compared with calls row by row. A function that does not support
+    batches is called row by row, and a warning is issued.
 
     Args:
-        env: a Gymnasium environment, a TorchRL wrapper of one, or a function that makes either. The outermost Gymnasium
-            wrapper that defines ``compute_reward`` is used, and likewise for ``compute_terminated``.
+        env (gymnasium.Env | EnvBase | Callable): a Gymnasium environment, a TorchRL wrapper of one, or a function
+            without arguments that returns either. If Gymnasium wrappers define one of the two functions, the function
+            of the outermost wrapper is used.
 
     Keyword Args:
-        info_keys (sequence of NestedKey): stored entries that are passed as ``info``, a dictionary from the last part
-            of each key to an array ``[batch, ...]`` (or to one row of it, in calls row by row).
-        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): used instead of the environment's
-            ``compute_terminated``; see `GoalReward`.
+        info_keys (Sequence[NestedKey]): keys of stored entries to pass as ``info``. ``info`` is a dictionary from the
+            last part of each key to an array ``[batch, ...]``, or to one row of it in calls row by row. Default: none.
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): replaces the environment's
+            ``compute_terminated``, as in `GoalReward`.
 
     Raises:
         TypeError: if the environment has no ``compute_reward``, or if it is a batch of environments.
+        KeyError: when called, if an entry of ``info_keys`` is missing, or if the environment reads another entry of
+            ``info``.
+        ValueError: when called, if a function returns an array of the wrong shape, or expects goals of another shape.
 
     Examples:
-        >>> import gymnasium, torchrl_her.envs
+        >>> import gymnasium
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> import torchrl_her.envs
         >>> from torchrl_her import EnvReward
         >>> reward = EnvReward(gymnasium.make("torchrl_her/PointReach-v0"))
-        >>> reward.in_keys
-        [('next', 'achieved_goal'), 'desired_goal']
+        >>> achieved = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
+        >>> goals = {"desired_goal": torch.zeros(2, 2), "next": {"achieved_goal": achieved}}
+        >>> reward(TensorDict(goals, batch_size=2))["next", "reward"].flatten()
+        tensor([ 0., -1.])
     """
 
     def __init__(self, env: Any, *, info_keys: Sequence[NestedKey] = (), terminated_fn: GoalFunction | None = None):
@@ -48,7 +58,7 @@ class EnvReward(GoalReward):
         if terminated_fn is None and find_function(env, "compute_terminated") is not None:
             terminated_fn = EnvFunction(env, "compute_terminated")
         if isinstance(info_keys, str):
-            raise TypeError(f"info_keys must be a list of keys, got the string {info_keys!r}: [{info_keys!r}].")
+            raise TypeError(f"info_keys must be a list of keys, got the string {info_keys!r}: pass [{info_keys!r}].")
         self.info_keys = tuple(unravel_key(key) for key in info_keys)
         super().__init__(EnvFunction(env, "compute_reward"), terminated_fn=terminated_fn)
 
@@ -65,7 +75,7 @@ class EnvReward(GoalReward):
 
 
 def _goal_environment(env: Any) -> Any:
-    """Return the environment, or a wrapper of it, that defines ``compute_reward``."""
+    """Return the environment to use, without TorchRL's transforms, and check that it has ``compute_reward``."""
     is_made = not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env)
     if is_made:
         env = env()
@@ -74,7 +84,8 @@ def _goal_environment(env: Any) -> Any:
     is_batch = isinstance(env, (SerialEnv, ParallelEnv)) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1)
     if is_batch or isinstance(getattr(env, "unwrapped", env), gymnasium.vector.VectorEnv):
         raise TypeError(
-            f"EnvReward needs one environment, not a {type(env).__name__}: pass a function that makes one environment."
+            f"EnvReward needs a single environment, got a {type(env).__name__}: pass a function that creates one "
+            "environment."
         )
     if find_function(env, "compute_reward") is None:
         raise TypeError(
@@ -82,5 +93,5 @@ def _goal_environment(env: Any) -> Any:
             f"{name_of(env)} has none. Pass the reward as a function: GoalReward(reward_fn)."
         )
     if is_made and hasattr(env, "reset"):
-        env.reset()  # some environments set up their rewards when they are reset
+        env.reset()  # some environments set up their reward in reset
     return env

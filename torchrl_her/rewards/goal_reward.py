@@ -1,4 +1,4 @@
-"""The reward of a relabelled transition as a function of its goals, and whether it ends the episode."""
+"""Rewards, and ends of episodes, that are functions of the goals."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ GoalFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class GoalReward(TensorDictModuleBase):
-    """The reward as a function of the achieved and the desired goal.
+    """Reward as a function of the achieved and the desired goal.
 
-    It reads ``("next", achieved_goal)`` and ``desired_goal``, and writes ``("next", "reward")`` and, with
-    ``terminated_fn``, ``("next", "terminated")``. `HERTransform` wraps a callable in it and sets the keys.
+    The module reads ``("next", "achieved_goal")`` and ``"desired_goal"``, and writes ``("next", "reward")`` and, with
+    ``terminated_fn``, ``("next", "terminated")``, ``[*batch, 1]`` each. `HERTransform` wraps plain functions in
+    ``GoalReward`` and sets its keys.
 
     Args:
-        reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals ``[batch, *goal]`` to rewards
-            ``[batch]`` or ``[batch, 1]``, without modifying them. Several batch dimensions are flattened to one.
+        reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals, ``[batch, *goal]`` each, to
+            rewards ``[batch]`` or ``[batch, 1]``, without modifying the goals. Several batch dimensions are flattened
+            to one. If it is an ``nn.Module``, the transform includes its parameters.
 
     Keyword Args:
-        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same goals to bools: whether the achieved
-            goal ends the episode. For environments that terminate on success. By default, ``terminated`` keeps its
-            stored value.
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same goals to bools, ``[batch]`` or
+            ``[batch, 1]``: whether the achieved goal ends the episode. Pass it if the environment terminates on
+            success. By default, ``terminated`` keeps its stored value.
 
     Raises:
-        TypeError: if a function cannot be called with two arguments.
-        ValueError: on the first call, if a function returns another shape.
+        TypeError: if a function cannot be called with two arguments or, when called, if it returns None.
+        ValueError: when called, if a function returns a tensor of another shape.
 
     Examples:
         >>> import torch
@@ -47,7 +49,7 @@ class GoalReward(TensorDictModuleBase):
         torch.Size([5, 1])
     """
 
-    info_keys: tuple[NestedKey, ...] = ()  # entries that are read besides the goals
+    info_keys: tuple[NestedKey, ...] = ()  # keys of the entries that are read in addition to the goals
 
     def __init__(self, reward_fn: GoalFunction, *, terminated_fn: GoalFunction | None = None):
         super().__init__()
@@ -55,7 +57,7 @@ class GoalReward(TensorDictModuleBase):
         if terminated_fn is not None:
             self.functions.append(_with_two_arguments(terminated_fn, "terminated_fn"))
         for place, function in enumerate(self.functions):
-            if isinstance(function, nn.Module):  # a learned reward is moved and saved with this module
+            if isinstance(function, nn.Module):  # registered, so that a learned reward is moved and saved
                 self.add_module(f"function_{place}", function)
         self.goal_fn: Callable[[Tensor], Tensor] | None = None
         self.set_keys()
@@ -74,22 +76,22 @@ class GoalReward(TensorDictModuleBase):
         self.out_keys = out_keys[: len(self.functions)]
 
     def with_goal_fn(self, goal_fn: Callable[[Tensor], Tensor] | None) -> GoalReward:
-        """Return a shallow copy that maps achieved goals with ``goal_fn`` before it compares them.
+        """Return a shallow copy that applies ``goal_fn`` to the achieved goals first.
 
-        The copy does not register a ``goal_fn`` that is a module: it belongs to the transform.
+        The copy does not register ``goal_fn`` if it is a module, since it belongs to the transform.
         """
         reward = copy.copy(self)
         reward.goal_fn = None if goal_fn is None else partial(goal_fn)
         return reward
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the reward (and ``terminated``) of transitions ``[*batch]`` into ``tensordict`` and return it."""
+        """Write the reward, and ``terminated`` with ``terminated_fn``, into transitions ``[*batch]``; return them."""
         for key, values in zip(self.out_keys, self.compute(tensordict), strict=True):
             tensordict.set(key, values)
         return tensordict
 
     def compute(self, tensordict: TensorDictBase) -> list[Tensor]:
-        """Return the reward (and ``terminated``) of transitions ``[*batch]``: ``[*batch, 1]`` each."""
+        """Return the reward, and ``terminated`` with ``terminated_fn``, of transitions: ``[*batch, 1]`` each."""
         batch = tensordict.batch_size
         achieved, desired = tensordict.get(self.in_keys[0]), tensordict.get(self.in_keys[1])
         if len(batch) != 1:
@@ -100,31 +102,35 @@ class GoalReward(TensorDictModuleBase):
         count, computed = desired.shape[0], []
         for key, values in zip(self.out_keys, self.evaluate(achieved, desired, tensordict), strict=True):
             if values is None:
-                raise TypeError(f"The function for {key!r} returned None: it must return one value per row.")
+                raise TypeError(f"The function for {key!r} must return one value per row, but it returned None.")
             values = torch.as_tensor(values)
             if values.shape not in ((count,), (count, 1)):
                 raise ValueError(
                     f"The function for {key!r} returned the shape {tuple(values.shape)} for goals of the shape "
-                    f"{tuple(desired.shape)}: it must return one value per row, {(count,)} or {(count, 1)}. "
-                    "A norm, for example, needs dim=-1."
+                    f"{tuple(desired.shape)}. It must return one value per row, {(count,)} or {(count, 1)}: a norm, "
+                    "for example, needs dim=-1."
                 )
             computed.append(values.reshape(*batch, 1))
         return computed
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Any]:
-        """Return the rewards, and with ``terminated_fn`` the flags, of goals ``[batch, *goal]``."""
+        """Return the rewards, and the flags with ``terminated_fn``, for goals ``[batch, *goal]``."""
         return [function(achieved, desired) for function in self.functions]
 
 
 class SparseReward(GoalReward):
-    """0 within a distance of the goal and -1 outside, on the device of the goals.
+    """Sparse reward, ``float32``: 0 within a distance of the goal and -1 outside, on the device of the goals.
 
     Args:
-        threshold (float): the Euclidean distance over all dimensions, in units of the goal, up to which a goal is
-            reached. With 0 the goals must be equal.
+        threshold (float): the largest distance at which a goal counts as reached, in units of the goal. The distance
+            is Euclidean over all dimensions. With 0, the goals must be equal.
 
     Keyword Args:
-        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): see `GoalReward`.
+        terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): as in `GoalReward`.
+
+    Raises:
+        ValueError: if ``threshold`` is negative or not a number.
+        TypeError: if ``terminated_fn`` cannot be called with two arguments.
 
     Examples:
         >>> import torch
@@ -138,14 +144,14 @@ class SparseReward(GoalReward):
 
     def __init__(self, threshold: float, *, terminated_fn: GoalFunction | None = None):
         if not isinstance(threshold, Real) or not threshold >= 0:
-            raise ValueError(f"threshold is a distance and must be 0 or more, got {threshold!r}.")
+            raise ValueError(f"threshold is a distance and must be at least 0, got {threshold!r}.")
         super().__init__(partial(_sparse_reward, threshold=threshold), terminated_fn=terminated_fn)
 
 
 def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:
     if desired.is_floating_point():
-        achieved = achieved.to(desired.dtype)  # the dtype in which the table keeps goals
-    elif not achieved.is_floating_point():  # bits and pixels, whose difference would wrap around
+        achieved = achieved.to(desired.dtype)  # the dtype of the goals in the table
+    elif not achieved.is_floating_point():  # differences of unsigned integers (bits, pixels) would wrap around
         achieved, desired = achieved.long(), desired.long()
     difference = achieved - desired
     if difference.ndim != 2:
@@ -160,13 +166,14 @@ def _with_two_arguments(function: GoalFunction, name: str) -> GoalFunction:
     """Check that a function can be called as ``function(achieved_goal, desired_goal)``."""
     if not callable(function):
         raise TypeError(f"{name} must be a function of (achieved_goal, desired_goal), got {function!r}.")
-    with contextlib.suppress(ValueError):  # some built-in functions have no signature
+    with contextlib.suppress(ValueError):  # some built-in functions do not have a signature
         signature = inspect.signature(function)
         try:
             signature.bind(None, None)
         except TypeError as error:
             raise TypeError(
-                f"{name} is called with two arguments, (achieved_goal, desired_goal), and takes {signature}: {error}. "
-                "A reward that needs more (the action, an info entry) is a TensorDictModule that reads it."
+                f"{name} is called with two arguments, (achieved_goal, desired_goal), but its signature is "
+                f"{signature}: {error}. If a reward needs other entries, such as the action, pass a TensorDictModule "
+                "that reads them."
             ) from None
     return function

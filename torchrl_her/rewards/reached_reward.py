@@ -1,4 +1,4 @@
-"""A reward for goals without a distance: a goal is reached at the step that achieved it."""
+"""A reward for goals without a distance: a transition reaches the goal that it achieved itself."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from torchrl_her.keys import STEPS_TO_GOAL
 
 
 class ReachedReward(TensorDictModuleBase):
-    """0 and terminated if a relabelled transition's own outcome is its new goal, otherwise -1.
+    """Reward for goals without a distance: 0 and terminated if a transition achieved its new goal itself, otherwise -1.
 
-    For goals that have no distance, such as images and whole observations, as in OGBench (Park et al. 2025,
-    arXiv:2410.20092). It reads ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``, which the transform that
-    relabels computes for it, and writes ``("next", "reward")``, ``float32 [*batch, 1]``, and ``("next",
-    "terminated")``, ``bool [*batch, 1]``. A goal that happens to equal the outcome, but was achieved at another step,
-    does not count as reached.
+    Use it for images and whole observations, as in OGBench ([Park et al., 2025](https://arxiv.org/abs/2410.20092)). The
+    module reads ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``, which the transform that relabels provides.
+    It writes ``("next", "reward")``, ``float32 [*batch, 1]``, and ``("next", "terminated")``, ``bool [*batch, 1]``. A
+    goal counts as reached only at the step that achieved it, even if another step achieved an equal goal.
 
-    Transitions that are not relabelled keep their stored reward. So write rewards of 0 and -1, or pass
-    ``her_ratio=1``.
+    Transitions that are not relabelled keep their stored reward. Store rewards of 0 and -1, or pass ``her_ratio=1``.
 
     Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
         >>> from torchrl_her import HERTransform, ReachedReward
+        >>> steps = TensorDict({"hindsight": {"steps_to_goal": torch.tensor([[0], [3]])}}, batch_size=2)
+        >>> ReachedReward()(steps)["next", "reward"].flatten()
+        tensor([ 0., -1.])
         >>> HERTransform(ReachedReward(), her_ratio=1.0, capacity=1000)
         HERTransform(ReachedReward, strategy=Future(), her_ratio=1.0, capacity=1000)
     """
@@ -32,11 +35,11 @@ class ReachedReward(TensorDictModuleBase):
         self.set_keys()
 
     def set_keys(self, *, reward: NestedKey = "reward", terminated: NestedKey = "terminated") -> None:
-        """Set the keys that are written, which are under ``"next"``."""
+        """Set the keys that are written, without ``"next"``."""
         self.out_keys = [unravel_key(("next", reward)), unravel_key(("next", terminated))]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the reward and ``terminated`` of transitions ``[*batch]`` into ``tensordict`` and return it."""
+        """Write the reward and ``terminated`` into transitions ``[*batch]`` and return them."""
         reached = tensordict.get(STEPS_TO_GOAL) == 0
         tensordict.set(self.out_keys[0], reached.float().sub_(1.0))
         return tensordict.set(self.out_keys[1], reached)

@@ -1,1 +1,1 @@
-"""Where transitions are stored: as rows of one matrix."""
+"""A storage that keeps each transition in one row of a matrix."""

@@ -1,4 +1,4 @@
-"""The base of transforms that belong into a replay buffer."""
+"""The base class of transforms for replay buffers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torchrl.envs import EnvBase, Transform
 
 
 class BufferTransform(Transform):
-    """A transform of replay buffers, which refuses to be one of an environment."""
+    """A transform of replay buffers. Using it in an environment is an error."""
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container, which must not be an environment."""
+        """Set the container. An environment raises a ValueError."""
         super().set_container(container)
         if self.parent is not None:
             self.reset_parent()

@@ -1,4 +1,4 @@
-"""Whether a sample owns its memory, so that it can be relabelled in place."""
+"""Marks samples that own their memory and can be relabelled in place."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ Data = TypeVar("Data", bound=TensorDictBase)
 
 
 class OwnedEntries:
-    """The entries of a sample that own their memory. Pickling leaves them out, since a copy can become a storage."""
+    """The entries of a sample that own their memory.
+
+    Pickling drops the mark, because the copy could become a storage.
+    """
 
     def __init__(self, entries: Mapping[NestedKey, Tensor]):
         self._entries = entries
 
     def has(self, key: NestedKey, value: Tensor) -> bool:
-        """Return whether an entry is still what it was in the sample of the storage."""
+        """Return whether ``value`` is still the entry that the storage returned."""
         return self._entries.get(key) is value
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -26,20 +29,23 @@ class OwnedEntries:
 
 
 def mark_as_owned(sample: Data) -> Data:
-    """Mark a sample that owns its memory, and return it.
+    """Mark a sample as the owner of its memory, so that `HERTransform` relabels it in place.
 
-    Call it in the ``get`` of a storage if no entry of the result shares memory with the storage or with another entry.
-    `HERTransform` relabels marked samples in place, and all others in a shallow copy. An entry that is replaced after
-    the sample was marked is not written into. Clone a marked sample before you make a storage of it.
+    Call this function in the ``get`` method of a storage if no entry of the result shares memory with the storage or
+    with another entry. Samples without the mark are relabelled in a shallow copy. If an entry of a marked sample is
+    replaced, the new tensor is not written into. Clone a marked sample before you use it as a storage.
 
     Args:
         sample (TensorDictBase): transitions ``[*batch]``.
 
+    Returns:
+        TensorDictBase: the same object, marked.
+
     Raises:
-        TypeError: if the sample is not a TensorDict. Samples of tensorclasses cannot be marked.
+        TypeError: if the sample is not a TensorDict. Tensorclasses cannot be marked.
 
     Examples:
-        A storage whose samples are relabelled in place. Only an index that is a tensor makes a copy:
+        A storage whose samples are relabelled in place. Only a tensor as index makes a copy:
 
         >>> import torch
         >>> from torchrl.data import LazyTensorStorage
@@ -48,16 +54,17 @@ def mark_as_owned(sample: Data) -> Data:
         ...     def get(self, index):
         ...         sample = super().get(index)
         ...         return mark_as_owned(sample) if isinstance(index, torch.Tensor) and index.ndim else sample
+        >>> storage = OwningStorage(1000)
     """
     if not isinstance(sample, TensorDictBase):
         raise TypeError(
-            f"A sample that can be marked is a TensorDict, got a {type(sample).__name__}: return it unmarked."
+            f"Only TensorDicts can be marked, got a {type(sample).__name__}: return the sample without a mark."
         )
     return set_owned(sample, OwnedEntries(dict(sample.items(include_nested=True, leaves_only=True))))
 
 
 def set_owned(sample: Data, owned: OwnedEntries | None) -> Data:
-    """Set which entries of a sample own their memory, and return the sample."""
+    """Set the entries of a sample that own their memory, and return the sample."""
     sample.owned_entries = owned  # type: ignore[attr-defined]
     return sample
 

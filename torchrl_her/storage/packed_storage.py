@@ -1,4 +1,4 @@
-"""A storage whose transitions are rows of one matrix, and its checkpoints."""
+"""A storage that keeps each transition in one row of a matrix, and its checkpointer."""
 
 from __future__ import annotations
 
@@ -33,21 +33,24 @@ from torchrl_her._torchrl import CustomTensorStorage, hooks_of
 from torchrl_her.storage.ownership import OwnedEntries, set_owned
 from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
 
-BY_WRITERS = {"index"}  # what the writers of TensorDict buffers add, after `check_write`
+BY_WRITERS = {"index"}  # added by the writers of TensorDict buffers after `check_write`
 TENSOR_SAVED = (
-    "{} holds tensors outside of a TensorDict, and PackedStorage stores TensorDicts: load it into a LazyTensorStorage."
+    "{} has tensors outside of a TensorDict, but PackedStorage stores TensorDicts: load it into a LazyTensorStorage."
 )
 
 
 class OwnedRows(OwnedEntries):
-    """The entries of a sample that own rows ``[*rows, words]``; its entries are not listed, which would take longer."""
+    """The entries of a sample that own rows ``[*rows, words]``.
+
+    Comparing addresses is faster than listing all entries.
+    """
 
     def __init__(self, layout: RowLayout, rows: Tensor):
         self._layout = layout
         self._rows = rows
 
     def has(self, key: NestedKey, value: Tensor) -> bool:
-        """Return whether an entry has the memory that the layout gives it in these rows."""
+        """Return whether ``value`` is at the address of the entry in these rows."""
         column = self._layout.columns.get(key)
         if column is None:
             return False
@@ -55,9 +58,9 @@ class OwnedRows(OwnedEntries):
 
 
 class PackedStorageCheckpointer(TensorStorageCheckpointer):
-    """Saves the same files as TorchRL's checkpointer, sparse where nothing was written.
+    """Saves the same files as TorchRL's checkpointer, but sparse: rows without transitions take no space on disk.
 
-    Each of the two loads what the other saved. With hooks, which may change rows, TorchRL's checkpointer does the work.
+    Each checkpointer can load the files of the other. Hooks may change rows: with them, TorchRL's is used.
     """
 
     def dumps(self, storage: PackedStorage, path: str | Path) -> None:
@@ -68,7 +71,7 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
         path = Path(path)
         path.mkdir(exist_ok=True)
         stored = storage[:]
-        files = storage.entries.memmap_like(path, copy_existing=True)  # of the full size, and sparse
+        files = storage.entries.memmap_like(path, copy_existing=True)  # full size, sparse
         files[: len(stored)].update_(stored)
         metadata = {"metadata": {}, "is_pytree": False, "len": len(storage)}
         (path / "storage_metadata.json").write_text(json.dumps(metadata))
@@ -85,30 +88,31 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
 
 
 class PackedStorage(CustomTensorStorage):
-    """A storage that reads a sampled transition from one place: a drop-in for ``LazyTensorStorage``.
+    """A drop-in replacement for ``LazyTensorStorage`` that keeps each transition in one row of a matrix.
 
-    Each transition is one row of a matrix, so a batch is read with a single gather, where ``LazyTensorStorage`` needs
-    one per entry. Samples have the keys, shapes, dtypes and nesting of the transitions that were written, and own their
-    memory. The first write determines the layout of a row.
+    A batch is read with a single gather, where ``LazyTensorStorage`` needs one per entry. Samples have the same keys,
+    shapes, dtypes and nesting as the transitions that were written, and own their memory. The first write determines
+    the layout of a row.
 
     Args:
-        max_size (int): the number of transitions that can be stored.
+        max_size (int): the maximum number of transitions.
 
     Keyword Args:
-        device (torch.device or str, optional): the device of the rows, or ``"auto"`` for that of the first write.
+        device (torch.device | str, optional): the device of the rows, or ``"auto"`` for the device of the first write.
             Default: the CPU.
         ndim (int): the number of batch dimensions that index transitions, as in ``LazyTensorStorage``. Default: 1.
-        scratch_dir (str or Path, optional): a directory for a memory-mapped file with the rows, which is kept when the
-            program ends. By default the rows are in memory.
+        scratch_dir (str | Path, optional): a directory for a memory-mapped file with the rows. The file is kept when
+            the program ends. By default, the rows are in memory.
         compilable (bool): as in ``LazyTensorStorage``. Default: False.
-        shared_init (bool): whether the buffer can go to other processes before the first write. Rows are then in a
-            file, by default in a temporary directory that is deleted with the storage. Default: False.
+        shared_init (bool): whether the buffer can be sent to other processes before the first write. The rows are then
+            in a file, by default in a temporary directory that is deleted with the storage. Default: False.
 
     Raises:
-        TypeError: if the data written or loaded is not a tensordict, or an entry is not a tensor.
-        ValueError: if keys, shapes or dtypes differ from the first write, or the size of a loaded storage differs.
-            Nothing is stored then.
-        FileExistsError: on the first write, if ``scratch_dir`` already holds the rows of a storage.
+        TypeError: if written or loaded data is not a TensorDict or tensorclass, or an entry is not a tensor.
+        ValueError: if keys, shapes or dtypes differ from the first write (nothing is stored then), if a loaded storage
+            has another size, or if ``device`` or ``compilable`` cannot be combined with ``scratch_dir`` or
+            ``shared_init``.
+        FileExistsError: on the first write, if ``scratch_dir`` already contains the rows of a storage.
 
     Examples:
         >>> import torch
@@ -137,9 +141,9 @@ class PackedStorage(CustomTensorStorage):
         super().__init__(None, max_size, device=device or "cpu", ndim=ndim, compilable=compilable)
         if (scratch_dir is not None or shared_init) and self.device != torch.device("cpu"):
             option = "scratch_dir" if scratch_dir is not None else "shared_init"
-            raise ValueError(f"A memory-mapped file is on the CPU: leave out device={device!r} or {option}.")
+            raise ValueError(f"A memory-mapped file is always on the CPU: leave out device={device!r} or {option}.")
         if shared_init and compilable:
-            raise ValueError("A compilable storage stays in one process: leave out compilable or shared_init.")
+            raise ValueError("A compilable storage cannot be shared by processes: leave out compilable or shared_init.")
         if shared_init and scratch_dir is None:
             scratch_dir = tempfile.mkdtemp(prefix="packed_storage_")
             Finalize(self, shutil.rmtree, (scratch_dir,), {"ignore_errors": True}, exitpriority=0)
@@ -153,7 +157,7 @@ class PackedStorage(CustomTensorStorage):
 
     @property
     def initialized(self) -> bool:
-        """Whether rows are allocated, here or with ``shared_init`` by another process."""
+        """Whether rows are allocated, by this process or, with ``shared_init``, by another one."""
         return self._initialized or (self.shared_init and self._map_shared_rows())
 
     @initialized.setter
@@ -163,7 +167,7 @@ class PackedStorage(CustomTensorStorage):
     # Writing
 
     def allocate(self, data: TensorDictBase) -> None:
-        """Allocate the rows for transitions like ``data``: one, or with ``ndim`` > 1 one per lane ``[*lanes]``."""
+        """Allocate rows for transitions like ``data``: a single one, or ``[*lanes]`` if ``ndim`` is more than 1."""
         with self._allocating:
             if not self.initialized:  # another process may have been faster
                 self._allocate(data)
@@ -181,8 +185,8 @@ class PackedStorage(CustomTensorStorage):
             path = self.scratch_dir / "rows.memmap"
             if path.exists():
                 raise FileExistsError(
-                    f"{path} holds the rows of another storage. Name another scratch_dir, or delete it if it is not "
-                    "needed; rb.dumps and rb.loads save and restore a buffer."
+                    f"{path} already contains the rows of another storage: choose another scratch_dir, or delete the "
+                    "file if you do not need it. To save and restore a buffer, use rb.dumps and rb.loads."
                 )
             size = torch.Size([*shape, layout.words])
             rows = MemoryMappedTensor.empty(size, dtype=WORD, filename=str(path))
@@ -198,7 +202,7 @@ class PackedStorage(CustomTensorStorage):
         self.entries = layout.view(rows)
 
     def _map_shared_rows(self) -> bool:
-        """Use the rows that another process has allocated; return whether there are any."""
+        """Map the rows if another process has allocated them, and return whether they are allocated."""
         with self._allocating:
             if self._shared_layout.exists():
                 self._use(*pickle.loads(self._shared_layout.read_bytes()))
@@ -208,7 +212,7 @@ class PackedStorage(CustomTensorStorage):
         return torch.Size([-(self.max_size // -lanes.numel()), *lanes])
 
     def check_write(self, data: Any) -> None:
-        """Raise an error if ``data`` cannot be stored. The writer then has changed nothing yet."""
+        """Raise an error if ``data`` cannot be stored. The cursor moves later, so rejected data changes nothing."""
         data = _as_tensordict(data)
         if self.initialized:
             self._layout.check(data, but=BY_WRITERS)
@@ -217,9 +221,10 @@ class PackedStorage(CustomTensorStorage):
 
     @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write transitions at an index of the first dimension, or with ``set_cursor=False`` at any index.
+        """Write transitions at an index.
 
-        With ``set_cursor`` the storage grows by the transitions.
+        With ``set_cursor``, the index is one of the first dimension, and the storage grows by the transitions. Without
+        it, any index is allowed.
         """
         data = _as_tensordict(data)
         if not self.initialized:
@@ -239,7 +244,7 @@ class PackedStorage(CustomTensorStorage):
         try:
             rows = self._layout.pack(data)
         except ValueError:
-            # TensorDictMaxValueWriter adds the index in `add` and not in `extend`, without a call of `check_write`.
+            # TensorDictMaxValueWriter adds the index in `add` but not in `extend`, and does not call `check_write`.
             given = "index" in data.keys()  # noqa: SIM118
             if given == ("index" in self._layout.columns):
                 raise
@@ -250,15 +255,15 @@ class PackedStorage(CustomTensorStorage):
     # Reading
 
     def get(self, index: Any) -> Any:
-        """Return the transitions at an index, or by its key one entry of all transitions.
+        """Return the transitions at an index, or one entry of all transitions if the index is a key.
 
         The result owns its memory, except for ``[:]`` and a key: TorchRL's buffers update stored entries through
-        ``[:]`` (``rb.set_``, ``rb.update_``, ``rb[i, j] = ...``), and its samplers read episodes through both. Of
-        ``[:]``, values can be changed but not replaced, so that a change reaches the storage or is an error.
+        ``[:]`` (``rb.set_``, ``rb.update_``, ``rb[i, j] = ...``), and its samplers read episodes through both. Values
+        of ``[:]`` can be changed in place but not replaced, so a change either reaches the storage or is an error.
         """
         indices = index if isinstance(index, tuple) else (index,)
         are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in indices)
-        if self.initialized and are_rows and len(indices) == self.ndim:  # as samplers draw them
+        if self.initialized and are_rows and len(indices) == self.ndim:  # the indices of samplers
             rows = self._gather(indices)
             found = self._layout.unpack(rows)
             return found if is_tensorclass(found) else set_owned(found, OwnedRows(self._layout, rows))
@@ -274,7 +279,7 @@ class PackedStorage(CustomTensorStorage):
     def _gather(self, index: tuple[Tensor, ...]) -> Tensor:
         rows = self._written_rows()
         if self.ndim == 1 and rows.is_cpu and index[0].ndim == 1:
-            # Three times as fast as indexing, but without negative indices.
+            # Three times as fast as indexing, but it takes no negative indices.
             with contextlib.suppress(IndexError):
                 return rows.index_select(0, index[0])
         return rows[index]
@@ -282,7 +287,7 @@ class PackedStorage(CustomTensorStorage):
     # In other processes, on disk
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the stored transitions, entry by entry, as TorchRL's storages do."""
+        """Return a copy of the stored transitions, with one item per entry, as TorchRL's storages do."""
         state = super().state_dict()
         return state | {"_storage": self.entries.clone().state_dict()} if self.initialized else state
 
@@ -303,8 +308,8 @@ class PackedStorage(CustomTensorStorage):
         room = self._shape_for(shape[1:])
         if shape != room:
             raise ValueError(
-                f"The saved storage has room for {list(shape)} transitions and this one for {list(room)}: make this "
-                "one as large as the saved one."
+                f"The saved storage has room for {list(shape)} transitions and this one for {list(room)}: create this "
+                "one with the size of the saved one."
             )
         if not self.initialized:
             self.allocate(saved[0])
@@ -314,7 +319,7 @@ class PackedStorage(CustomTensorStorage):
         self.count = count
 
     def __getstate__(self) -> dict[str, Any]:
-        allocated = self.initialized  # first, since it maps shared rows
+        allocated = self.initialized  # first, because it maps shared rows
         state = super().__getstate__()
         if get_spawning_popen() is None and self.scratch_dir is not None and (allocated or self.shared_init):
             state |= {"_rows": self._rows.clone()} if allocated else {}  # a copy lives in memory

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from torchrl_her._torchrl import make_tensordict
 
-WORD = torch.int64  # a row is a whole number of words, so that its entries are aligned
+WORD = torch.int64  # rows consist of whole words, which aligns their entries
 
 
 @dataclass
 class Column:
-    """An entry of a row, and its place there in items of its dtype."""
+    """An entry and its position in a row, in items of its dtype."""
 
     dtype: torch.dtype
     shape: torch.Size
-    number: int = 0  # its position among the columns
+    number: int = 0  # its index among the columns
     start: int = 0
     end: int = 0
     strides: tuple[int, ...] = ()  # within a row
@@ -30,7 +30,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Group:
-    """A nested tensordict: its entries, and its batch dimensions beyond those that count rows."""
+    """A nested tensordict: its entries, and its batch dimensions after the row dimensions."""
 
     batch: torch.Size
     entries: dict[str, Column | Group]
@@ -40,8 +40,8 @@ class Group:
 class RowLayout:
     """Packs transitions into rows, and unpacks rows into transitions.
 
-    It is made from example transitions, whose first ``dimensions`` batch dimensions count rows. Entries are ordered by
-    item size, largest first: each is aligned, and entries of one dtype are contiguous.
+    The layout is read from example transitions, whose first ``dimensions`` batch dimensions index rows. Entries are
+    ordered by item size, largest first, so each is aligned, and entries of one dtype are contiguous.
     """
 
     def __init__(self, transitions: TensorDictBase, dimensions: int = 0):
@@ -63,7 +63,11 @@ class RowLayout:
         self._largest = max(sizes, key=sizes.__getitem__)
 
     def check(self, transitions: TensorDictBase, but: Set[NestedKey] = frozenset()) -> list[Any]:
-        """Return the value of each column, or raise an error if entries differ; those in ``but`` may be missing."""
+        """Return the value of each column. The entries in ``but`` may be missing.
+
+        Raises:
+            ValueError: if the entries of the transitions differ from the columns.
+        """
         values: list[Any] = [None] * len(self.columns)
         dimensions = len(self._batch_of(transitions))
         fit = _collect(self.root, transitions, dimensions, values)
@@ -71,13 +75,13 @@ class RowLayout:
         if not fit or not but >= set(missing):
             differences = "; ".join(self._differences(transitions, dimensions, but))
             raise ValueError(
-                f"The entries differ from those of earlier transitions: {differences}. Nothing was stored: exclude() "
-                "what is new and give what is missing, or make a new buffer."
+                f"The entries differ from earlier transitions: {differences}. Nothing was stored: exclude() new "
+                "entries and add missing ones, or create a new buffer."
             )
         return values
 
     def _batch_of(self, transitions: TensorDictBase) -> torch.Size:
-        """Return the batch dimensions that count rows."""
+        """Return the batch dimensions that index rows."""
         return transitions.batch_size[: transitions.batch_dims - len(self.root.batch)]
 
     def _differences(self, transitions: TensorDictBase, dimensions: int, but: Set[NestedKey]) -> Iterator[str]:
@@ -95,7 +99,11 @@ class RowLayout:
                 yield f"{key!r} is {found[key]} and was {stored[key]}"
 
     def pack(self, transitions: TensorDictBase) -> Tensor:
-        """Return transitions ``[*rows]`` as ``int64 [*rows, words]``, or raise an error if their entries differ."""
+        """Return transitions ``[*rows]`` as a matrix ``int64 [*rows, words]``.
+
+        Raises:
+            ValueError: if the entries of the transitions differ from the columns.
+        """
         values = self.check(transitions)
         batch = self._batch_of(transitions)
         device = transitions.device or values[0].device
@@ -106,13 +114,13 @@ class RowLayout:
         return rows
 
     def view(self, rows: Tensor) -> TensorDict:
-        """Return transitions that are views of rows ``[*rows, words]``, which begin at the start of their memory."""
+        """Return transitions as views of rows ``[*rows, words]``, which start at the beginning of their memory."""
         return _view(self.root, {dtype: (rows.view(dtype), 0) for dtype in self._blocks}, rows.shape[:-1], rows.device)
 
     def unpack(self, rows: Tensor) -> TensorDict:
-        """Return transitions that take over the memory of rows ``[*rows, words]``, which begin at its start.
+        """Return transitions that take over the memory of rows ``[*rows, words]``, which start at its beginning.
 
-        Entries of one dtype share memory. Entries of different dtypes do not, since ``torch.save`` would refuse them.
+        Entries of one dtype share memory. Entries of different dtypes do not, because ``torch.save`` refuses that.
         """
         items = {}
         for dtype, columns in self._blocks.items():
@@ -123,11 +131,11 @@ class RowLayout:
 
 
 def read_entries(transitions: TensorDictBase, dimensions: int) -> tuple[dict[NestedKey, Column], Group]:
-    """Return the entries of transitions, whose first ``dimensions`` batch dimensions count rows, flat and nested."""
+    """Return the entries of transitions, flat and nested. The first ``dimensions`` batch dimensions index rows."""
     columns: dict[NestedKey, Column] = {}
     root = _read(transitions, dimensions, (), columns)
     if not columns:
-        raise ValueError("PackedStorage got a tensordict without entries: there is nothing to store.")
+        raise ValueError("PackedStorage got a tensordict without entries: write transitions with at least one tensor.")
     return columns, root
 
 
@@ -141,22 +149,22 @@ def _read(
         try:
             value = transitions.get(name)
         except RuntimeError as error:  # a stack of different shapes
-            raise TypeError(f"{needed}, and {key!r} has several: {error}") from None
+            raise TypeError(f"{needed}, but {key!r} has several shapes: {error}") from None
         if is_tensor_collection(value) and not is_non_tensor(value):
             entries[name] = _read(value, dimensions, (*parent, name), columns)
         elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
             entries[name] = columns[key] = Column(value.dtype, value.shape[dimensions:])
         else:
             raise TypeError(
-                f"{needed}, and {key!r} is a {type(value).__name__}: exclude() it from what is written, or use "
-                "LazyTensorStorage or ListStorage, and HERTransform."
+                f"{needed}, but {key!r} is a {type(value).__name__}: exclude() it before writing, or use "
+                "LazyTensorStorage or ListStorage with HERTransform."
             )
     kind = type(transitions) if is_tensorclass(transitions) else None
     return Group(transitions.batch_size[dimensions:], entries, kind)
 
 
 def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values: list[Any]) -> bool:
-    """Set the value of each column; return whether all entries are those of the group."""
+    """Set the value of each column, and return whether the entries match the group."""
     for name, value in transitions.items():
         entry = group.entries.get(name)
         if entry is None and is_tensor_collection(value) and value.is_empty():
@@ -173,7 +181,7 @@ def _collect(group: Group, transitions: TensorDictBase, dimensions: int, values:
 def _view(
     group: Group, items: Mapping[torch.dtype, tuple[Tensor, int]], batch: torch.Size, device: torch.device
 ) -> TensorDict:
-    """Make a tensordict of views of rows, given as items of each dtype and the first item of these in a row."""
+    """Return a tensordict of views. For each dtype, ``items`` has the rows in this dtype and their first item."""
     entries: dict[str, Any] = {}
     for name, entry in group.entries.items():
         if isinstance(entry, Group):

@@ -1,8 +1,7 @@
-"""A training that can be killed at any moment, and a check of what it resumes from.
+"""A training that can be killed at any moment, and a check of its restored state.
 
-The environments continue where they were at the last checkpoint, towards the same goals: the first transition of a
-resumed run starts from the very goals at which the run before ended, so that only `flush()` after loading keeps the
-episodes of the two runs apart.
+The environments continue from the last checkpoint, with the same goals. The first transition of a resumed run starts
+with the goals at which the previous run ended, so only `flush()` after loading separates the episodes of both runs.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from support.factories import make_transform
 from support.losses import make_loss
 
 ENVIRONMENTS = 4
-STEPS = 10  # of each environment in one batch
-SIZE = 30 * ENVIRONMENTS * STEPS  # of the buffer, which wraps round several times
+STEPS = 10  # steps of each environment in one batch
+SIZE = 30 * ENVIRONMENTS * STEPS  # rows of the buffer, which wraps round several times
 LENGTHS = (5, 19, 2, 30, 1, 12)
-CAPACITY = SIZE + ENVIRONMENTS * (max(LENGTHS) + 2)  # the goals of running episodes arrive late
+CAPACITY = SIZE + ENVIRONMENTS * (max(LENGTHS) + 2)  # goals of running episodes are published later
 SAVED_EVERY = 2  # batches
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoints-and-faults.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "checkpoints.md"
 ADVISED = re.search(r"<!-- resume -->\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL).group(1)
 
 
 class ContinuedTape(tape.Tape):
-    """The tape after so many steps, which the first reset leaves as it is. Its observations name the run."""
+    """The tape after ``steps`` steps, which the first reset does not change. Observations contain the run."""
 
     def __init__(self, run: int, number: int, steps: int):
         super().__init__(number, LENGTHS, discrete=True)
@@ -56,7 +55,7 @@ class ContinuedTape(tape.Tape):
 
 
 class Training:
-    """A training whose whole state is in its checkpoints."""
+    """A training with its whole state in checkpoints."""
 
     def __init__(self, directory: Path, with_ids: bool = True, her_ratio: float = 0.8):
         self.directory, self.with_ids = directory, with_ids
@@ -65,11 +64,11 @@ class Training:
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=1e-3)
         self.hindsight = make_transform(her_ratio=her_ratio, capacity=CAPACITY)
         self.rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(SIZE), transform=self.hindsight, batch_size=64)
-        # "runs": those that wrote what is stored, with the number of steps of each environment before them.
+        # "runs": the runs that wrote stored transitions, with the earlier steps of each environment.
         self.progress = {"frames": 0, "updates": 0, "runs": []}
 
     def resume(self) -> bool:
-        """Load the last complete checkpoint, if there is one, with the code of the docs."""
+        """Load the last complete checkpoint, if any, with the code of the docs."""
         names = ("rb", "loss", "optimizer", "progress", "hindsight", "directory")
         variables = {name: getattr(self, name) for name in names}
         variables |= {"shutil": shutil, "Checkpoint": Checkpoint, "CheckpointRotation": CheckpointRotation}
@@ -82,7 +81,7 @@ class Training:
         self.rotation.save(self.checkpoint, step=self.progress["frames"])
 
     def train(self, run: int) -> Iterator[None]:
-        """Collect and learn without end; yields whenever it is time to save."""
+        """Collect and learn endlessly; yield whenever a checkpoint is due."""
         begun = self.progress["frames"] // ENVIRONMENTS
         self.progress["runs"].append([run, begun])
         environments = [lambda number=n: GymWrapper(ContinuedTape(run, number, begun)) for n in range(ENVIRONMENTS)]
@@ -103,7 +102,7 @@ class Training:
 
 
 def check(training: Training) -> int:
-    """Check the whole state of a training that just resumed; returns the number of transitions.
+    """Check the whole state of a resumed training, and return the number of transitions.
 
     Every transition must be relabelled: the training has ``her_ratio=1.0``, and its episodes are too short to be
     published while they run.
@@ -119,7 +118,7 @@ def check(training: Training) -> int:
     count = tape.check(rows, lengths=LENGTHS)
     assert count.relabelled == count.sampled == len(rb), "a transition is not relabelled"
     steps, kept = progress["frames"] // ENVIRONMENTS, len(rb) // ENVIRONMENTS
-    run_of = {}  # the run in which each stored transition was made
+    run_of = {}  # place of a transition -> run that wrote it
     for number in range(ENVIRONMENTS):
         for step, place in list(enumerate(tape.taken(number, steps, LENGTHS)))[-kept:]:
             run_of[place] = [run for run, begun in progress["runs"] if begun <= step][-1]

@@ -1,12 +1,12 @@
-"""Kills a training with SIGKILL again and again, and checks what it resumes from.
+"""Kills a training repeatedly with SIGKILL, and checks its restored state.
 
     PYTHONPATH=tests python tests/integration/faults/kills.py --kills 50
     PYTHONPATH=tests python tests/integration/faults/kills.py --every 1
 
-With ``--kills``, at random moments: after each the last complete checkpoint is loaded and checked, transition by
-transition (see `killed_training.py`), and the training is started again and resumes from it. With ``--every``, at
-each N-th file operation of a save: a training that is about to save for the third time, which removes its first
-checkpoint, is forked, and each copy is killed N operations later than the one before.
+``--kills`` kills at random moments. After each kill, the last complete checkpoint is loaded and checked, transition by
+transition (see `killed_training.py`), and the training is restarted from it. ``--every N`` kills at every N-th file
+operation of a save. A training that is about to save for the third time, which removes its first checkpoint, is forked,
+and each copy is killed N operations later than the previous one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import torch
 from killed_training import Training, check
 from tqdm import tqdm
 
-TIMEOUT = 120  # seconds until a process must have made progress
-STAGES = STARTING, LOADING, TRAINING, SAVING = range(4)  # what a training is doing
+TIMEOUT = 120  # seconds within which a process must make progress
+STAGES = STARTING, LOADING, TRAINING, SAVING = range(4)  # the stages of a training
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
 
@@ -75,7 +75,7 @@ def run_and_kill(context: Any, directory: Path, with_ids: bool, run: int, rng: r
         first = rng.choice([STARTING, LOADING, TRAINING])
         wait_for(lambda: stage.value >= first)
     else:
-        wait_for(lambda: saves.value)  # progress from kill to kill
+        wait_for(lambda: saves.value)  # progress between kills
         time.sleep(rng.uniform(0, 0.5))
     if moment == "in a save":
         wait_for(lambda: stage.value == SAVING)
@@ -89,12 +89,12 @@ def run_and_kill(context: Any, directory: Path, with_ids: bool, run: int, rng: r
 
 def kill_at_random(folder: Path, kills: int) -> None:
     rng = random.Random()
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the fork server's imports
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the imports of the fork server
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed_training"])  # PyTorch is imported once
+    context.set_forkserver_preload(["killed_training"])  # imports PyTorch only once
     stages: list[int] = []
     checked = 0
-    # Two trainings in turn: without trajectory ids, a lane is found by its goals alone.
+    # Two trainings in turn: without trajectory ids, lanes are only identified by their goals.
     trainings = itertools.cycle([(folder / "with ids", True), (folder / "without ids", False)])
     for run, (directory, with_ids) in zip(tqdm(range(kills), unit="kill"), trainings, strict=False):
         stages.append(run_and_kill(context, directory, with_ids, run, rng))
@@ -107,7 +107,7 @@ def kill_at_random(folder: Path, kills: int) -> None:
 
 
 def save_and_die(training: Training, operation: int) -> bool:
-    """Save in a fork that is killed before the given file operation; return whether it got there."""
+    """Save in a fork that is killed before a file operation; return whether it reached this operation."""
     process = os.fork()
     if process == 0:
         operations = itertools.count()
@@ -134,7 +134,7 @@ def kill_at_every(folder: Path, every: int) -> None:
             break
         training.save()
     shutil.copytree(directory, kept)
-    left: Counter[bool] = Counter()  # whether the new checkpoint is left
+    left: Counter[bool] = Counter()  # whether the new checkpoint remains
     while save_and_die(training, left.total() * every):
         resumed = Training(directory, her_ratio=1.0)
         assert resumed.resume(), f"no checkpoint was left by a kill at file operation {left.total() * every}"

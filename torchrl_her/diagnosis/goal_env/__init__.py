@@ -1,1 +1,1 @@
-"""The checker of goal environments."""
+"""Checks of goal environments before training."""

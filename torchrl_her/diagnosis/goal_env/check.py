@@ -52,32 +52,35 @@ def check_goal_env(
     seed: int = 0,
     ignore: Iterable[str] = (),
 ) -> GoalEnvReport:
-    """Play random episodes of a goal environment, and find the mistakes that make hindsight fail.
+    """Play random episodes of a goal environment, and find mistakes that make hindsight fail.
 
-    After each step, the reward is computed for the goals of the step and for other ones, and compared with the reward
-    of ``step``. In every other episode, actions that approach the goal are repeated, so that goals are reached.
+    After each step, the reward is computed for the goals of the step and for other goals, and compared with the reward
+    that ``step`` returned. In every other episode, actions that approach the goal are repeated, so that goals are
+    reached.
 
     Args:
-        env: a Gymnasium environment, a TorchRL wrapper of one (without its transforms), a function that makes either,
-            or the id of a Gymnasium environment. Environments that are made here are closed.
-        reward (GoalReward or Callable, optional): the reward that HERTransform gets, if it is a function of goals.
-            Default: ``EnvReward(env)``.
+        env (gymnasium.Env | EnvBase | Callable | str): a Gymnasium environment, a TorchRL wrapper of one (its
+            transforms are ignored), a function that creates either, or the id of a Gymnasium environment. An
+            environment that is created here is also closed.
+        reward (GoalReward | Callable, optional): the reward that you pass to `HERTransform`, if it is a function of
+            goals. Default: ``EnvReward(env)``.
 
     Keyword Args:
-        achieved_goal_key (NestedKey): as in `HERTransform`, and so are the next two arguments.
-        desired_goal_key (NestedKey): the entry of the observation with the desired goal.
-        goal_fn (Callable, optional): maps the entry of the achieved goal, ``[batch, *state]``, to goals.
-        steps (int, optional): how many steps to play. By default 2,000, or as many as are played in six seconds.
-        seed (int): of the environment and of the actions. Default: 0.
-        ignore (iterable of str): names of findings that are left out.
+        achieved_goal_key (NestedKey): the entry of the observation with the achieved goal, as in `HERTransform`.
+            Default: ``"achieved_goal"``.
+        desired_goal_key (NestedKey): the entry of the observation with the desired goal. Default: ``"desired_goal"``.
+        goal_fn (Callable, optional): maps achieved entries ``[batch, *state]`` to goals ``[batch, *goal]``.
+        steps (int, optional): the number of steps to play. Default: 2,000, or as many as fit into six seconds.
+        seed (int): the seed of the environment and of the actions. Default: 0.
+        ignore (str | Iterable[str]): names of findings to leave out. Default: none.
 
     Returns:
-        GoalEnvReport: the lists ``errors``, ``warnings`` and ``notes`` of findings, each with a name, a message with
-        the numbers that show it, and advice. ``print`` shows them.
+        GoalEnvReport: the findings in three lists, ``errors``, ``warnings`` and ``notes``. Each finding has a name, a
+            message with the numbers that show it, and advice. ``print(report)`` shows all of them.
 
     Raises:
         ValueError: if ``ignore`` contains an unknown name, or if ``steps`` is less than 1.
-        TypeError: if ``env`` is something else, or if ``reward`` cannot be called with two goals.
+        TypeError: if ``env`` is not an environment, or if ``reward`` cannot be called with two goals.
 
     Examples:
         >>> import torchrl_her.envs
@@ -87,9 +90,9 @@ def check_goal_env(
     """
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     if unknown := ignored - NAMES:
-        raise ValueError(f"There is no finding {sorted(unknown)}; the names are {sorted(NAMES)}.")
+        raise ValueError(f"There is no finding {sorted(unknown)} to ignore: choose from {sorted(NAMES)}.")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
-        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
+        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
     if reward is not None and not isinstance(reward, GoalReward):
         reward = GoalReward(reward)
     is_made = isinstance(env, str) or (callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)))
@@ -104,7 +107,7 @@ def check_goal_env(
     return report
 
 
-# A finding that is only a consequence of others is left out where one of them was found.
+# A finding is left out if one of the findings that explain it was found.
 EXPLAINED_BY = {
     "reward-differs": {
         "achieved-goal-lags",
@@ -119,12 +122,14 @@ EXPLAINED_BY = {
 def _check(
     env: Any, reward: GoalReward | None, goals: Goals, steps: int | None, seed: int, report: GoalEnvReport
 ) -> Iterator[Finding]:
-    """Yield all findings, and note in the report what was played."""
+    """Yield all findings, and set the numbers of steps and episodes in the report."""
     try:
         achieved, desired = goals.read(reset(env, seed))
     except EnvironmentFails as error:
         yield Finding(
-            "step-fails", f"{error}.", "Define reset(self, *, seed=None, options=None), which returns a pair."
+            "step-fails",
+            f"{error}.",
+            "Define reset(self, *, seed=None, options=None), which returns (observation, info).",
         )
         return
     except UnreadableGoals as error:
@@ -161,12 +166,12 @@ def _check(
 def _check_episodes(
     episodes: Episodes, probes: list[Probe], watcher: Watcher, time_limit: int | None
 ) -> Iterator[Finding]:
-    """Yield what the episodes show, as long as it can be trusted."""
+    """Yield the findings in the episodes, as long as the values can be trusted."""
     if episodes.next_achieved.shape != episodes.desired.shape:
         return
     for probe in probes:
         probe.observe_later(episodes.next_achieved, episodes.desired, episodes.infos)
-    if probes and probes[0].modified:  # so does step, probably: its goals are wrong
+    if probes and probes[0].modified:  # step probably modifies them, too, and its goals are wrong
         yield from check_reward(probes[0], episodes)
         return
     not_numbers = [*check_numbers(episodes)]
@@ -194,7 +199,7 @@ def _gymnasium_env(env: Any) -> Any:
         env = gymnasium_env_of(env)
     if not isinstance(env, gymnasium.Env):
         raise TypeError(
-            "check_goal_env needs one Gymnasium environment, a TorchRL wrapper of one, a function that makes it, or "
-            f"its id, not a {type(env).__name__}."
+            "check_goal_env needs one Gymnasium environment, a TorchRL wrapper of one, a function that creates it, or "
+            f"its id, got a {type(env).__name__}."
         )
     return env

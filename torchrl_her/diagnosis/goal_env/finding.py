@@ -1,4 +1,4 @@
-"""What is found in a goal environment."""
+"""The findings in a goal environment, and the report that lists them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# The names of all findings, by how much harm they do.
+# The names of all findings, by severity.
 SEVERITIES = {
     "error": [
         "not-a-goal-env",
@@ -62,16 +62,29 @@ SEVERITIES = {
 }
 NAMES = {name for names in SEVERITIES.values() for name in names}
 
-WIDTH = 100  # of what is printed
+WIDTH = 100  # of printed lines
 
 
 class Finding(NamedTuple):
-    """Something that is wrong with an environment, or worth knowing.
+    """A mistake in a goal environment, or a property worth knowing.
+
+    ``print(finding)`` shows all three attributes.
 
     Attributes:
-        name (str): the stable name, which `check_goal_env` takes in ``ignore``.
-        message (str): the numbers that show it.
-        advice (str): what to change.
+        name (str): the stable name of the finding, which ``ignore`` of `check_goal_env` accepts.
+        message (str): a description with the numbers that show it.
+        advice (str): the change to make.
+
+    Examples:
+        >>> from torchrl_her import check_goal_env
+        >>> finding = check_goal_env("CartPole-v1").errors[0]
+        >>> finding.name
+        'not-a-goal-env'
+        >>> print(finding)
+        not-a-goal-env: There is no achieved goal under 'achieved_goal': the observation has the type
+            ndarray.
+            -> Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one
+               array of numbers, or name the entries with achieved_goal_key and desired_goal_key.
     """
 
     name: str
@@ -82,7 +95,7 @@ class Finding(NamedTuple):
         return self.text()
 
     def text(self, severity: str = "") -> str:
-        """Return the finding as lines, after its severity if that is given."""
+        """Return the finding as wrapped lines, which start with ``severity`` if it is given."""
         found = textwrap.fill(f"{severity} {self.name}: {self.message}".strip(), WIDTH, subsequent_indent="    ")
         advice = textwrap.fill(f"-> {self.advice}", WIDTH, initial_indent="    ", subsequent_indent="       ")
         return f"{found}\n{advice}"
@@ -90,15 +103,26 @@ class Finding(NamedTuple):
 
 @dataclass
 class GoalEnvReport:
-    """What `check_goal_env` found. ``print(report)`` shows it.
+    """The findings of `check_goal_env`. ``print(report)`` shows all of them.
 
     Attributes:
-        env (str): the name of the environment.
-        steps (int): how many steps were played.
-        episodes (int): how many episodes were begun.
-        errors (list[Finding]): hindsight cannot work, or learns something else than intended.
-        warnings (list[Finding]): hindsight is likely to suffer.
-        notes (list[Finding]): true, and harmless.
+        env (str): the class name of the environment.
+        steps (int): the number of steps that were played.
+        episodes (int): the number of episodes that were started.
+        errors (list[Finding]): mistakes with which hindsight cannot work, or learns another task than intended.
+        warnings (list[Finding]): properties with which hindsight is likely to learn less.
+        notes (list[Finding]): harmless properties.
+
+    Examples:
+        >>> from torchrl_her import check_goal_env
+        >>> report = check_goal_env("torchrl_her.envs:torchrl_her/PointReach-v0", steps=500)
+        >>> print(report)
+        PointReach: 0 errors, 0 warnings, 1 note (500 steps, 10 episodes)
+        note no-goal-reached: No goal was reached in 500 steps.
+            -> At a reached goal, the reward of step and the end of the episode were not checked: play more
+               steps.
+        >>> [finding.name for finding in report.notes]
+        ['no-goal-reached']
     """
 
     env: str
@@ -109,7 +133,7 @@ class GoalEnvReport:
     notes: list[Finding] = field(default_factory=list)
 
     def add(self, findings: Iterable[Finding], ignore: set[str]) -> None:
-        """Sort findings into the three lists, without those whose names are ignored."""
+        """Sort findings into the three lists, except for ignored names."""
         lists = {"error": self.errors, "warning": self.warnings, "note": self.notes}
         for finding in findings:
             if finding.name not in ignore:

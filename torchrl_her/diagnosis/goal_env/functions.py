@@ -1,4 +1,4 @@
-"""Checks that hold for both functions of a goal environment, compute_reward and compute_terminated."""
+"""Checks that apply to both compute_reward and compute_terminated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchrl_her.diagnosis.goal_env.play import Episodes, distance
 from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree, agrees_with_rows, call_rows
 
-ROWS = 256  # of the batch that is compared with calls row by row
-FEWEST = 20  # steps after which it counts that a value is always the same
+ROWS = 256  # of the batch that is compared with single calls
+FEWEST = 20  # fewest steps from which constant values are reported
 
 
 def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
-    """Find functions that fail, that modify their arguments, or that need what is not stored.
+    """Find functions that fail, modify their arguments, or read entries that are not stored.
 
-    ``name`` is the first part of the names of findings, and ``what`` that of the function.
+    ``name`` is the prefix of the findings' names, and ``what`` the name of the function in messages.
     """
     unknown = sorted(probe.read - probe.info_keys)
     if probe.failure:
@@ -35,7 +35,7 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
         yield Finding(
             f"{name}-needs-info",
             f"{what} reads {names} from info, which a replay buffer does not store by default.",
-            f"Store it, env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass EnvReward(env, "
+            f"Store it with env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass EnvReward(env, "
             f"info_keys=[{keys}]). An entry that was computed with the original goal (a distance, is_success) is wrong "
             "after relabelling: compute it from the goals.",
         )
@@ -44,12 +44,12 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
         yield Finding(
             f"{name}-modifies-arguments",
             f"{what} modifies its argument {names}.",
-            "Work on a copy: replace achieved_goal -= desired_goal, for example, by achieved_goal - desired_goal.",
+            "Work on a copy: for example, replace achieved_goal -= desired_goal by achieved_goal - desired_goal.",
         )
 
 
 def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
-    """Find functions that depend on something else than their arguments, or not on one of these."""
+    """Find functions that depend on more than their arguments, or ignore one of them."""
     faults = [*_check_repeats(probe, name, what)]
     yield from faults
     actual, own, other, swapped, *_ = probe.values(EVERY)
@@ -65,59 +65,59 @@ def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
             f"{name}-ignores-desired-goal",
             f"{what} does not use its argument desired_goal: it returns {actual[row] + 0:.6g} for the desired goal of "
             f"the episode, for the achieved goal, and for another goal ({len(actual):,} steps).",
-            "Read the argument, not the goal of the running episode (desired_goal in place of self.goal).",
+            "Read the argument, not the goal of the running episode (desired_goal instead of self.goal).",
         )
     elif np.array_equal(swapped, own) and not np.array_equal(own, other):
         yield Finding(
             f"{name}-ignores-achieved-goal",
             f"{what} does not use its argument achieved_goal: it returns {own[0] + 0:.6g} for the goal just achieved, "
             f"and for another goal in its place ({len(own):,} steps).",
-            "Read the argument, not the state of the environment (achieved_goal in place of self.position).",
+            "Read the argument, not the state of the environment (achieved_goal instead of self.position).",
         )
     elif changes.any():
         row = int(changes.argmax())
         yield _depends_on_state(
             name,
-            f"{what} depends on more than its arguments: for the same ones it returned {now[row] + 0:.6g} right after "
-            f"the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
+            f"{what} depends on more than its arguments: for the same arguments, it returned {now[row] + 0:.6g} right "
+            f"after the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
             "differ).",
         )
 
 
 def _check_repeats(probe: Probe, name: str, what: str) -> Iterator[Finding]:
-    """Compare calls with the same arguments in the same state."""
+    """Compare repeated calls with the same arguments in the same state."""
     actual, _, _, _, *repeats = probe.values(EVERY)
     differs = np.any([~agree(actual, each, scale_of(actual)).numpy() for each in repeats], axis=0)
     if not differs.any():
         return
     row = int(differs.argmax())
     repeated = ", ".join(f"{each[row] + 0:.6g}" for each in (actual, *repeats))
-    where = f"calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, as {repeated}"
+    where = f"calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, such as {repeated}"
     if np.array_equal(repeats[1], repeats[2]):
         yield _depends_on_state(name, f"{what} remembers earlier calls: {where}.")
         return
     yield Finding(
         f"{name}-random",
         f"{what} is random: {where}.",
-        "A recomputed value must be the one that step would return: move the noise into step.",
+        "A recomputed value must equal the value that step returns: move the noise into step.",
     )
 
 
 def scale_of(values: np.ndarray) -> float:
-    """Return the scale of rewards ``[n]`` by which they are compared: 1, or less if all are smaller."""
+    """Return the scale at which rewards ``[n]`` are compared: their largest magnitude, and at most 1."""
     return min(1.0, float(np.abs(values).max(initial=0.0)))
 
 
 def _depends_on_state(name: str, message: str) -> Finding:
     advice = (
-        "Compute it from achieved_goal, desired_goal and info alone. Put what else it needs (a step count, the last "
-        "action) into info."
+        "Compute it from achieved_goal, desired_goal and info alone. Put other inputs (a step count, the last action) "
+        "into info."
     )
     return Finding(f"{name}-depends-on-state", message, advice)
 
 
 def check_batch(probe: Probe, episodes: Episodes, name: str, what: str) -> Iterator[Finding]:
-    """Find functions of the environment that do not take a batch of goals."""
+    """Find functions of the environment that cannot be called with a batch of goals."""
     if not probe.is_of_env:
         return
     rows, achieved, desired = _pairs(episodes)
@@ -139,7 +139,7 @@ def check_batch(probe: Probe, episodes: Episodes, name: str, what: str) -> Itera
     if name == "terminated" and values.size == 1 and values.dtype != object:
         yield Finding(
             "terminated-one-verdict",
-            f"{what} gives one verdict, {bool(values.item())}, for a batch in which {int(expected.sum())} of "
+            f"{what} returns a single value, {bool(values.item())}, for a batch in which {int(expected.sum())} of "
             f"{len(rows)} pairs of goals end the episode.",
             "Compute it over the last axis (np.linalg.norm(..., axis=-1)) and return one value per row. EnvReward "
             f"calls it row by row: {cost * 1e6:.0f} us per transition.",
@@ -154,15 +154,15 @@ def check_batch(probe: Probe, episodes: Episodes, name: str, what: str) -> Itera
 
 
 def _pairs(episodes: Episodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps, ``int64 [rows]``, their achieved goals and goals as hindsight draws them, ``[rows, *goal]``.
+    """Return steps, ``int64 [rows]``, with achieved goals and goals as hindsight draws them, ``[rows, *goal]``.
 
-    Of the goals, a quarter are the achieved ones, a quarter the desired ones, and half are achieved at later steps of
-    the episode.
+    A quarter of the drawn goals equal the achieved goal, a quarter the desired goal, and half are achieved at later
+    steps of the episode.
     """
     rows = np.linspace(0, len(episodes.reward) - 1, min(ROWS, len(episodes.reward))).astype(int)
     last = np.searchsorted(episodes.episode, episodes.episode[rows], side="right") - 1
     later = np.random.default_rng(0).integers(rows, last, endpoint=True)
-    later[::2] = np.minimum(rows[::2] + 1, last[::2])  # goals at the border of what counts as reached
+    later[::2] = np.minimum(rows[::2] + 1, last[::2])  # the next outcome: close to the threshold
     achieved = episodes.next_achieved[rows]
     desired = episodes.next_achieved[later]
     desired[::4] = achieved[::4]
@@ -171,7 +171,7 @@ def _pairs(episodes: Episodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def example(rows: np.ndarray, episodes: Episodes) -> tuple[int, str]:
-    """Return the first of the steps that ``rows`` (``bool [n]``) selects, and a sentence part that says where it is."""
+    """Return the first step that ``rows``, ``bool [n]``, selects, and a phrase that locates it."""
     row = int(rows.argmax())
     away = distance(episodes.next_achieved[row], episodes.desired[row])
     share = f"{rows.sum():,} of {len(rows):,} steps"

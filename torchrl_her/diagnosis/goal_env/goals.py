@@ -1,4 +1,4 @@
-"""Checks of the goals, and of the rest of the observation."""
+"""Checks of the goals and of the rest of the observation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from torchrl_her.diagnosis.goal_env.finding import Finding
 from torchrl_her.diagnosis.goal_env.play import Episodes, Watcher, distance
 
-FEWEST = 100  # steps after which it counts that the achieved goal never changed
+FEWEST = 100  # fewest steps from which a constant achieved goal is reported
 JUMP = 1.5  # a first step this much longer than all others is a jump
-EPISODES = 3  # with fewer, nothing is said about resets
+EPISODES = 3  # fewest episodes from which resets are judged
 FAR = 10.0  # times the extent of all achieved goals
 FAR_IN_FRAME = 1.5  # times the extents of achieved and desired goals
-WIDEST_GOAL = 64  # features of a goal up to which linear relations are searched
-EXACT, CLEAR = 1e-5, 1e-2  # the largest residual of a linear relation that holds, and the least of one that does not
+WIDEST_GOAL = 64  # largest number of goal features for which linear relations are searched
+EXACT, CLEAR = 1e-5, 1e-2  # residuals below EXACT are a linear relation, and above CLEAR none
 
 LAGS = "Compute the achieved goal after the simulation has advanced."
 
@@ -26,7 +26,7 @@ def check_shapes(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]
         yield Finding(
             "goal-shapes-differ",
             f"The achieved goal has the shape {achieved.shape} and the desired goal {desired.shape}.",
-            "Return goals of one shape, or pass goal_fn, which maps the achieved state to a goal.",
+            "Return goals of one shape, or pass a goal_fn that maps the achieved state to a goal.",
         )
     if achieved.dtype != desired.dtype:
         yield Finding(
@@ -47,7 +47,7 @@ def check_numbers(episodes: Episodes) -> Iterator[Finding]:
             yield Finding(
                 "goal-nan",
                 f"The {name} goal contains NaN or infinity in {missing:,} of {2 * len(desired):,} observations.",
-                "Return a number for each part of a goal; a part that is unknown belongs into the observation.",
+                "Return a finite number for each component of a goal. Put unknown quantities into the observation.",
             )
 
 
@@ -59,7 +59,7 @@ def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
     if not moved.any():
         return
     if watcher.modified:
-        return  # its values cannot be trusted
+        return  # its values are unreliable
     if _lags(episodes):
         yield Finding(
             "achieved-goal-lags",
@@ -82,7 +82,7 @@ def _constant(achieved: np.ndarray) -> Finding:
     return Finding(
         "achieved-goal-unmoved",
         f"No step changed the achieved goal, in {len(achieved):,} steps; it differs between episodes.",
-        "If it should change, compute it from the state after each step, not in reset alone. If random actions cannot "
+        "If it should change, compute it from the state after each step, not only in reset. If random actions cannot "
         "change it, hindsight has nothing to learn from until the policy does.",
     )
 
@@ -123,8 +123,8 @@ def _check_first_steps(episodes: Episodes, moved: np.ndarray) -> Iterator[Findin
             "achieved-goal-jumps",
             f"The achieved goal changes by {jump:.4g} in the first step of an episode (median of {len(first):,}), and "
             f"by at most {longest:.4g} in all other steps.",
-            "Reset may return the goal of another state: compute it after the new state is set. If the first step does "
-            "move more than any other (a throw, a fall), ignore this.",
+            "Reset may return the goal of another state: compute it after the new state is set. If the first step "
+            "really moves further than any other (a throw, a fall), ignore this.",
         )
 
 
@@ -140,7 +140,7 @@ def check_desired(episodes: Episodes) -> Iterator[Finding]:
                 "desired-goal-stale-at-reset",
                 f"The desired goal changes in the first step of {changed.sum():,} of {first.sum():,} episodes, and in "
                 "no other step: reset returns the goal of another episode.",
-                "Draw the new goal in reset before the observation is made.",
+                "Draw the new goal in reset before you build the observation.",
             )
         else:
             row = int(changed.argmax())
@@ -148,7 +148,7 @@ def check_desired(episodes: Episodes) -> Iterator[Finding]:
                 "desired-goal-changes",
                 f"The desired goal changes within an episode, in {changed.sum():,} of {len(changed):,} steps; the "
                 f"first is step {episodes.step[row]} of episode {episodes.episode[row]}.",
-                "Draw it in reset alone, and end the episode (truncated=True) when the goal changes.",
+                "Draw it only in reset, and end the episode (truncated=True) before the goal changes.",
             )
         return
     goals = np.unique(episodes.desired.reshape(len(first), -1)[first], axis=0)
@@ -156,7 +156,7 @@ def check_desired(episodes: Episodes) -> Iterator[Finding]:
         yield Finding(
             "one-goal",
             f"All {first.sum():,} episodes have the same desired goal.",
-            "Networks need not read it without hindsight; with hindsight they must, since relabelled goals differ.",
+            "Without hindsight, networks can ignore it. With hindsight, they must read it: relabelled goals differ.",
         )
     if first.sum() >= EPISODES:
         yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
@@ -176,10 +176,10 @@ def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
         return
     yield Finding(
         "desired-goal-far",
-        f"Desired goals are far outside of everything achieved: in dimension {worst}, they are in "
+        f"Desired goals are far outside the range of achieved goals: in dimension {worst}, desired goals are in "
         f"[{desired[:, worst].min():.4g}, {desired[:, worst].max():.4g}], and achieved goals in "
-        f"[{low[worst]:.4g}, {high[worst]:.4g}]. The nearest achieved goal is {nearest:.4g} away in the median.",
-        "Use the same unit and frame of reference for both. If random actions do not get far, this may be as intended.",
+        f"[{low[worst]:.4g}, {high[worst]:.4g}]. The median distance to the nearest achieved goal is {nearest:.4g}.",
+        "Use the same unit and frame of reference for both. If random actions do not get far, this may be intended.",
     )
 
 
@@ -188,7 +188,7 @@ def check_observation(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]
     for path, count in watcher.modified.items():
         yield Finding(
             "modified-in-place",
-            f"The array {path!r} of an observation was modified by the environment after it was returned ({count:,} "
+            f"The environment modified the array {path!r} of an observation after it had returned it ({count:,} "
             "times).",
             "Return a copy (self.position.copy()): otherwise stored observations change.",
         )
@@ -197,7 +197,7 @@ def check_observation(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]
         yield Finding(
             "observation-outside-space",
             f"Observation {number} is not in observation_space: {_why_outside(watcher.space, observation)}.",
-            "Correct the space, or the dtype and the bounds of what is returned.",
+            "Correct the space, or the dtype and the values of the returned observation.",
         )
     if not watcher.modified:
         yield from _check_copies(episodes)
@@ -215,7 +215,7 @@ def _check_copies(episodes: Episodes) -> Iterator[Finding]:
     if different < 3:
         return
     features = np.where(np.isfinite(features).all(0), features, 0.0)
-    varies = np.ptp(desired, axis=0) > 0  # a dimension that never changes is in every observation
+    varies = np.ptp(desired, axis=0) > 0  # a constant dimension would match any constant feature
     apart = np.linalg.norm(achieved - desired, axis=1, keepdims=True)
     copied = np.zeros(features.shape[1], dtype=bool)
     if different > 2 * width + 3:  # else a feature that is constant in each episode could fit by chance
@@ -236,9 +236,9 @@ def _check_copies(episodes: Episodes) -> Iterator[Finding]:
 
 
 def _residuals(inputs: np.ndarray, outputs: np.ndarray) -> np.ndarray:
-    """Return the largest residual of the best linear fit to each column, relative to its extent, ``[outputs]``.
+    """Return the largest residual of the best linear fit to each column, relative to its range, ``[outputs]``.
 
-    Columns that are constant have no residual.
+    Constant columns have the residual 0.
     """
     inputs, outputs = (np.where(np.isfinite(each).all(0), each, 0.0) for each in (inputs, outputs))
     matrix = np.hstack([inputs.reshape(len(inputs), -1), np.ones((len(inputs), 1))]).astype(np.float64)
@@ -251,7 +251,7 @@ def _residuals(inputs: np.ndarray, outputs: np.ndarray) -> np.ndarray:
 
 
 def _why_outside(space: object, observation: object, path: str = "") -> str:
-    """Return which part of an observation is not in its space, with the numbers."""
+    """Describe the part of an observation that is not in its space, with the numbers."""
     parts = getattr(space, "spaces", None)
     if isinstance(parts, dict) and isinstance(observation, dict):
         if set(parts) != set(observation):

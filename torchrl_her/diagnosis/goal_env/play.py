@@ -13,9 +13,9 @@ from tensordict import NestedKey
 
 from torchrl_her.diagnosis.goal_env.probe import Probe
 
-STEPS, SECONDS = 2000, 6.0  # played by default: so many steps, or fewer in slow environments
-FIRST, EVERY = 100, 8  # observations that are compared with their space: the first ones, then one in so many
-WIDEST = 1000  # features of an observation that are kept; images are not
+STEPS, SECONDS = 2000, 6.0  # default limits of the play
+FIRST, EVERY = 100, 8  # the first observations are checked against their space, then one in EVERY
+WIDEST = 1000  # features of an observation that are kept, at most; images are left out
 
 
 class UnreadableGoals(Exception):
@@ -28,7 +28,7 @@ class EnvironmentFails(Exception):
 
 @dataclass
 class Goals:
-    """How to read the goals of an observation."""
+    """Reads the goals of an observation."""
 
     achieved_key: NestedKey
     desired_key: NestedKey
@@ -54,7 +54,7 @@ class Goals:
         return goals[0], goals[1]
 
     def rest(self, observation: Any) -> np.ndarray:
-        """Return the other numbers of an observation as one row, ``float64 [features]``; nothing if it is too wide."""
+        """Return the other numbers of an observation, ``float64 [features]``; empty if there are too many."""
         goals = {_path(self.achieved_key), _path(self.desired_key)}
         if self.goal_fn is not None:
             goals.remove(_path(self.achieved_key))  # the goal is only a part of this entry
@@ -66,7 +66,7 @@ class Goals:
 
 @dataclass
 class Step:
-    """One step: goals and observations before it and after it."""
+    """One step, with the goals and observations before and after it."""
 
     goals: tuple[np.ndarray, np.ndarray]  # achieved and desired, before the step
     next_goals: tuple[np.ndarray, np.ndarray]
@@ -82,7 +82,7 @@ class Step:
 
 @dataclass
 class Episodes:
-    """Episodes that were played, with a row for each step."""
+    """All played episodes, with one row per step."""
 
     achieved: np.ndarray  # [n, *goal], before the step
     next_achieved: np.ndarray  # [n, *goal]
@@ -116,7 +116,7 @@ class Episodes:
 
 @dataclass
 class Watcher:
-    """Sees whether arrays that the environment returned are modified later, and whether they are in their space."""
+    """Checks whether returned observations are modified later, and whether they are in their space."""
 
     space: Any
     modified: dict[str, int] = field(default_factory=dict)  # how often each entry was modified
@@ -125,7 +125,7 @@ class Watcher:
     _last: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)  # path, array, its copy
 
     def see(self, observation: Any) -> None:
-        """Look at an observation that the environment has just returned."""
+        """Check the observation that the environment has just returned, and the previous one."""
         for path, array, copy in self._last:
             if not np.array_equal(array, copy, equal_nan=array.dtype.kind == "f"):
                 self.modified[path] = self.modified.get(path, 0) + 1
@@ -140,9 +140,10 @@ class Watcher:
 def play(
     env: Any, goals: Goals, probes: Iterable[Probe], watcher: Watcher, steps: int | None, seed: int
 ) -> Iterator[Step]:
-    """Yield steps of episodes with random actions; in every other episode, an action that approaches the goal is kept.
+    """Yield the steps of episodes with random actions.
 
-    The first episode takes at most half of the steps, each later one a tenth.
+    In every other episode, an action that approaches the goal is repeated. The first episode takes at most half of the
+    steps, each later one at most a tenth.
     """
     rng = np.random.default_rng(seed)
     env.action_space.seed(seed)
@@ -186,7 +187,7 @@ def reset(env: Any, seed: int | None = None) -> Any:
 
 
 def _step(env: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    """Do a step; return copies of the arrays in ``info``."""
+    """Take a step, and return copies of the arrays in ``info``."""
     try:
         observation, reward, terminated, truncated, info = env.step(action)
         reward = float(np.asarray(reward).item())
@@ -197,7 +198,7 @@ def _step(env: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the Euclidean distance of two goals ``[*goal]``."""
+    """Return the Euclidean distance between two goals ``[*goal]``."""
     difference = np.subtract(one, other, dtype=np.float64 if one.size <= WIDEST else np.float32)
     return float(np.sqrt(np.square(difference).sum()))
 

@@ -1,4 +1,4 @@
-"""Calls of a function of the environment with the goals of each step, and with other goals."""
+"""Calls a function of the environment with the goals of each step, and with other goals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tensordict import NestedKey
 
 from torchrl_her.rewards.env_function import EnvFunction
 
-EVERY = 4  # other goals and repeated calls are tried after one in so many steps
-LATER = 200  # steps whose values are computed again after the last episode
+EVERY = 4  # other goals and repeated calls are tried after one in this many steps
+LATER = 200  # steps whose values are computed again after the last episode, at most
 
 
 class Values(NamedTuple):
-    """What the function returned in the state after each step, for several pairs of goals: ``float64 [n]`` each."""
+    """The values of the function after each step for several pairs of goals, ``float64 [n]`` each."""
 
     actual: np.ndarray  # the achieved and the desired goal
     own: np.ndarray  # the achieved goal for both
-    other: np.ndarray  # the achieved goal, and another one as desired goal: far away in every other of these steps
-    swapped: np.ndarray  # this other goal as achieved goal, and the achieved goal as desired goal
-    again: np.ndarray  # the same as actual, as are the next two
+    other: np.ndarray  # the achieved goal, and another goal as the desired one; every other one is far
+    swapped: np.ndarray  # these two goals exchanged
+    again: np.ndarray  # repeated calls with the pair of actual, as are the next two
     third: np.ndarray
     fourth: np.ndarray
 
@@ -40,21 +40,21 @@ class Probe:
         self.is_of_env = isinstance(function, EnvFunction)
         self.function = function.function if isinstance(function, EnvFunction) else _of_arrays(function)
         self.info_keys = {key if isinstance(key, str) else key[-1] for key in info_keys}
-        self.failure = ""  # the error of the first call that failed; nothing is called after it
+        self.failure = ""  # the error of the first call that failed, which is the last call
         self.modified: Counter[str] = Counter()  # in how many calls each argument was modified
         self.calls = 0
         self.read: set[str] = set()  # the entries of info that were read
-        self.later: dict[int, float] = {}  # values of steps, after the last episode
+        self.later: dict[int, float] = {}  # step -> value, computed after the last episode
         self._values: list[tuple[float, ...]] = []
         self._far_fails = False
 
     def values(self, every: int = 1) -> Values:
-        """Return the values of one in ``every`` steps. All but the first two are known for one in `EVERY`, else NaN."""
+        """Return the values of one in ``every`` steps. Except for the first two, only one in `EVERY` is not NaN."""
         columns = np.array(self._values, dtype=np.float64).reshape(len(self._values), len(Values._fields))
         return Values(*columns[::every].T)
 
     def observe(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any], other: np.ndarray) -> None:
-        """Call the function in the state after a step, with its goals and with an ``other`` goal ``[*goal]``."""
+        """Call the function after a step, with the goals of the step and with an ``other`` goal ``[*goal]``."""
         if self.failure:
             return
         first = self.call(achieved, desired, info), self.call(achieved, achieved, info)
@@ -71,7 +71,7 @@ class Probe:
         self._values.append((*first, *with_other, *repeated))
 
     def observe_later(self, achieved: np.ndarray, desired: np.ndarray, infos: list[dict[str, Any]]) -> None:
-        """Call the function again with the goals ``[n, *goal]`` of some steps, in another state of the environment."""
+        """Call the function again with the goals ``[n, *goal]`` of some steps, in a later state of the environment."""
         for step in np.linspace(0, len(achieved) - 1, min(LATER, len(achieved))).astype(int).tolist():
             if not self.failure:
                 self.later[step] = self.call(achieved[step], desired[step], infos[step])
@@ -98,7 +98,7 @@ class Probe:
         return float(value.item())
 
     def _call_far(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any]) -> float:
-        """Call with a goal that may be invalid, which is no failure."""
+        """Call with a goal that may be invalid, so that an error is not a failure."""
         before = self.failure
         value = self.call(achieved, desired, info)
         self.failure = before
@@ -106,7 +106,7 @@ class Probe:
 
 
 def far_from(goal: np.ndarray) -> np.ndarray:
-    """Return a goal far from another one, ``[*goal]``, perhaps outside the space of goals."""
+    """Return a goal ``[*goal]`` far from another one, perhaps outside the goal space."""
     if goal.dtype == bool:
         return ~goal
     if np.issubdtype(goal.dtype, np.integer):
@@ -117,7 +117,7 @@ def far_from(goal: np.ndarray) -> np.ndarray:
 
 
 def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of goals ``[*goal]``, made from one of tensors ``[batch, *goal]``."""
+    """Turn a function of tensors ``[batch, *goal]`` into a function of arrays ``[*goal]``."""
 
     def call(achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any]) -> np.ndarray:
         pair = (torch.as_tensor(np.asarray(goal)).unsqueeze(0) for goal in (achieved, desired))
@@ -127,7 +127,7 @@ def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ReadInfo(dict[str, Any]):
-    """The ``info`` argument, which remembers what was read."""
+    """An ``info`` dictionary that records which entries are read."""
 
     def __init__(self, info: dict[str, Any]):
         super().__init__(info)

@@ -21,14 +21,14 @@ from torchrl_her.diagnosis.goal_env.play import Episodes
 from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree
 
-FEWEST_LATE = 5  # rewards that are those of the next achieved goal, after which this is no coincidence
-PAIRS = 300  # of achieved and desired goals, of which few should be reached
+FEWEST_LATE = 5  # fewest rewards that must match the next achieved goal
+PAIRS = 300  # of achieved and desired goals, few of which should be reached
 SHARE_REACHED = 0.9
 SUCCESS_KEYS = ("is_success", "success")
 
 
 def check_reward(probe: Probe, episodes: Episodes) -> Iterator[Finding]:
-    """Check the reward function. A fault that explains others hides them."""
+    """Check the reward function. A fault hides the faults that it explains."""
     what = "compute_reward" if probe.is_of_env else "The reward function"
     yield from check_calls(probe, "reward", what)
     if probe.failure or probe.modified:
@@ -43,7 +43,7 @@ def check_reward(probe: Probe, episodes: Episodes) -> Iterator[Finding]:
 
 
 def reached(probe: Probe, steps: int) -> np.ndarray:
-    """Return after which steps the reward is that of the achieved goal: where the goal is reached, ``bool [steps]``."""
+    """Return which steps reach the goal, ``bool [steps]``: their reward equals the reward for the achieved goal."""
     if probe.failure:
         return np.zeros(steps, dtype=bool)
     return probe.values().actual == probe.values().own
@@ -73,15 +73,15 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
             f"{what} returns {values.own[row] + 0:.6g} where the achieved goal is the desired one, and "
             f"{better[row] + 0:.6g} where another goal was achieved ({missed.sum():,} of {tried:,} pairs; the first "
             f"with the goal of step {episodes.step[row]} of episode {episodes.episode[row]}).",
-            "A goal that is reached must have the highest reward: look at the sign, at the threshold (<= in place of "
-            "<), and at the unit and frame of both goals.",
+            "A reached goal must have the highest reward: check the sign, the threshold (<= instead of <), and the "
+            "unit and frame of both goals.",
         )
     differs = ~agree(episodes.reward, values.actual, scale).numpy()
     if differs.any() and _agrees_one_step_later(probe, episodes, differs):
         yield Finding(
             "achieved-goal-lags",
-            f"The reward of step is that of the next achieved goal, in all {differs.sum():,} steps in which it differs "
-            "from that of its own.",
+            f"In all {differs.sum():,} steps in which the reward of step differs from the reward of its achieved goal, "
+            "it equals the reward of the next achieved goal.",
             LAGS,
         )
     elif differs.any():
@@ -89,7 +89,7 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
 
 
 def _agrees_one_step_later(probe: Probe, episodes: Episodes, differs: np.ndarray) -> bool:
-    """Return whether the rewards of step are those of the achieved goals one step later."""
+    """Return whether the rewards of step equal the rewards of the achieved goals one step later."""
     same_episode = np.append(episodes.episode[1:] == episodes.episode[:-1], False)
     steps = np.concatenate([np.flatnonzero(rows & same_episode)[:PAIRS] for rows in (differs, ~differs)])
     goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
@@ -101,9 +101,7 @@ def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, w
     """Describe how the reward of step differs from the computed one."""
     row, where = example(differs, episodes)
     message = f"step returned the reward {episodes.reward[row] + 0:.6g} and {what} {computed[row] + 0:.6g} ({where})."
-    advice = (
-        "Let step return self.compute_reward(achieved_goal, desired_goal, info) of the observation that it returns."
-    )
+    advice = "Let step return self.compute_reward(achieved_goal, desired_goal, info) for the goals that it returns."
     distances = episodes.distances()
     by_step, by_function = (np.unique(each) for each in (episodes.reward, computed))
     matrix = np.stack([computed, np.ones_like(computed)], axis=1)
@@ -122,29 +120,28 @@ def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, w
 
 
 def _has_threshold(distances: np.ndarray, rewards: np.ndarray) -> bool:
-    """Return whether all goals with the higher of two rewards are nearer than those with the lower one."""
+    """Return whether all goals with the higher of two rewards are nearer than all goals with the lower one."""
     is_reached = rewards == rewards.max()
     return bool(distances[is_reached].max() <= distances[~is_reached].min())
 
 
 def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
-    """Check what counts as reached; for a reward with one value for all reached goals."""
+    """Check which goals count as reached, if all reached goals have the same reward."""
     actual, own, *_ = probe.values()
     is_reached = reached(probe, len(own))
-    is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2  # the same cost may be in both
+    is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2  # both may contain the same cost
     if is_sparse and not is_reached.any():
         yield Finding(
             "no-goal-reached",
             f"No goal was reached in {len(own):,} steps.",
-            "What happens at a reached goal (its reward in step, the end of the episode) was not checked: play more "
-            "steps.",
+            "At a reached goal, the reward of step and the end of the episode were not checked: play more steps.",
         )
     if (own == own[0]).all() and len(own) >= FEWEST:
         share = (values_of_pairs(probe, episodes, PAIRS) == own[0]).mean()
         if share > SHARE_REACHED:
             yield Finding(
                 "reward-reaches-everything",
-                f"{what} calls {share:.0%} of {PAIRS} pairs of an achieved and a desired goal reached (reward "
+                f"{what} counts {share:.0%} of {PAIRS} pairs of an achieved and a desired goal as reached (reward "
                 f"{own[0] + 0:.6g}).",
                 "Use a threshold that is smaller than the distances between goals, in the units of the goals.",
             )
@@ -155,8 +152,8 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
 def _check_success(
     episodes: Episodes, actual: np.ndarray, own: np.ndarray, is_reached: np.ndarray
 ) -> Iterator[Finding]:
-    """Compare the success in ``info`` with the reward; it may stay true in an episode that has reached its goal."""
-    first = np.searchsorted(episodes.episode, episodes.episode)  # of the episode of each step
+    """Compare the success in ``info`` with the reward. Success may stay True after the goal was reached."""
+    first = np.searchsorted(episodes.episode, episodes.episode)  # first step of the episode of each step
     counts = np.append(0, np.cumsum(is_reached))
     was_reached = counts[1:] > counts[first]
     for key in SUCCESS_KEYS:

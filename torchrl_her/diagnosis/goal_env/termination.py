@@ -1,4 +1,4 @@
-"""Checks of the end of episodes."""
+"""Checks of the ends of episodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchrl_her.diagnosis.goal_env.functions import check_batch, check_calls, c
 from torchrl_her.diagnosis.goal_env.play import Episodes
 from torchrl_her.diagnosis.goal_env.probe import Probe
 
-FEWEST = 3  # ends near the goal, after which they are no coincidence
-LONG = 100  # steps after which an episode is long
+FEWEST = 3  # fewest ends near the goal from which they are no coincidence
+LONG = 100  # steps of an episode from which it counts as long
 
 
 def check_termination(
     probe: Probe | None, episodes: Episodes, is_reached: np.ndarray, time_limit: int | None
 ) -> Iterator[Finding]:
-    """Check the function that ends episodes, or whether one is missing; ``is_reached`` is ``bool [n]``."""
+    """Check the function that ends episodes, or find out whether one is missing; ``is_reached`` is ``bool [n]``."""
     if time_limit is None:
         yield from _check_ends(episodes)
     if probe is None:
@@ -37,8 +37,8 @@ def check_termination(
         yield Finding(
             "terminated-differs",
             f"step returned terminated={episodes.terminated[row]} and {what} {computed[row]} ({where}).",
-            f"Let step return {what} of the observation that it returns. An end that does not depend on the goal (a "
-            "fall) must be in both.",
+            f"Let step return {what} for the goals that it returns. An end that does not depend on the goal (a fall) "
+            "must be in both.",
         )
     yield from check_batch(probe, episodes, "terminated", what)
 
@@ -48,13 +48,16 @@ def _check_ends(episodes: Episodes) -> Iterator[Finding]:
         yield Finding(
             "endless",
             f"No episode ended within {episodes.step.max() + 1:,} steps.",
-            "Pass max_episode_steps to gymnasium.make or to HERTransform, or nothing: running episodes are relabelled "
-            "too.",
+            "Pass max_episode_steps to gymnasium.make or to HERTransform. This is optional: running episodes are "
+            "relabelled, too.",
         )
 
 
 def _check_ends_on_success(episodes: Episodes, is_reached: np.ndarray) -> Iterator[Finding]:
-    """Find out whether success ends episodes: it always does, and most ends are successes or nearer than all else."""
+    """Find out whether success ends episodes.
+
+    It does if every success is an end and most ends are successes, or if all ends are nearer than all other steps.
+    """
     ended, distances = episodes.terminated, episodes.distances()
     both = is_reached & ended
     if ended.all() or not ended.any():
