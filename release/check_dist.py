@@ -62,8 +62,8 @@ def check_example(wheel: Path) -> None:
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
         example.write_text(blocks[0])
         print(run(python, example, cwd=folder).strip())
-        check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, example]
-        print(run(*check, cwd=folder).strip())
+        mypy = [sys.executable, "-m", "mypy", "--strict", "--disable-error-code=import-untyped"]  # of TorchRL
+        print(run(*mypy, "--python-executable", python, example, cwd=folder).strip())
 
 
 def main() -> None:  # noqa: D103
