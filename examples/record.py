@@ -3,13 +3,16 @@
 import warnings
 from collections.abc import Callable
 from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import extract_val
 
 
 class Recorded:
@@ -28,19 +31,25 @@ class Recorded:
             results.update(self.function(TensorDict(dict(zip(keys, tensors, strict=True)), batch.batch_size)))
             return list(results.values(True, True))
 
+        no_checks = patch.object(Distribution, "_validate_args", False)  # they read values of tensors
         try:
-            with patch.object(torch.distributions.Distribution, "_validate_args", False):  # it reads values of tensors
-                graph = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*map(batch.get, keys))
+            with no_checks, patch.object(proxy_tensor, "extract_val", metadata):
+                record = proxy_tensor.make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)
+                graph = simplify(record(*map(batch.get, keys)))
         except Exception as error:
             warnings.warn(f"speedup=record: not recorded, and run as speedup=none, because {error}", stacklevel=2)
             return self.function(batch)
-        simplify(graph)
         outputs, play = list(results.keys(True, True)), torch.no_grad()(graph.forward)
         self.replay = lambda data: TensorDict(dict(zip(outputs, play(*map(data.get, keys)), strict=True)))
         return results
 
 
-def simplify(module: GraphModule) -> None:
+def metadata(value: Any, **options: Any) -> Any:
+    """Return no metadata of tensors: a fake tensor for each operation takes most of the time of a recording."""
+    return None if isinstance(value, Tensor) else extract_val(value, **options)
+
+
+def simplify(module: GraphModule) -> GraphModule:
     """Take views of weights once, leave out copies, and call operations in their cheapest form."""
     kept = {}  # weights, and views of them
     for node in module.graph.nodes:
@@ -60,3 +69,4 @@ def simplify(module: GraphModule) -> None:
         if isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
             node.target = function  # index_put takes no None there
     module.recompile()
+    return module
