@@ -1,7 +1,7 @@
 """PointReach as a batch of tensors: thousands of point masses step at once, on any device.
 
-The environment of `torchrl_her.envs.PointReach`, for collecting on a GPU. ``benchmarks/gpu.py`` trains in it. Run this
-file to see how many steps per second random actions take::
+The same task as `torchrl_her.envs.PointReach`, for collecting on a GPU. ``benchmarks/gpu.py`` trains on it. Run this
+file to measure the steps per second with random actions::
 
     python examples/batched_point_reach.py
     python examples/batched_point_reach.py --num-envs 4096 --device cuda
@@ -22,18 +22,19 @@ from torchrl_her.envs import PointReach
 
 
 class BatchedPointReach(EnvBase):
-    """``num_envs`` point masses that step together, each with a goal of its own.
+    """``num_envs`` point masses that step together, each with its own goal.
 
     Dynamics, observations and rewards are those of `PointReach`, up to the rounding of ``float32``. Stepping and
-    resetting never read a value from the device. So, unlike `PointReach`, an action that is not finite raises no error.
+    resetting never read a value from the device. Therefore, unlike in `PointReach`, actions that are not finite are not
+    an error.
 
     Args:
         num_envs (int): the number of point masses, which is the batch size.
 
     Keyword Args:
-        device (torch.device or str): where all tensors are. Default: ``"cpu"``.
+        device (torch.device or str): the device of all tensors. Default: ``"cpu"``.
         max_episode_steps (int): the step at which an episode is truncated. Default: 50.
-        seed (int, optional): of starts and goals; by default, drawn from torch's default random generator.
+        seed (int, optional): the seed of starts and goals. By default, it is drawn from torch's default generator.
 
     Examples:
         >>> from batched_point_reach import BatchedPointReach
@@ -109,13 +110,13 @@ class BatchedPointReach(EnvBase):
 
 
 def reward(achieved_goal: Tensor, desired_goal: Tensor) -> Tensor:
-    """Return 0 where goals ``[*batch, 2]`` are at most 0.05 apart and -1 elsewhere: ``float32 [*batch]``."""
+    """Return 0 for goals ``[*batch, 2]`` that are at most 0.05 apart, else -1: ``float32 [*batch]``."""
     distance = torch.linalg.vector_norm(achieved_goal - desired_goal, dim=-1)
     return (distance <= PointReach.threshold).float() - 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Steps of random actions in PointReach, as a batch of tensors.")
+    parser = argparse.ArgumentParser(description="Measure the steps per second of PointReach as a batch of tensors.")
     parser.add_argument("--num-envs", type=int, default=4096)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()

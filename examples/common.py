@@ -1,4 +1,4 @@
-"""What the training scripts share: environments, inputs of networks, replay buffer, collector and evaluation."""
+"""Shared parts of the training scripts: environments, network inputs, replay buffer, collector and evaluation."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
 from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, MovementPriority, PackedStorage
 
-with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # prints a notice about Adroit
+with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # hides a notice about Adroit
     import gymnasium_robotics
 
     gymnasium.register_envs(gymnasium_robotics)
 
 EVALUATION_SEED = 1_000_000  # of the first episode
-LONGEST_EPISODE = 100_000  # steps of an evaluation
+LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
 Function = Callable[[TensorDictBase], TensorDictBase]
 
 # Environments
 
 
 class InfoReader(default_info_dict_reader):
-    """Reads entries of info, which some environments give as a plain bool, and others not at every reset."""
+    """Reads entries of info as ``float32``. Some are plain bools, and some are missing after a reset."""
 
     def __call__(self, info: dict[str, Any], tensordict: TensorDictBase) -> TensorDictBase:  # noqa: D102
         return super().__call__({key: np.float32(info[key]) for key in self.keys if key in info}, tensordict)
 
 
 def make_env(config: Env, **kwargs: Any) -> EnvBase:
-    """Make an environment with the entries of info that are needed, and with floats of single precision."""
+    """Make an environment in single precision that returns the required entries of info."""
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
@@ -67,7 +67,7 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
         robotics = "Fetch, PointMaze and other robots need: pip install -c constraints.txt gymnasium-robotics mujoco. "
         raise SystemExit(
             f"The environment {config.name!r} cannot be made: {error}. {robotics if missing else ''}"
-            "Name environments of other packages module:Name-v0."
+            "For an environment of another package, use env.name=module:Name-v0."
         ) from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     transforms = Compose()
@@ -84,7 +84,7 @@ def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
 
 
 def function(name: str | None) -> Callable | None:
-    """Return the function that is named ``module:function``."""
+    """Return the function with the name ``module:function``, or None if there is no name."""
     try:
         return get_method(name.replace(":", ".")) if name else None
     except (ImportError, ValueError) as error:
@@ -100,27 +100,28 @@ def make_reward(config: Env) -> EnvReward:
 
 
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
-    """Return an environment, or refuse one that does not have what the settings name, or other actions."""
+    """Return the environment, or exit if it lacks entries that the settings name or has unsupported actions."""
     env = make_env(config.env)
     name, keys, space = config.env.name, set(env.observation_spec.keys()), env.base_env.action_space
     if missing := {*config.inputs, config.env.achieved_goal_key, config.env.desired_goal_key} - keys:
         raise SystemExit(
-            f"Observations of {name} have no {sorted(missing)}, but {sorted(keys - {config.env.success})}: set inputs, "
-            "env.achieved_goal_key and env.desired_goal_key."
+            f"Observations of {name} have no {sorted(missing)}, only {sorted(keys - {config.env.success})}: set "
+            "inputs, env.achieved_goal_key and env.desired_goal_key."
         )
     if not discrete and not (isinstance(space, gymnasium.spaces.Box) and space.is_bounded()):
         raise SystemExit(
-            f"Actions of {name} are {space}, and this script needs a bounded Box. dqn.py has Discrete ones."
+            f"Actions of {name} are {space}, but this script needs a bounded Box. For Discrete actions, use dqn.py."
         )
     if discrete and not (isinstance(space, gymnasium.spaces.Discrete) and space.start == 0):
         raise SystemExit(
-            f"Actions of {name} are {space}, and dqn.py needs Discrete(n). Others: ddpg.py, td3.py, sac.py."
+            f"Actions of {name} are {space}, but dqn.py needs Discrete(n). For a Box, use ddpg.py, td3.py or sac.py."
         )
     env.base_env.unwrapped.reset(seed=config.seed)
     info = {"terminated", *env.base_env.unwrapped.step(space.sample())[-1]}
     if missing := {config.env.success, *config.env.info_keys} - info:
         raise SystemExit(
-            f"A step of {name} has no info entry {sorted(missing)}, but {sorted(info)}: set env.success, env.info_keys."
+            f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info)}: set env.success and "
+            "env.info_keys."
         )
     return env
 
@@ -129,10 +130,10 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
 
 
 class Inputs(TensorDictModuleBase):
-    """Sets ``"inputs"``, the vector that networks read: observation and goals side by side, normalized and clipped.
+    """Sets ``"inputs"``, the vector that networks read: observation and goals, concatenated, normalized and clipped.
 
-    Normalization is that of Plappert et al. 2018 (arXiv:1802.09464). Environments and buffer keep raw values, so that
-    rewards can be computed.
+    Normalization follows Plappert et al. 2018 (arXiv:1802.09464). Environments and buffer keep the raw values, from
+    which rewards are computed.
     """
 
     def __init__(self, config: Settings, env: EnvBase):
@@ -144,7 +145,7 @@ class Inputs(TensorDictModuleBase):
         self.register_buffer("scale", torch.ones(self.width, device=config.device))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the inputs at the root, and under ``"next"`` in transitions."""
+        """Set the inputs at the root and, in transitions, under ``"next"``."""
         for data in (tensordict, tensordict.get("next", None)):
             if data is not None:
                 inputs = torch.cat([data[key].flatten(data.ndim).float() for key in self.in_keys], -1)
@@ -155,7 +156,7 @@ class Inputs(TensorDictModuleBase):
         return tensordict
 
     def update(self, data: TensorDictBase) -> None:
-        """Add collected transitions ``[*batch]``, once as they are and once with the achieved goal as desired goal."""
+        """Update the statistics with transitions ``[*batch]``, with their desired and with their achieved goals."""
         env = self.config.env
         data = data["next"].select(*self.in_keys, env.achieved_goal_key, env.desired_goal_key).flatten()  # [n]
         if env.goal_fn is None:
@@ -165,7 +166,7 @@ class Inputs(TensorDictModuleBase):
         self.sums += torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
         mean, mean_square = self.sums[1:] / self.sums[0]
         self.mean.copy_(mean)
-        self.scale.copy_((mean_square - mean.square()).clamp_min(1e-4).sqrt())  # 0.01 at least
+        self.scale.copy_((mean_square - mean.square()).clamp_min(1e-4).sqrt())  # at least 0.01
 
 
 def speed_up(update: Function, speedup: Speedup) -> Function:
@@ -178,7 +179,7 @@ def speed_up(update: Function, speedup: Speedup) -> Function:
 
 
 def make_adam(config: Settings, parameters: Any) -> torch.optim.Adam:
-    """Make an optimizer of the parameters that are trained."""
+    """Make an optimizer for the trainable parameters."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     capturable = config.speedup == Speedup.cudagraph
     return torch.optim.Adam(trained, lr=config.learning_rate, fused=True, capturable=capturable)
@@ -188,7 +189,7 @@ def make_adam(config: Settings, parameters: Any) -> torch.optim.Adam:
 
 
 def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
-    """Make the transform that relabels; without hindsight, it relabels nothing."""
+    """Make the transform that relabels transitions. If hindsight is disabled, it relabels none."""
     env, hindsight, reward = config.env, config.hindsight, make_reward(config.env)
     arguments: dict[str, Any] = {
         "strategy": hindsight.strategy.name, "goal_fn": function(env.goal_fn),
@@ -197,14 +198,14 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
     longest = make_env(env).base_env.spec.max_episode_steps
-    # Episodes of 64 steps and more are published as they grow. Goals of unfinished episodes need room, too.
+    # Growing episodes of 64 steps or more take up to three times as many rows. The rest is for running episodes.
     capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
     return HERTransform(reward, her_ratio=her_ratio, capacity=capacity, **arguments)
 
 
 def make_replay_buffer(config: Settings, hindsight: Any, inputs: Inputs) -> TensorDictReplayBuffer:
-    """Make a buffer whose samples are relabelled and have the inputs of networks."""
+    """Make a buffer whose samples are relabelled and contain the inputs of the networks."""
     buffer, env, priority = config.buffer, config.env, config.buffer.prioritized
     transforms = [MultiStepTransform(buffer.n_steps, config.gamma)] if buffer.n_steps > 1 else []
     if priority == Priority.movement:
@@ -243,7 +244,7 @@ class RecordedPolicy(TensorDictModuleBase):
 
 
 def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: bool = False) -> Collector:
-    """Make a collector. Its policy has Gaussian noise, if wanted, and some uniformly random actions."""
+    """Make a collector that explores with uniformly random actions and, if ``gaussian``, with Gaussian noise."""
     env, device = config.env, config.device
     noise, share = config.exploration.noise, config.exploration.random_actions
     envs = make_envs(env, env.num_envs, env.parallel) if env.num_envs > 1 else make_env(env)
@@ -253,7 +254,7 @@ def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: boo
         explorers.append(AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=device))
     explorers.append(EGreedyModule(spec, eps_init=share, eps_end=share, device=device))
     acts = RecordedPolicy(policy) if config.speedup == Speedup.record else policy
-    # Without a device, nothing is moved, which is faster.
+    # On a CPU, leave the devices out: nothing is moved then, which is faster.
     devices = {} if device == "cpu" else {"policy_device": device, "storing_device": "cpu"}
     return Collector(
         envs, TensorDictSequential(acts, *explorers, selected_out_keys=["action"]), total_frames=config.total_steps,
@@ -274,7 +275,7 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, policy: TensorDictModuleBase) -> dict[str, Tensor]:
-        """Return success and distance at the last step, return and length, ``[episodes]`` each."""
+        """Return success and distance at the last step, and return and length of the episode, ``[episodes]`` each."""
         seed, found, count = EVALUATION_SEED, [], self.config.evaluation.episodes
         for _ in range(0, count, self.envs.batch_size.numel()):
             seed = self.envs.set_seed(seed)
@@ -303,4 +304,4 @@ class Evaluation:
 
     def close(self) -> None:
         """Close the environments."""
-        self.envs.close(raise_if_closed=False)  # a run that was finished already has started none
+        self.envs.close(raise_if_closed=False)  # never started if the resumed run was already finished

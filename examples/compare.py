@@ -1,7 +1,7 @@
 """Compares runs of the training scripts: a table, and a picture of their success against environment steps.
 
-Runs with the same values of the settings ``--by`` form a group. Each group is shown by its median and range. Hydra
-makes the runs, one after the other::
+Runs with equal values of the settings ``--by`` form a group, which is shown as its median and range. The first command
+trains the runs, one after the other, and the second one compares them::
 
     python examples/dqn.py --multirun hydra.sweep.dir=outputs/strategies seed=0,1,2 hindsight.strategy=future,final
     python examples/compare.py outputs/strategies --by hindsight.strategy
@@ -41,7 +41,7 @@ class Run(NamedTuple):
         return cls(OmegaConf.load(folder / "config.yaml"), logs)
 
     def group(self, entries: list[str]) -> str:
-        """Return settings as on the command line, as the name of a group."""
+        """Return the name of a group: the settings as on the command line."""
         return ", ".join(f"{entry}={OmegaConf.select(self.config, entry)}" for entry in entries)
 
     def has(self, entry: str) -> bool:
@@ -49,7 +49,7 @@ class Run(NamedTuple):
         return OmegaConf.select(self.config, entry, default=self) is not self
 
     def at(self, name: str, step: int) -> float:
-        """Return the last value logged until a step, or NaN if there is none."""
+        """Return the last value of a metric up to a step, or NaN if there is none."""
         logged = self.logs[name]
         until = logged[logged[:, 0] <= step]
         return float(until[-1, 1]) if len(until) else np.nan
@@ -61,7 +61,7 @@ def paths(folder: Path) -> dict[str, Path]:
 
 
 def find_runs(folders: list[Path]) -> list[Run]:
-    """Read the runs below folders."""
+    """Read all runs in folders and their subfolders."""
     found = sorted({path.parent for folder in folders for path in folder.rglob("config.yaml") if _is_run(path.parent)})
     if not found:
         raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, folders))}.")
@@ -69,7 +69,7 @@ def find_runs(folders: list[Path]) -> list[Run]:
 
 
 def check_entries(runs: list[Run], entries: list[str]) -> None:
-    """Refuse entries that no run has in its settings."""
+    """Exit if an entry is not a setting of any run."""
     for entry in entries:
         if not any(run.has(entry) for run in runs):
             raise SystemExit(f"No run has a setting {entry!r}.")
@@ -85,7 +85,7 @@ def median_and_range(values: list[float]) -> str:
 
 
 def table(groups: dict[str, list[Run]], step: int) -> str:
-    """Return a table of the metrics at a step, in Markdown; all but the range are medians over runs."""
+    """Return a Markdown table of the metrics at a step: medians over runs, and the range of the success."""
     lines = [
         "| | runs | success: median (range) | return | final distance | training, s |",
         "|---|---|---|---|---|---|",
@@ -99,7 +99,7 @@ def table(groups: dict[str, list[Run]], step: int) -> str:
 
 
 def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps ``[evaluations]`` of the evaluations of all runs, and the success, ``[runs, evaluations]``."""
+    """Return the steps at which all runs were evaluated, ``[n]``, and the success there, ``[runs, n]``."""
     logged = [dict(run.logs["success"]) for run in runs]
     steps = sorted(set.intersection(*map(set, logged)))
     return np.array(steps), np.array([[success[step] for step in steps] for success in logged])
@@ -107,10 +107,10 @@ def curves(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+", help="that contain runs, at any depth")
-    parser.add_argument("--by", nargs="+", default=["algorithm"], help="settings that groups differ in")
-    parser.add_argument("--panels", nargs="*", default=[], help="settings that have a panel for each value")
-    parser.add_argument("--step", type=int, help="of the table; by default the last that all runs reached")
+    parser.add_argument("folders", type=Path, nargs="+", help="folders that contain runs, at any depth")
+    parser.add_argument("--by", nargs="+", default=["algorithm"], help="settings that define the groups")
+    parser.add_argument("--panels", nargs="*", default=[], help="settings with a separate panel for each value")
+    parser.add_argument("--step", type=int, help="step of the table (default: the last that all runs reached)")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()

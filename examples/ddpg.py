@@ -1,8 +1,8 @@
 """DDPG with hindsight, as in the original Fetch experiments.
 
 Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) with hindsight experience replay
-(Andrychowicz et al. 2017, arXiv:1707.01495). Targets are clipped to the possible returns. With ``action_penalty``,
-large actions have a cost, so that the actor's tanh does not saturate::
+(Andrychowicz et al. 2017, arXiv:1707.01495). Targets are clipped to the range of possible returns. ``action_penalty``
+makes large actions costly, so that the actor's tanh does not saturate::
 
     python examples/ddpg.py
     python examples/ddpg.py hindsight.enabled=false
@@ -48,21 +48,21 @@ from torchrl.objectives.value import TD0Estimator
 class Config(Settings):
     algorithm: str = "ddpg"
     clip_target: bool = True  # to [-1 / (1 - gamma), 0]: for rewards from -1 to 0
-    action_penalty: float = 0.0  # times the mean square of the actor's actions
+    action_penalty: float = 0.0  # weight of the mean square of the actor's actions in its loss
 
 
 ConfigStore.instance().store("ddpg", Config)
 
 
 def check_rewards(config: Config, env: EnvBase) -> None:
-    """Check that rewards, also those of reached goals, sum up to returns between the bounds of the targets."""
+    """Check that rewards, including the rewards of reached goals, cannot lead to returns outside the clipped range."""
     steps = env.rollout(100)
     goals = steps[config.env.desired_goal_key]
     at_goal = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
     rewards = torch.cat([steps["next", "reward"], make_reward(config.env).forward(at_goal)["next", "reward"]])
     if config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1:
         raise SystemExit(
-            f"clip_target=true needs gamma < 1 and rewards from -1 to 0, and {config.env.name} gives {rewards.min():g} "
+            f"clip_target=true needs gamma < 1 and rewards from -1 to 0, but {config.env.name} gives {rewards.min():g} "
             f"to {rewards.max():g} (gamma={config.gamma}): use clip_target=false."
         )
 
@@ -71,7 +71,7 @@ def check_rewards(config: Config, env: EnvBase) -> None:
 
 
 def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
-    """Make the greedy policy, of raw observations and goals."""
+    """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     actor = MLP(inputs.width, spec.shape[-1], num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
     actor = TensorDictModule(actor, ["inputs"], ["action"])
@@ -82,7 +82,7 @@ def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSeque
 
 
 class ClippedTarget(TD0Estimator):
-    """The one-step target, clipped to the possible sums of rewards from -1 to 0."""
+    """The one-step target, clipped to the possible returns for rewards from -1 to 0."""
 
     def __init__(self, *, gamma: float, **kwargs):
         super().__init__(gamma=gamma, **kwargs)
@@ -106,7 +106,7 @@ def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictMod
 
 
 def train(config: Config, folder: Path) -> Checkpoints:
-    """Train an agent, and keep the run in a folder."""
+    """Train an agent, and save the run in a folder."""
     set_up(config)
     env = check_env(config)
     if config.clip_target:
@@ -114,7 +114,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     inputs = Inputs(config, env)
     policy = make_policy(config, env, inputs)
-    actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples have already
+    actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples already contain
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
     critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
 
@@ -128,7 +128,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
-        total = losses["loss_actor"] + losses["loss_value"]  # neither has gradients for the other's network
+        total = losses["loss_actor"] + losses["loss_value"]  # neither has gradients for the network of the other
         if config.action_penalty:
             action = actor(batch.select("inputs"))["action"]
             total = total + config.action_penalty * action.square().mean()

@@ -1,12 +1,12 @@
-"""The demo: an agent that learns to reach goals, with hindsight and without.
+"""The demo: an agent learns to reach goals, with hindsight and without.
 
-It trains DDPG (Lillicrap et al. 2015, arXiv:1509.02971) on PointReach on the CPU and ends with a table and
-two pictures in ``outputs/demo/``::
+It trains DDPG (Lillicrap et al. 2015, arXiv:1509.02971) on PointReach, on the CPU, and writes a table and two pictures
+to ``outputs/demo/``::
 
     python examples/demo.py --seeds 1
     python examples/demo.py --seeds 11 12 13 14 15
 
-Each seed is trained twice, with hindsight and without. ``her_ratio=0`` is the only difference.
+Each seed is trained twice, with hindsight and without. The only difference is ``her_ratio=0``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Config:
     name: str
     her_ratio: float = 0.8
     total_steps: int = 4_000
-    random_steps: int = 1_000  # uniform actions and no updates at first
+    random_steps: int = 1_000  # first steps, with uniform actions and no updates
     updates_per_step: int = 2
     batch_size: int = 256
     hidden: int = 128  # units in each of two layers
     learning_rate: float = 2e-3
-    final_learning_rate: float = 5e-4  # falls linearly
+    final_learning_rate: float = 5e-4  # reached linearly
     gamma: float = 0.95
     tau: float = 0.05  # of the target networks' soft update
     noise: float = 0.2  # standard deviation, added to the actions
@@ -89,7 +89,7 @@ def make_env(seed: int) -> GymEnv:
 
 
 def make_collector(config: Config, policy: TensorDictModule, env: GymEnv) -> Collector:
-    """Return a collector of whole episodes, which explores."""
+    """Return a collector of whole episodes with exploration."""
     spec, noise, share = env.action_spec, config.noise, config.random_actions
     exploration = TensorDictSequential(
         policy,
@@ -117,7 +117,7 @@ def make_replay_buffer(config: Config, env: GymEnv) -> TensorDictReplayBuffer:
 
 
 def make_optimizer(config: Config, loss: nn.Module) -> tuple[Optimizer, LRScheduler]:
-    """Return an optimizer, and the schedule of its learning rate, with a step for every episode."""
+    """Return an optimizer and a scheduler of its learning rate, to be stepped once per episode."""
     parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=config.learning_rate, fused=True)
     episodes = (config.total_steps - config.random_steps) // EPISODE_STEPS
@@ -161,11 +161,11 @@ def train(config: Config, seed: int) -> Result:
 
 
 def relabelled_episodes(replay_buffer: TensorDictReplayBuffer) -> list[dict[str, Any]]:
-    """Return three stored episodes, with the goals that transitions sampled from them got.
+    """Return three stored episodes, and the new goals of transitions sampled from them.
 
-    They are those that went farthest and missed their goal.
+    These are the episodes that moved farthest among those that missed their goal.
     """
-    stored = replay_buffer.storage[:].reshape(-1, EPISODE_STEPS)  # [episodes, steps], past the transform
+    stored = replay_buffer.storage[:].reshape(-1, EPISODE_STEPS)  # [episodes, steps], not relabelled
     missed = stored["next", "reward"][:, -1, 0] < 0
     went = torch.linalg.vector_norm(stored["next", "achieved_goal"][:, -1] - stored["achieved_goal"][:, 0], dim=-1)
     sampled: Any = torch.cat([replay_buffer.sample() for _ in range(8)])
@@ -199,7 +199,7 @@ def set_up_process(queue: multiprocessing.Queue) -> None:
 
 
 def train_all(runs: list[tuple[Config, int]], processes: int) -> list[Result]:
-    """Train the runs, some at the same time, and show how far they are."""
+    """Train the runs, several at the same time, and show their progress."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     bars: dict[tuple[str, int], tqdm] = {}
@@ -222,7 +222,7 @@ def train_all(runs: list[tuple[Config, int]], processes: int) -> list[Result]:
 
 
 def make_bar(description: str, total: int) -> tqdm:
-    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file needs few lines
+    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; longer for log files
     return tqdm(desc=f"{description:32}", total=total, unit=" steps", mininterval=interval)
 
 
@@ -243,12 +243,12 @@ def print_table(results: list[Result], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="each makes its own runs")
-    parser.add_argument("--processes", type=int, default=2, help="runs at the same time, of one thread each")
-    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="a folder")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="each is trained with and without hindsight")
+    parser.add_argument("--processes", type=int, default=2, help="runs at the same time, with one thread each")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder of table and pictures")
     arguments = parser.parse_args()
     if not all(0 <= seed < EVALUATION_SEED for seed in arguments.seeds):
-        parser.error(f"seeds are from 0 to {EVALUATION_SEED - 1}: the evaluation has those above")
+        parser.error(f"seeds must be from 0 to {EVALUATION_SEED - 1}: the evaluation uses the larger ones")
 
     start = time.perf_counter()
     runs = [(config, seed) for seed in dict.fromkeys(arguments.seeds) for config in (WITH, WITHOUT)]
@@ -259,7 +259,7 @@ def main() -> None:
     demo_pictures.draw_success(results, arguments.output / "success.png")
     first_with = next(result for result in results if result.config.name == WITH.name)
     demo_pictures.draw_relabelled(first_with.episodes, arguments.output / "hindsight.png")
-    print(f"{time.perf_counter() - start:.0f} s in all. Pictures and table: {arguments.output}/")
+    print(f"{time.perf_counter() - start:.0f} s in total. Pictures and table: {arguments.output}/")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib import pyplot as plt
 from plots import BLUE, VERMILION
 
-STYLES = {  # color and marker, in the order they are drawn
+STYLES = {  # color and marker, in drawing order
     "without hindsight": ("black", "s"),
     "with hindsight": (BLUE, "o"),
 }
-ARROWS = 4  # from a sampled step to its new goal, in each panel
+ARROWS = 4  # per panel, from a sampled step to its new goal
 
 
 def draw_success(results: list[Any], path: Path) -> None:
@@ -42,7 +42,7 @@ def draw_success(results: list[Any], path: Path) -> None:
 
 
 def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
-    """Draw stored episodes, their goals, and the goals that sampled transitions were relabelled with."""
+    """Draw stored episodes, their original goals, and the new goals of sampled transitions."""
     figure, panels = plt.subplots(1, len(episodes), figsize=(8, 4.0), layout="constrained", sharey=True)
     for axes, episode in zip(panels, episodes, strict=True):
         way, goals = episode["path"], episode["relabelled_goals"]

@@ -1,7 +1,7 @@
 """DQN with hindsight, for environments with discrete actions.
 
-Deep Q-learning (Mnih et al. 2015) with hindsight experience replay (Andrychowicz et al. 2017, arXiv:1707.01495, whose
-first experiment this is: flipping bits)::
+Deep Q-learning (Mnih et al. 2015) with hindsight experience replay (Andrychowicz et al. 2017, arXiv:1707.01495). The
+default environment, BitFlipping, is the first experiment of that paper::
 
     python examples/dqn.py
     python examples/dqn.py hindsight.enabled=false
@@ -47,8 +47,8 @@ class Config(Settings):
     gamma: float = 0.98
     batch_size: int = 128
     hidden: list[int] = field(default_factory=lambda: [256])
-    inputs: list[str] = field(default_factory=lambda: ["observation", "desired_goal"])  # the bits are the achieved goal
-    env: Env = field(default_factory=lambda: Env(name="torchrl_her/BitFlipping-v0"))  # 15 bits: +env.kwargs.n_bits=30
+    inputs: list[str] = field(default_factory=lambda: ["observation", "desired_goal"])  # observation = achieved goal
+    env: Env = field(default_factory=lambda: Env(name="torchrl_her/BitFlipping-v0"))  # 30 bits: +env.kwargs.n_bits=30
     collector: Collection = field(default_factory=lambda: Collection(steps_per_chunk=25, random_steps=0))
     normalization: Normalizing = field(default_factory=lambda: Normalizing(enabled=False))
 
@@ -60,7 +60,7 @@ ConfigStore.instance().store("dqn", Config)
 
 
 def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
-    """Make the greedy policy: action values, and the choice of the best."""
+    """Make the greedy policy: action values, then the best action."""
     spec = env.action_spec.to(config.device)
     values = MLP(inputs.width, spec.n, num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
     return TensorDictSequential(inputs, TensorDictModule(values, ["inputs"], ["action_value"]), QValueModule(spec=spec))
@@ -70,7 +70,7 @@ def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSeque
 
 
 def train(config: Config, folder: Path) -> Checkpoints:
-    """Train an agent, and keep the run in a folder."""
+    """Train an agent, and save the run in a folder."""
     set_up(config)
     env = check_env(config, discrete=True)
 

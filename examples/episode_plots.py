@@ -1,4 +1,4 @@
-"""The pictures of episodes: achieved goals and desired goals, or frames that the environment rendered."""
+"""Pictures of episodes: achieved and desired goals, or frames that the environment rendered."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ COLUMNS = 4  # of panels
 
 
 def draw_episodes(episodes: list[dict[str, Any]], radius: float | None = None, unit: str = "") -> Figure:
-    """Draw the achieved goals and the desired goal of episodes, all with one scale.
+    """Draw the achieved goals and the desired goal of each episode, all at the same scale.
 
-    Goals of zeros and ones are drawn as rows of bits, goals with two or three dimensions as positions. Of other goals,
-    the distance is drawn.
+    Goals of zeros and ones are drawn as rows of bits, and goals with two or three dimensions as positions. For other
+    goals, the distance from the desired goal is drawn.
 
     Args:
-        episodes: of each, ``"achieved_goal"`` ``[steps + 1, goal]``, ``"desired_goal"`` ``[goal]`` and ``"success"``.
+        episodes: for each, ``"achieved_goal"`` ``[steps + 1, goal]``, ``"desired_goal"`` ``[goal]`` and ``"success"``.
         radius: the largest distance at which a goal is reached.
-        unit: of goals and radius, such as m.
+        unit: the unit of goals and radius, such as m.
     """
     goals = np.concatenate([[*episode["achieved_goal"], episode["desired_goal"]] for episode in episodes])
     bits, size = bool(np.isin(goals, (0, 1)).all()), goals.shape[1]
@@ -43,10 +43,10 @@ def draw_episodes(episodes: list[dict[str, Any]], radius: float | None = None, u
     for axis in "xyz" if space else "xy":
         found = [getattr(panel, f"get_{axis}lim")() for panel in figure.axes]
         limits[f"{axis}lim"] = np.min(found), np.max(found)
-    if draw == _draw_positions:  # squares or cubes: one metre is equally long on all axes
+    if draw == _draw_positions:  # squares or cubes: a unit has the same length on all axes
         half = 0.53 * max(high - low for low, high in limits.values())
         limits = {name: ((low + high) / 2 - half, (low + high) / 2 + half) for name, (low, high) in limits.items()}
-    panels: list[Any] = figure.axes  # mypy does not know those with three axes
+    panels: list[Any] = figure.axes  # mypy does not know panels with three axes
     for panel, episode in zip(panels, episodes, strict=True):
         panel.set(**limits)
         if space:
@@ -62,7 +62,7 @@ def draw_episodes(episodes: list[dict[str, Any]], radius: float | None = None, u
 
 
 def draw_frames(episodes: list[dict[str, Any]], note: str = "") -> Figure:
-    """Draw a row for each episode: its ``"frames"`` ``[n, height, width, 3]`` at its ``"frame_steps"`` ``[n]``."""
+    """Draw a row for each episode: ``"frames"`` ``[n, height, width, 3]`` of the steps ``"frame_steps"`` ``[n]``."""
     rows, columns = len(episodes), max(len(episode["frames"]) for episode in episodes)
     size = (1.8 * columns, 2.1 * rows + 0.4)
     figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
@@ -100,7 +100,7 @@ def _draw_positions(panel: Any, achieved: np.ndarray, desired: np.ndarray, radiu
 
 
 def _draw_bits(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:
-    rows = np.stack([desired, np.full(len(desired), np.nan), *achieved])  # the goal, a gap and a row for each step
+    rows = np.stack([desired, np.full(len(desired), np.nan), *achieved])  # the goal, a gap, and a row for each step
     extent = (-0.5, len(desired) - 0.5, len(achieved) - 0.5, -2.5)
     panel.imshow(rows, ListedColormap([GREY, BLUE]), vmin=0, vmax=1, aspect="auto", extent=extent)
     for value, colour in enumerate([GREY, BLUE]):

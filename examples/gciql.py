@@ -1,8 +1,9 @@
 """Goal-conditioned implicit Q-learning from data alone, with hindsight.
 
 Implicit Q-learning (Kostrikov et al. 2021, arXiv:2110.06169) with the goals of OGBench (Park et al. 2024,
-arXiv:2410.20092): each sampled transition has a goal for the critics, drawn from a mixture of the present, the future
-and the whole data set, and another goal for the actor. Only evaluations use the simulator::
+arXiv:2410.20092). Each sampled transition has a goal for the critics and a separate goal for the actor. The goal of the
+critics comes from the same step, from later steps of the episode, or from the whole data set. Only the evaluation uses
+the simulator::
 
     python examples/pointmaze_data.py PointMaze_UMaze-v3
     python examples/gciql.py
@@ -40,7 +41,7 @@ from torchrl_her import Current, Future, Geometric, HERTransform, Mixture, Rando
 
 gymnasium.register_envs(gymnasium_robotics)
 
-GOAL_RADIUS = 0.45  # metres, of the environment
+GOAL_RADIUS = 0.45  # metres, as in the environment
 EVALUATION_SEED = 1_000_000  # of the first episode
 AT_ONCE = 16  # batches sampled in one call, which is faster
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
@@ -62,18 +63,18 @@ class Config:
     seed: int = 0
     updates: int = 5_000
     threads: int = 1  # of PyTorch
-    speedup: Speedup = Speedup.record  # of updates
+    speedup: Speedup = Speedup.record  # of updates, see record.py
     env: str = "PointMaze_UMaze-v3"  # or another maze: PointMaze_Medium-v3
     data: str = "outputs/data/${env}"  # written by: python examples/pointmaze_data.py ENV
     algorithm: Algorithm = Algorithm.iql  # bc: behavioural cloning, which trains only the actor
-    goals: Goals = Goals.mixture  # for the critics, with separate goals for the actor; future: one goal for both
+    goals: Goals = Goals.mixture  # of the critics, with separate goals for the actor; future: one goal for both
     batch_size: int = 256
     learning_rate: float = 1e-3  # falls linearly to 0
     hidden: list[int] = field(default_factory=lambda: [256, 256])  # units of each layer
-    gamma: float = 0.99  # also of the geometric goals
+    gamma: float = 0.99  # also for the geometric goals
     tau: float = 0.005  # of the target critics' soft update
     expectile: float = 0.9
-    temperature: float = 10.0  # inverse: 0 is behavioural cloning
+    temperature: float = 10.0  # inverse temperature: 0 is behavioural cloning
     evaluation: Evaluating = field(default_factory=Evaluating)
     hydra: Any = field(default_factory=lambda: {"run": {"dir": RUN}, "sweep": {"dir": SWEEP}})
 
@@ -82,14 +83,14 @@ ConfigStore.instance().store("gciql", Config)
 
 
 def check(config: DictConfig) -> Config:
-    """Return the settings as a dataclass, or refuse settings that cannot work."""
+    """Return the settings as a dataclass, or exit if they cannot work."""
     if not config.env.startswith("PointMaze_"):
         raise SystemExit(f"env={config.env} must be a PointMaze, such as PointMaze_UMaze-v3.")
     for name in ("updates", "batch_size", "evaluation.interval", "evaluation.episodes"):
         if OmegaConf.select(config, name) < 1:
             raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be 1 or more.")
     if not Path(config.data).is_dir():
-        raise SystemExit(f"There is no data in {config.data}: python examples/pointmaze_data.py {config.env}")
+        raise SystemExit(f"There is no data in {config.data}: run python examples/pointmaze_data.py {config.env}")
     return cast(Config, OmegaConf.to_object(config))
 
 
@@ -115,7 +116,7 @@ def make_networks(config: Config, batch: TensorDictBase) -> list[TensorDictModul
     norms = {"norm_class": nn.LayerNorm, "norm_kwargs": [{"normalized_shape": units} for units in config.hidden]}
     layers: dict[str, Any] = {"num_cells": config.hidden, "activation_class": nn.ReLU, **norms}
     means = TensorDictModule(MLP(width, actions, **layers), inputs, ["loc"])
-    normal = {"scale": 1.0, "validate_args": False}  # the environment clips
+    normal = {"scale": 1.0, "validate_args": False}  # the environment clips actions
     actor = ProbabilisticActor(means, ["loc"], distribution_class=IndependentNormal, distribution_kwargs=normal)
     critic = ValueOperator(MLP(width + actions, 1, **layers), in_keys=[*inputs, "action"])
     value = ValueOperator(MLP(width, 1, **layers), in_keys=inputs)
@@ -133,7 +134,7 @@ def evaluate(config: Config, actor: ProbabilisticActor) -> dict[str, float]:
             action = actor(TensorDict(observation, [episodes]).float())["action"]
             observation, _, terminated, _, _ = envs.step(action.numpy())
             steps += ~success
-            success |= torch.from_numpy(terminated)  # the steps of the next episode do not count
+            success |= torch.from_numpy(terminated)  # later steps, of the next episode, do not count
             if success.all():
                 break
     envs.close()
@@ -151,7 +152,7 @@ def train(config: Config, folder: Path) -> None:
     loss = IQLLoss(actor, critic, value, loss_function="l2", deactivate_vmap=True, **weights)
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    learning_rate = torch.tensor(config.learning_rate)  # falls to 0
+    learning_rate = torch.tensor(config.learning_rate)  # a tensor, which can change after recording
     # No loss has gradients for the networks of another loss.
     optimizer = torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], learning_rate, fused=True)
 

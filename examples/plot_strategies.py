@@ -1,4 +1,4 @@
-"""Draw the distribution of goals for each strategy: which step's outcome becomes the goal of one transition.
+"""Draw the distribution of goals for each strategy: the steps whose outcomes become the goal of one transition.
 
 The goals are drawn by HERTransform from a replay buffer with four episodes of 50 steps::
 
@@ -35,7 +35,7 @@ from torchrl_her import (
     Subgoal,
 )
 
-EPISODES, STEPS, STEP = 4, 50, 15  # the transition of this step is drawn
+EPISODES, STEPS, STEP = 4, 50, 15  # STEP: the step of the transition whose goals are drawn
 DRAWS = 100_000
 OWN, OTHER, DESIRED = BLUE, VERMILION, GREEN
 STRATEGIES: list[GoalStrategy] = [
@@ -53,9 +53,9 @@ STRATEGIES: list[GoalStrategy] = [
 
 
 def draw_goals(strategy: GoalStrategy) -> tuple[np.ndarray, float, float]:
-    """Return the probability of each step of the own episode, of other episodes, and of their desired goals.
+    """Return the probabilities of the steps of the same episode, of all other episodes, and of their desired goals.
 
-    A goal is (episode, step), and the desired goal of an episode (episode, -1).
+    An achieved goal is ``(episode, step)``, and the desired goal of an episode is ``(episode, -1)``.
     """
     hindsight = HERTransform(SparseReward(0), strategy=strategy, her_ratio=1, capacity=1000)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(EPISODES * STEPS), transform=hindsight)
@@ -100,7 +100,7 @@ def draw_panel(panel: Axes, strategy: GoalStrategy) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("path", type=Path, help="the picture to write")
+    parser.add_argument("path", type=Path, help="file of the picture")
     path = parser.parse_args().path
     torchrl_logger.setLevel("WARNING")
     torch.manual_seed(0)

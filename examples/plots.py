@@ -20,7 +20,7 @@ from matplotlib.ticker import EngFormatter
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 plt.rcParams["axes.prop_cycle"] = cycler(color=[BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "black"])
 MARKERS = "osD^vPX"
-PANELS = {  # title: the y axis, and the metrics that are drawn
+PANELS = {  # title: the label of the y axis, and the metrics to draw
     "Success": ("success rate", ["evaluation/success", "train/success"]),
     "Return": ("return of an episode", ["evaluation/return"]),
     "Losses": ("loss", ["train/loss", "train/loss_value", "train/loss_qvalue", "train/loss_actor", "train/loss_alpha"]),
@@ -39,7 +39,7 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
     figure, axes = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained", sharex=True)
     for panel, (name, (label, metrics)) in zip(axes.flat, PANELS.items(), strict=True):
         curves = {metric: np.array(history[metric]).T for metric in metrics if metric in history}  # [2, logs]
-        if name == "Losses" and len(curves) > 1:  # of different sizes; an actor's can be negative
+        if name == "Losses" and len(curves) > 1:  # of different sizes; the loss of an actor can be negative
             positive = all((values > 0).all() for _, values in curves.values())
             panel.set_yscale("log") if positive else panel.set_yscale("symlog", linthresh=0.1)
         for metric, (steps, values) in curves.items():
@@ -79,13 +79,13 @@ def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]],
         panel.set_ylabel("success rate")
     if len(names) > 1:
         lines = [Line2D([], [], **styles[name], ms=4) for name in names]
-        columns = int(11 * figure.get_figwidth() / (max(map(len, names)) + 6))  # that the figure has room for
+        columns = int(11 * figure.get_figwidth() / (max(map(len, names)) + 6))  # as many as fit
         figure.legend(lines, names, loc="outside lower center", ncols=min(max(columns, 1), 4), frameon=False)
     save(figure, path, title)
 
 
 def save(figure: Figure, path: Path, title: str) -> None:
-    """Write a picture, and forget the figure."""
+    """Write a picture, and close the figure."""
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
     plt.close(figure)

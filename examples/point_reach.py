@@ -1,4 +1,4 @@
-"""What the demo and the example with Ray share: evaluation on PointReach, and the networks of DDPG."""
+"""Shared parts of the demo and the example with Ray: evaluation on PointReach, and the networks of DDPG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENV = "torchrl_her/PointReach-v0"
 EPISODE_STEPS = 50
 EVALUATION_EPISODES = 100
 EVALUATION_INTERVAL = 500  # environment steps
-EVALUATION_SEED = 1_000_000  # of the first of the episodes: seeds of training are smaller
+EVALUATION_SEED = 1_000_000  # of the first episode; training uses smaller seeds
 
 
 def evaluate(policy: TensorDictModule) -> float:
@@ -32,7 +32,7 @@ def evaluate(policy: TensorDictModule) -> float:
 
 
 def make_networks(hidden: int, env: EnvBase) -> tuple[TensorDictModule, TensorDictModule]:
-    """Return the policy and the critic, which read the entries of the goal observation side by side."""
+    """Return the policy and the critic, which read observation and desired goal, concatenated."""
     layers = {"num_cells": [hidden, hidden], "activation_class": nn.ReLU}
     inputs = ["observation", "desired_goal"]
     spec = env.action_spec
@@ -42,5 +42,5 @@ def make_networks(hidden: int, env: EnvBase) -> tuple[TensorDictModule, TensorDi
     )
     critic = ValueOperator(MLP(out_features=1, **layers), in_keys=[*inputs, "action"])
     with torch.no_grad():
-        critic(policy(env.fake_tensordict()))  # lazy layers take their sizes from the data
+        critic(policy(env.fake_tensordict()))  # initializes the lazy layers
     return policy, critic

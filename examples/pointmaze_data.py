@@ -1,9 +1,10 @@
 """Generates data for `gciql.py`: a noisy waypoint follower and random play in a PointMaze.
 
 In four of five episodes, on average, a controller follows shortest paths to random cells, one after the other, with
-noise on every action. In the others, random actions are held for 1 to 20 steps each. Episodes last 500 steps, and
-actions do not depend on the environment's goal, so the data have no desired goals and no rewards. Otherwise they have
-the layout of TorchRL's collectors. They are saved as a memory-mapped TensorDict. 100,000 steps take about 20 seconds::
+noise on every action. In the other episodes, random actions are repeated for 1 to 20 steps each. Episodes have 500
+steps. The behaviour does not depend on the environment's goal, so the data contain neither desired goals nor rewards.
+Otherwise they have the layout of TorchRL's collectors. They are saved as a memory-mapped TensorDict. 100,000 steps take
+about 20 seconds::
 
     python examples/pointmaze_data.py PointMaze_UMaze-v3
     python examples/pointmaze_data.py PointMaze_Medium-v3 --steps 500000
@@ -29,7 +30,7 @@ gymnasium.register_envs(gymnasium_robotics)
 EPISODE_STEPS = 500
 RANDOM_PLAY = 0.2  # share of the episodes
 NOISE = 0.5  # standard deviation, in units of the action
-LONGEST_HOLD = 20  # steps of a random action
+LONGEST_HOLD = 20  # steps for which a random action is repeated
 GAINS = 10.0, 1.0  # of the follower: per metre to the waypoint, per metre per second of speed
 WAYPOINT_RADIUS = 0.3  # metres
 
@@ -74,7 +75,7 @@ def follow_waypoints(maze: Any, rng: np.random.Generator) -> Behaviour:
 
 
 def play_at_random(rng: np.random.Generator) -> Behaviour:
-    """Return a behaviour that holds each random action for 1 to `LONGEST_HOLD` steps."""
+    """Return a behaviour that repeats each random action for 1 to `LONGEST_HOLD` steps."""
 
     def hold_actions() -> Iterator[np.ndarray]:
         while True:
@@ -88,7 +89,7 @@ def play_at_random(rng: np.random.Generator) -> Behaviour:
 
 
 def record(env: gymnasium.Env, steps: int, rng: np.random.Generator, bar: tqdm) -> TensorDict:
-    """Return transitions ``[steps]`` of episodes of `EPISODE_STEPS` steps; the last one can be shorter."""
+    """Return transitions ``[steps]`` of episodes with `EPISODE_STEPS` steps. The last one can be shorter."""
     before, after = np.empty((steps, 4), np.float32), np.empty((steps, 4), np.float32)
     actions = np.empty((steps, 2), np.float32)
     truncated, random_play = np.zeros((steps, 1), bool), np.zeros((steps, 1), bool)
@@ -125,20 +126,20 @@ def main() -> None:
     parser.add_argument("env", help="PointMaze_UMaze-v3, PointMaze_Medium-v3 or another PointMaze")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where to save; default: outputs/data/ENV")
+    parser.add_argument("--folder", type=Path, help="folder for the data (default: outputs/data/ENV)")
     arguments = parser.parse_args()
     folder = arguments.folder or Path("outputs", "data", arguments.env)
     if not arguments.env.startswith("PointMaze_"):
-        raise SystemExit(f"{arguments.env} is not a PointMaze: PointMaze_UMaze-v3, say.")
+        raise SystemExit(f"{arguments.env} is not a PointMaze, such as PointMaze_UMaze-v3.")
     if arguments.steps < 1:
-        raise SystemExit(f"--steps {arguments.steps} has to be 1 or more.")
+        raise SystemExit(f"--steps {arguments.steps} must be 1 or more.")
     if folder.exists():
         raise SystemExit(f"{folder} exists already: remove it, or choose another --folder.")
     try:
         env = gymnasium.make(arguments.env, max_episode_steps=EPISODE_STEPS, continuing_task=True, reset_target=False)
     except gymnasium.error.Error as error:
         raise SystemExit(f"The environment {arguments.env!r} cannot be made: {error}") from None
-    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file needs few lines
+    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; longer for log files
     with tqdm(desc=arguments.env, total=arguments.steps, unit=" steps", mininterval=interval) as bar:
         data = record(env, arguments.steps, np.random.default_rng(arguments.seed), bar)
     data.memmap(folder)

@@ -1,8 +1,8 @@
 """Prioritized replay with hindsight: DQN learns to flip 15 bits into a goal pattern.
 
-Plain DQN never solves it (Andrychowicz et al. 2017, section 3.1). Here both help: hindsight, as the buffer's
-transform, and prioritized replay (Schaul et al. 2016, arXiv:1511.05952), with its whole loop of sampling,
-computing the loss and updating the priorities::
+DQN alone does not learn this (Andrychowicz et al. 2017, section 3.1). Here it is combined with hindsight, as a
+transform of the buffer, and with prioritized replay (Schaul et al. 2016, arXiv:1511.05952). The script shows the whole
+loop of sampling, computing the loss and updating the priorities::
 
     python examples/prioritized_bit_flipping.py
 """
@@ -33,18 +33,18 @@ from torchrl_her import EnvReward, HERTransform, PackedStorage
 ENV = "torchrl_her/BitFlipping-v0"
 BITS = 15
 TOTAL_STEPS = 5_000
-STEPS_PER_CHUNK = 25  # collected at a time, then as many updates
+STEPS_PER_CHUNK = 25  # collected at a time, followed by as many updates
 BATCH_SIZE = 128
 HIDDEN = 256  # units, in one layer
 LEARNING_RATE = 1e-3
 GAMMA = 0.98
 TAU = 0.05  # of the target network's soft update
 RANDOM_ACTIONS = 0.2  # share of uniform actions
-# DQNLoss writes the square of the temporal-difference error: 0.3 of it is the paper's 0.6 of its absolute value.
+# DQNLoss writes the squared TD error, so 0.3 corresponds to the paper's 0.6 for the absolute error.
 ALPHA = 0.3
-BETA = 0.4  # at first; it rises to 1
+BETA = 0.4  # rises linearly to 1
 EVALUATION_EPISODES = 200
-EVALUATION_SEED = 1_000_000  # of the first of the episodes: seeds of training are smaller
+EVALUATION_SEED = 1_000_000  # of the first episode; training uses smaller seeds
 
 
 # Environment
@@ -73,7 +73,7 @@ def evaluate(policy: TensorDictModule) -> float:
 
 
 def make_policy(env: GymEnv) -> TensorDictSequential:
-    """Return the greedy policy, whose network reads the observation and the goal side by side."""
+    """Return the greedy policy, whose network reads the observation and the goal, concatenated."""
     values = TensorDictModule(
         MLP(in_features=2 * BITS, out_features=BITS, num_cells=[HIDDEN], activation_class=nn.ReLU),
         in_keys=["observation", "desired_goal"],
@@ -105,7 +105,7 @@ def make_replay_buffer(env: GymEnv, seed: int) -> TensorDictPrioritizedReplayBuf
         transform=HERTransform(EnvReward(env), capacity=TOTAL_STEPS),
         batch_size=BATCH_SIZE,
     )
-    replay_buffer.set_rng(torch.Generator().manual_seed(seed))  # else the sampler draws from NumPy's
+    replay_buffer.set_rng(torch.Generator().manual_seed(seed))  # by default, the sampler draws from NumPy's generator
     return replay_buffer
 
 
@@ -125,14 +125,14 @@ def train(seed: int) -> float:
 
     def update() -> None:
         batch = replay_buffer.sample()  # relabelled, with "index" and "priority_weight"
-        value = loss(batch)["loss"]  # weighs the transitions, and writes "td_error" into the batch
+        value = loss(batch)["loss"]  # weights the transitions, and writes "td_error" into the batch
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
         target_updater.step()
         replay_buffer.update_tensordict_priority(batch)
 
-    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file needs few lines
+    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; longer for log files
     bar = tqdm(desc=f"seed {seed}", total=TOTAL_STEPS, unit=" steps", mininterval=interval)
     for data in make_collector(policy, env):
         replay_buffer.extend(data)

@@ -1,11 +1,11 @@
-"""Hindsight with Ray: the collectors and the replay buffer in processes of their own, on one machine or several.
+"""Hindsight with Ray: collectors and replay buffer run in Ray actors, on one machine or several.
 
 It starts a Ray cluster on this machine, trains DDPG (Lillicrap et al. 2015, arXiv:1509.02971) on PointReach,
 stops the cluster and prints the success rate::
 
     python examples/ray_point_reach.py
 
-What runs where, and what to change for a cluster of several machines: ``docs/how-to/ray.md``.
+``docs/how-to/ray.md`` explains the processes, and how to run the script on a cluster of several machines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-# Ray reads it when it is imported. Else what is left of a collector that was interrupted starts another cluster.
+# Ray reads this variable when it is imported. Without it, an interrupted collector starts another cluster when it is
+# deleted.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import ray
@@ -41,17 +42,17 @@ from torchrl_her import EnvReward, HERTransform, PackedStorage
 
 # Configuration
 
-FIRST_UPDATE = 1_000  # environment steps before it
+FIRST_UPDATE = 1_000  # environment steps before the first update
 UPDATES_PER_STEP = 2
 BATCH_SIZE = 256
 HIDDEN = 128  # units in each of two layers
-LEARNING_RATE, FINAL_LEARNING_RATE = 2e-3, 5e-4  # falls linearly
+LEARNING_RATE, FINAL_LEARNING_RATE = 2e-3, 5e-4  # decreases linearly from the first to the second
 GAMMA = 0.95
 TAU = 0.05  # of the target networks' soft update
 NOISE = 0.2  # standard deviation, added to the actions
-RANDOM_ACTIONS = 0.2  # share of uniform actions, which falls from 1 until the first update
+RANDOM_ACTIONS = 0.2  # final share of uniform actions; it decreases from 1 until the first update
 
-# Ray counts CPUs, and starts an actor where enough are left. This is for one; the learner is not counted.
+# Ray starts an actor if enough CPUs are free. These are the resources of one actor. The learner is no actor.
 REPLAY_BUFFER_RESOURCES = {"num_cpus": 1}
 COLLECTOR_RESOURCES = {"num_cpus": 1}
 
@@ -61,9 +62,9 @@ COLLECTOR_RESOURCES = {"num_cpus": 1}
 
 @contextmanager
 def ray_cluster(address: str, actors: int) -> Iterator[None]:
-    """Start a cluster for so many actors on this machine, or connect to a running one.
+    """Start a cluster on this machine with a CPU for each actor, or connect to a running cluster.
 
-    In the end, whatever happened, all that this script has made there is stopped, and the cluster if it was started.
+    At the end, also after an error, stop all actors of this script, and the cluster if the script started it.
     """
     local: dict[str, Any] = {"num_cpus": actors, "include_dashboard": False} if address == "local" else {}
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
@@ -73,11 +74,11 @@ def ray_cluster(address: str, actors: int) -> Iterator[None]:
         ray.shutdown()
 
 
-# Environment, made in the process that uses it
+# Environment
 
 
 def make_env() -> GymEnv:
-    import torchrl_her.envs  # noqa: F401 (registers PointReach, in each of the processes)
+    import torchrl_her.envs  # noqa: F401 (registers PointReach in the process that uses it)
 
     return GymEnv(ENV)
 
@@ -90,19 +91,19 @@ def make_hindsight(capacity: int) -> HERTransform:
 
 
 def make_replay_buffer(capacity: int) -> RayReplayBuffer:
-    """Return a replay buffer in an actor of its own, with hindsight: the goal table is there, too."""
+    """Return a replay buffer with hindsight in a separate actor, which also contains the goal table."""
     replay_buffer = RayReplayBuffer(
         replay_buffer_cls=TensorDictReplayBuffer,
         storage=partial(PackedStorage, capacity),
         transform_factory=partial(make_hindsight, capacity),
         remote_config=REPLAY_BUFFER_RESOURCES,
     )
-    len(replay_buffer)  # waits for the actor, and tells what went wrong there
+    len(replay_buffer)  # waits for the actor, and raises an error if it failed
     return replay_buffer
 
 
 def make_exploration(policy: TensorDictModule) -> TensorDictSequential:
-    """Return the policy with noise, of which the collectors have copies; its last module anneals."""
+    """Return the exploring policy for the collectors. Its last module anneals the share of random actions."""
     spec = make_env().action_spec
     return TensorDictSequential(
         policy,
@@ -114,9 +115,9 @@ def make_exploration(policy: TensorDictModule) -> TensorDictSequential:
 def make_collector(
     exploration: TensorDictSequential, replay_buffer: RayReplayBuffer, steps: int, collectors: int
 ) -> RayCollector:
-    """Return collectors in actors of their own, which write whole episodes into the buffer.
+    """Return collectors in separate actors, which write whole episodes into the buffer.
 
-    Each starts an episode with the newest weights, and goes on while the learner learns from the others'.
+    Each episode is collected with the newest weights. The others collect while the learner makes its updates.
     """
     return RayCollector(
         [make_env] * collectors,
@@ -151,18 +152,18 @@ def train(steps: int, collectors: int) -> float:
         optimizer.step()
         target_updater.step()
 
-    replay_buffer = make_replay_buffer(steps + collectors * EPISODE_STEPS)  # some are ahead at the end
+    replay_buffer = make_replay_buffer(steps + collectors * EPISODE_STEPS)  # written after the last update, too
     exploration = make_exploration(policy)
     collector = make_collector(exploration, replay_buffer, steps, collectors)
     collector.update_policy_weights_()
     success = evaluate(policy)
-    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file needs few lines
+    interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; longer for log files
     with tqdm(total=steps, unit=" steps", mininterval=interval) as bar:
-        for _ in collector:  # an episode was written
+        for _ in collector:  # one iteration per written episode
             bar.update(EPISODE_STEPS)
             exploration[-1].step(EPISODE_STEPS)
             if bar.n >= FIRST_UPDATE:
-                # One call for all of the updates: one for each would take twenty times as long.
+                # One call for all updates: separate calls would take twenty times as long.
                 sampled = replay_buffer.sample(UPDATES_PER_STEP * EPISODE_STEPS * BATCH_SIZE)
                 for batch in sampled.split(BATCH_SIZE):
                     update(batch)
@@ -176,14 +177,14 @@ def train(steps: int, collectors: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6_000, help="environment steps, of all collectors together")
-    parser.add_argument("--collectors", type=int, default=2, help="each is a process of its own")
-    parser.add_argument("--seed", type=int, default=1, help="of the networks; who is first with an episode is chance")
-    parser.add_argument("--address", default="local", help='of a running cluster: "auto", or host:port of its head')
+    parser.add_argument("--collectors", type=int, default=2, help="number of collectors, each in a separate process")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the networks; the order of writes is random")
+    parser.add_argument("--address", default="local", help='of a cluster: "auto" or host:port (default: start one)')
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.steps % EPISODE_STEPS:
-        parser.error(f"--steps is a multiple of an episode's {EPISODE_STEPS}")
+        parser.error(f"--steps must be a multiple of {EPISODE_STEPS}, the steps of an episode")
     if arguments.collectors < 1:
-        parser.error("--collectors is at least 1")
+        parser.error("--collectors must be 1 or more")
 
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # the collectors need the other core
@@ -195,7 +196,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
     seconds = time.perf_counter() - start
-    print(f"Success rate of {EVALUATION_EPISODES} greedy episodes: {success:.2f}, after {seconds:.0f} s in all.")
+    print(f"Success rate of {EVALUATION_EPISODES} greedy episodes: {success:.2f}, after {seconds:.0f} s in total.")
 
 
 if __name__ == "__main__":

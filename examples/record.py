@@ -1,4 +1,4 @@
-"""Records the tensor operations of an update with ``make_fx``, and replays them without the Python between them."""
+"""Records the tensor operations of an update with ``make_fx``, and replays them without the Python code around."""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import extract_val
 
 
 class Recorded:
-    """Calls a function of batches of one shape. The second call, when all its state exists, is recorded."""
+    """Records the second call of a function and replays it for later batches, which must have the same shape."""
 
     def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
         self.function, self.replay, self.calls = function, function, 0
@@ -37,7 +37,7 @@ class Recorded:
                 record = proxy_tensor.make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)
                 graph = simplify(record(*map(batch.get, keys)))
         except Exception as error:
-            warnings.warn(f"speedup=record: not recorded, and run as speedup=none, because {error}", stacklevel=2)
+            warnings.warn(f"speedup=record: not recorded, so it runs as with speedup=none: {error}", stacklevel=2)
             return self.function(batch)
         outputs, play = list(results.keys(True, True)), torch.no_grad()(graph.forward)
         self.replay = lambda data: TensorDict(dict(zip(outputs, play(*map(data.get, keys)), strict=True)))
@@ -50,7 +50,7 @@ def metadata(value: Any, **options: Any) -> Any:
 
 
 def simplify(module: GraphModule) -> GraphModule:
-    """Take views of weights once, leave out copies, and call operations in their cheapest form."""
+    """Compute views of weights only once, remove ``detach``, and replace operations by faster equivalents."""
     kept = {}  # weights, and views of them
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -61,12 +61,12 @@ def simplify(module: GraphModule) -> GraphModule:
             node.replace_all_uses_with(node.args[0])
         if isinstance(kept.get(node), Tensor):
             node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}
-            module.__dict__[node.name] = kept[node]  # where it is found faster than a parameter
+            module.__dict__[node.name] = kept[node]  # a faster look-up than for a parameter
     module.graph.eliminate_dead_code()
     for node in module.graph.nodes:
         name = getattr(node.target, "overloadpacket", node.target).__name__ if node.op == "call_function" else ""
         function = getattr(torch, name, None) or getattr(Tensor, name, None)
         if isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
-            node.target = function  # index_put takes no None there
+            node.target = function  # torch.index_put does not accept None as an index
     module.recompile()
     return module

@@ -1,4 +1,4 @@
-"""Frames that MuJoCo renders for `show.py`: whether it can, and the goal made visible."""
+"""Rendering with MuJoCo for `show.py`: checks that it is possible, and makes the goal visible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torchrl.envs import EnvBase
 
 GOAL_COLOUR = (0.9, 0.1, 0.6, 0.45)  # red, green, blue and opacity
-CAMERAS: dict[str, dict[str, Any]] = {  # by the start of the environment's name
+CAMERAS: dict[str, dict[str, Any]] = {  # by the prefix of the environment's name
     "Fetch": {"distance": 1.4, "elevation": -20.0, "lookat": [1.3, 0.75, 0.5]},
     "FetchSlide": {"distance": 1.9, "lookat": [1.45, 0.75, 0.4]},
     "PointMaze": {"elevation": -90.0},  # no wall hides the goal
@@ -29,11 +29,11 @@ def check_display(env: EnvBase) -> None:
 
 
 def mark_goal(env: EnvBase, radius: float | None) -> str:
-    """Draw the goal as a bright sphere, seen from near by; return a legend.
+    """Draw the goal as a bright sphere, move the camera close to it, and return a legend.
 
     Args:
-        env: of MuJoCo, which has rendered a frame.
-        radius: of the sphere: the success radius, or None for that of the environment's own marker.
+        env: a MuJoCo environment that has rendered a frame.
+        radius: the success radius, which becomes the radius of the sphere. With None, the radius does not change.
     """
     gym_env = env.base_env.unwrapped
     model, name = gym_env.model, gym_env.spec.id

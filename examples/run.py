@@ -1,4 +1,4 @@
-"""What a training run keeps in its folder: settings, logs and checkpoints."""
+"""The folder of a training run: settings, logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 
 def set_up(config: Settings) -> None:
-    """Set threads, precision and seeds, before networks are made."""
+    """Set threads, precision and seeds. Call it before you make networks."""
     torchrl_logger.setLevel("WARNING")
     torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision(config.matmul_precision.name)
@@ -60,7 +60,7 @@ class Progress:
         )
 
     def updates_due(self) -> Iterator[int]:
-        """Yield for how many updates to sample at once, until there are ``updates_per_step``; count them."""
+        """Yield and count the updates that are due, in groups for which to sample in one call."""
         config, most = self.config, 1 if self.config.buffer.prioritized == Priority.error else 16
         due = round(config.updates_per_step * (self.steps - config.collector.random_steps), 6)
         while (count := int(min(due - self.counts["updates"], most))) > 0:
@@ -68,7 +68,7 @@ class Progress:
             yield count
 
     def due(self, interval: int) -> bool:
-        """Whether something is due that is done once per interval of steps, and at the end of the run."""
+        """Whether a multiple of ``interval`` steps, or the end of the run, is reached."""
         return self.steps % interval == 0 or self.steps >= self.config.total_steps
 
     @contextmanager
@@ -79,7 +79,7 @@ class Progress:
         self._start = time.perf_counter()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the seconds of training, and the successes since the last log."""
+        """Return the seconds of training and, if episodes ended since the last log, their successes."""
         successes, self._successes = torch.cat(self._successes), []
         return {"seconds": self.counts["seconds"]} | ({"success": successes} if len(successes) else {})
 
@@ -93,7 +93,7 @@ class Log:
         self.loggers: list[Any] = []
 
     def open(self) -> None:
-        """Make the loggers, and write what a resumed run logged until its checkpoint."""
+        """Make the loggers, and write the earlier metrics of a resumed run."""
         logs = self.folder / "logs"
         shutil.rmtree(logs, ignore_errors=True)
         self.loggers = [get_logger(kind.name, str(logs), kind.name) for kind in self.config.logger.kinds]
@@ -113,7 +113,7 @@ class Log:
             logger.log_scalar(name, value, step)
 
     def close(self) -> None:
-        """Draw the curves, and say what was reached."""
+        """Draw the curves, and print the final success."""
         draw_training(self.history, self.folder / "training.png", f"{self.config.algorithm}, {self.config.env.name}")
         for logger in self.loggers:
             if hasattr(logger, "close"):
@@ -123,10 +123,10 @@ class Log:
 
 
 class Checkpoints:
-    """Saves a run, and loads it.
+    """Saves and loads a run.
 
-    Simulators cannot be saved. So environments start new episodes after each checkpoint, with seeds that depend on the
-    step. An interrupted run that is resumed has the same results, bit for bit, as one that was not interrupted.
+    Simulators cannot be saved, so environments start new episodes after each checkpoint, with seeds that depend on the
+    step. Therefore a resumed run has the same results, bit for bit, as a run that was not interrupted.
     """
 
     def __init__(self, config: Settings, folder: Path, collector: Collector, hindsight: Any, **components: Any):
@@ -141,21 +141,22 @@ class Checkpoints:
         if self.config.resume is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                path.touch(exist_ok=False)  # only one of two runs that start at once succeeds
+                path.touch(exist_ok=False)  # succeeds for only one of two runs that start at the same time
             except FileExistsError:
                 raise SystemExit(
-                    f"{self.folder}/ has a run: {f'go on with resume={self.folder}, ' if steps else ''}delete it, or "
-                    "name another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
+                    f"{self.folder}/ has a run: {f'continue with resume={self.folder}, ' if steps else ''}delete it, "
+                    "or name another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
                 ) from None
         elif not steps:
             raise SystemExit(f"The run in {self.folder}/ has no checkpoint: delete it and start again.")
         elif steps[-1] > self.config.total_steps:
-            raise SystemExit(f"The run in {self.folder}/ has {steps[-1]:,} steps already: set total_steps above that.")
+            raise SystemExit(f"The run in {self.folder}/ already has {steps[-1]:,} steps: set a larger total_steps.")
         else:
             for unfinished in self.rotation.directory.glob(".checkpoint-*"):  # of a killed process
                 shutil.rmtree(unfinished)
             self.rotation.load_latest(self.checkpoint)
-            # Its other state is saved already (the policy) or can change (exploration), or breaks a ParallelEnv.
+            # Only these numbers: the policy is saved separately, exploration may change, and other state breaks a
+            # ParallelEnv.
             self.collector.load_state_dict({"frames": steps[-1], "iter": 0}, strict=False)
             self._end_episodes(steps[-1])
         OmegaConf.save(OmegaConf.structured(replace(self.config, resume=None, hydra=None)), path)

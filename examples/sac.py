@@ -1,7 +1,7 @@
 """SAC or TQC with hindsight.
 
-Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905), or with ``loss=tqc`` truncated quantile critics (Kuznetsov
-et al. 2020, arXiv:2005.04269), with hindsight experience replay (Andrychowicz et al. 2017, arXiv:1707.01495)::
+Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with hindsight experience replay (Andrychowicz et al. 2017,
+arXiv:1707.01495). With ``loss=tqc``, truncated quantile critics (Kuznetsov et al. 2020, arXiv:2005.04269)::
 
     python examples/sac.py
     python examples/sac.py loss=tqc
@@ -48,9 +48,9 @@ class Config(Settings):
     algorithm: str = "sac"
     loss: Loss = Loss.sac
     num_critics: int = 2
-    alpha_init: float = 0.1  # weight of the entropy at first; it is learned
-    quantiles: int = 25  # of each critic; TQC
-    dropped_quantiles: int = 2  # of each critic, the highest; TQC
+    alpha_init: float = 0.1  # initial weight of the entropy, which is then learned
+    quantiles: int = 25  # of each critic (TQC)
+    dropped_quantiles: int = 2  # the highest of each critic (TQC)
     exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
     buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
 
@@ -62,7 +62,7 @@ ConfigStore.instance().store("sac", Config)
 
 
 def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
-    """Make the policy, of raw observations and goals."""
+    """Make the policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
     low, high = bound(spec.space.low), bound(spec.space.high)
@@ -80,7 +80,7 @@ def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSeque
 
 
 def bound(values: Tensor) -> Tensor | float:
-    """Return a number if it is the same for all actions. TanhNormal compares tensors, which cannot be recorded."""
+    """Return a number if the bounds of all actions are equal. TanhNormal compares tensors, which breaks recording."""
     return values[0].item() if (values == values[0]).all() else values
 
 
@@ -88,7 +88,7 @@ def bound(values: Tensor) -> Tensor | float:
 
 
 def train(config: Config, folder: Path) -> Checkpoints:
-    """Train an agent, and keep the run in a folder."""
+    """Train an agent, and save the run in a folder."""
     set_up(config)
     env = check_env(config)
 
@@ -106,7 +106,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     loss.make_value_estimator(gamma=config.gamma)
     loss = loss.to(config.device)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    optimizer = make_adam(config, loss.parameters())  # no loss has gradients for another's parameters
+    optimizer = make_adam(config, loss.parameters())  # no loss has gradients for the parameters of another
 
     hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)

@@ -1,4 +1,4 @@
-"""The settings of the training scripts: types, checks of their meaning, and the settings of a resumed run."""
+"""The settings of the training scripts: types, defaults and checks, and the settings of a resumed run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Env:
     kwargs: dict[str, Any] = field(default_factory=dict)  # of gymnasium.make: +env.kwargs.max_episode_steps=100
     num_envs: int = 1
     parallel: bool = False  # a process for each environment
-    success: str = "is_success"  # the entry of info that is true at the goal; or terminated
+    success: str = "is_success"  # the entry of info that is true at the goal, or terminated
     clip_observation: float | None = None
     achieved_goal_key: str = "achieved_goal"
     desired_goal_key: str = "desired_goal"
-    goal_fn: str | None = None  # module:function, from the achieved entry to a goal
+    goal_fn: str | None = None  # module:function, maps the entry under achieved_goal_key to a goal
     terminated_fn: str | None = None  # module:function of achieved and desired goals: whether the episode ends there
     info_keys: list[str] = field(default_factory=list)  # the entries of info that compute_reward reads
 
@@ -39,7 +39,7 @@ class Env:
 @dataclass
 class Collection:
     steps_per_chunk: int = 50  # between updates
-    random_steps: int = 500  # uniform actions and no updates at first
+    random_steps: int = 500  # first steps, with uniform actions and no updates
 
 
 @dataclass
@@ -52,17 +52,17 @@ class Exploration:
 class Buffer:
     size: int = 1_000_000
     n_steps: int = 1
-    # error: of the last update; movement: of the achieved goal, in chunks of whole episodes
+    # error: TD error of the last update; movement: of the achieved goal (collect chunks of whole episodes)
     prioritized: Priority | None = None
     alpha: float = 0.3  # exponent of priorities, which are squared errors (SAC: 0.6, absolute errors)
-    beta: float = 0.4  # exponent of the correction
-    far: float = 0.1  # the movement of the highest priority, in units of the goal
+    beta: float = 0.4  # exponent of the importance weights
+    far: float = 0.1  # the movement from which on the priority is highest, in units of the goal
 
 
 @dataclass
 class Hindsight:
     enabled: bool = True
-    when: When = When.sampling  # writing: each transition is stored k more times
+    when: When = When.sampling  # writing: stores k relabelled copies of each transition
     strategy: Strategy = Strategy.future
     her_ratio: float = 0.8  # k / (k + 1) for the paper's k
 
@@ -107,9 +107,9 @@ class Settings:
     total_steps: int = 5_000
     device: str = "cpu"
     threads: int = 1  # of PyTorch: one is fastest for small networks
-    matmul_precision: Precision = Precision.highest  # medium: bfloat16 where the processor has it, for large networks
+    matmul_precision: Precision = Precision.highest  # medium: bfloat16 if supported, faster for large networks
     speedup: Speedup = Speedup.record  # of updates; compile: for large networks; cudagraph: with device=cuda
-    resume: str | None = None  # the folder of a run to go on with
+    resume: str | None = None  # the folder of a run to continue
     gamma: float = 0.95
     tau: float = 0.05  # of the target networks' soft update; 1 - the paper's polyak coefficient
     batch_size: int = 256
@@ -130,8 +130,8 @@ class Settings:
         default_factory=lambda: {
             "run": {"dir": "outputs/${hydra:job.name}/${env.name}/${now:%Y-%m-%d_%H-%M-%S}"},
             "sweep": {"dir": "outputs/${hydra:job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
-            "output_subdir": None,  # config.yaml of the run has its settings
-            "job_logging": {"handlers": {"file": {"delay": True}}},  # no empty file
+            "output_subdir": None,  # the settings of the run are in config.yaml
+            "job_logging": {"handlers": {"file": {"delay": True}}},  # creates no empty log file
         }
     )
 
@@ -142,11 +142,11 @@ AT_LEAST_ONE = [
     "checkpoint.interval",
 ]  # fmt: skip
 CHUNK = "collector.steps_per_chunk"
-MULTIPLES = {  # intervals end with a chunk, and nothing is left to log at a checkpoint
+MULTIPLES = {  # so that intervals end with a chunk, and all metrics are logged before a checkpoint
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
     "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
 }  # fmt: skip
-# The settings that a resumed run can change. With another value of the others it would be another run.
+# The settings that a resumed run can change.
 CHANGEABLE = [
     "total_steps", "batch_size", "threads", "matmul_precision", "speedup", "exploration", "evaluation", "logger",
     "checkpoint", "resume",
@@ -157,12 +157,12 @@ def start(config: DictConfig) -> tuple[Any, Path]:
     """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with contextlib.suppress(OSError):
-        folder.rmdir()  # Hydra makes it, also for commands that are refused or resume another folder
+        folder.rmdir()  # Hydra creates it even if the command is refused or resumes another folder
     if config.resume is None:
         return check(config), folder
     saved = read_settings(Path(config.resume))
     if saved.algorithm != config.algorithm:
-        raise SystemExit(f"The run in {config.resume} is one of {saved.algorithm}.py: resume it with that script.")
+        raise SystemExit(f"The run in {config.resume} was started with {saved.algorithm}.py: use that script.")
     return check(change(saved, config, HydraConfig.get().overrides.task)), Path(config.resume)
 
 
@@ -174,10 +174,10 @@ def read_settings(folder: Path) -> DictConfig:
 
 
 def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
-    """Return saved settings with those that a resumed run can change; refuse other changes."""
+    """Return the saved settings with the changes of a resumed run, or exit if one of them is not allowed."""
     changed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(config)), saved))  # with types
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    task = map(str, config) if "task" in keys else []  # it sets several
+    task = map(str, config) if "task" in keys else []  # a task sets several settings
     for key in [*task, *(key for key in keys if key != "task")]:
         value, kept = OmegaConf.select(config, key), OmegaConf.select(changed, key)
         if key.partition(".")[0] in CHANGEABLE:
@@ -188,7 +188,7 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
 
 
 def check(config: DictConfig) -> Any:
-    """Return the settings as a dataclass, or refuse those that cannot work."""
+    """Return the settings as a dataclass, or exit if they cannot work."""
     for name in AT_LEAST_ONE:
         if OmegaConf.select(config, name, default=1) < 1:
             raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be 1 or more.")
@@ -199,16 +199,16 @@ def check(config: DictConfig) -> Any:
     if not 0 <= settings.hindsight.her_ratio <= 1:
         raise SystemExit(f"hindsight.her_ratio={settings.hindsight.her_ratio} must be from 0 to 1: it is a share.")
     if not settings.inputs:
-        raise SystemExit("inputs=[] must have an entry of the observations: [observation,desired_goal], for example.")
+        raise SystemExit("inputs=[] must have an entry of the observations, for example [observation,desired_goal].")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
-        raise SystemExit("logger.kinds has wandb, which is not installed: pip install wandb")
+        raise SystemExit("logger.kinds contains wandb, which is not installed: pip install wandb")
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SystemExit(f"device={settings.device}, and PyTorch finds no CUDA device: use device=cpu.")
+        raise SystemExit(f"device={settings.device}, but PyTorch finds no CUDA device: use device=cpu.")
     if settings.speedup == Speedup.cudagraph and not settings.device.startswith("cuda"):
         raise SystemExit(f"speedup=cudagraph needs device=cuda, not {settings.device}.")
     if settings.hindsight.when == When.writing and settings.hindsight.enabled:
         if settings.buffer.n_steps > 1 or settings.buffer.prioritized == Priority.movement:
             raise SystemExit("buffer.n_steps and buffer.prioritized=movement need hindsight.when=sampling.")
         if not settings.hindsight.copies:
-            raise SystemExit("hindsight.when=writing writes k copies: hindsight.her_ratio must be k / (k + 1).")
+            raise SystemExit("hindsight.when=writing stores k copies: hindsight.her_ratio must be k / (k + 1).")
     return settings

@@ -1,13 +1,13 @@
 """Shows the policy of a run: a table of greedy episodes, and a picture of some of them with their goals.
 
-It loads the last checkpoint of the run, or that of ``--step``::
+It loads the last checkpoint of the run, or the checkpoint of ``--step``::
 
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8
     MUJOCO_GL=egl python examples/show.py outputs/ddpg/FetchReach-v4/2026-01-31_12-00-00 --render
 
-The picture is ``episodes.png`` in the folder of the run. With ``--render``, it has frames that the environment renders
-(``rgb_array``). MuJoCo needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display.
+The picture is ``episodes.png`` in the folder of the run. With ``--render``, it shows frames that the environment
+renders (``rgb_array``). MuJoCo needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 
-MAZE_RADIUS = 0.45  # metres; the mazes of Gymnasium-Robotics have no attribute for it
-PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: adds what is rendered to the observations
-FRAMES = 6  # of an episode
+MAZE_RADIUS = 0.45  # metres; an attribute for it is missing in the mazes of Gymnasium-Robotics
+PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: adds rendered frames to the observations
+FRAMES = 6  # per episode
 
 
 def load_settings(folder: Path) -> Settings:
@@ -54,7 +54,7 @@ def load_policy(config: Settings, checkpoint: Path) -> TensorDictModuleBase:
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """Return the last checkpoint of a run, or that of a step."""
+    """Return the last checkpoint of a run, or the checkpoint of a step."""
     checkpoints = CheckpointRotation(folder / "checkpoints", keep_last=1).checkpoints()
     if not checkpoints:
         raise SystemExit(f"There is no checkpoint in {folder}/.")
@@ -72,7 +72,7 @@ def success_radius(env: EnvBase) -> float | None:
 
 
 def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> tuple[dict[str, Any], int]:
-    """Return one greedy episode, as `draw_episodes` and `draw_frames` take it, and the seed of the next."""
+    """Return one greedy episode, in the form for `draw_episodes` and `draw_frames`, and the next seed."""
     next_seed = env.set_seed(seed)
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         steps = env.rollout(LONGEST_EPISODE, policy)
@@ -93,7 +93,7 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> 
 
 
 def table(outcomes: dict[str, Tensor]) -> str:
-    """Return mean, lowest, median and highest of each outcome."""
+    """Return a table with the mean, minimum, median and maximum of each outcome."""
     lines = [f"{'':10}{'mean':>10}{'lowest':>10}{'median':>10}{'highest':>10}"]
     for name, values in outcomes.items():
         values = values.float()
@@ -104,9 +104,9 @@ def table(outcomes: dict[str, Tensor]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the run")
-    parser.add_argument("--step", type=int, help="of the checkpoint; by default the last")
-    parser.add_argument("--episodes", type=int, default=4, help="in the picture")
+    parser.add_argument("folder", type=Path, help="folder of the run")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the last)")
+    parser.add_argument("--episodes", type=int, default=4, help="number of episodes in the picture")
     parser.add_argument("--render", action="store_true", help="draw frames that the environment renders")
     arguments = parser.parse_args()
     if arguments.episodes < 1:
@@ -129,7 +129,7 @@ def main() -> None:
     print(table(evaluation(policy)))
     evaluation.close()
 
-    # One environment for all episodes: while one is closed, MuJoCo draws black in another.
+    # Use one environment for all episodes: after another one is closed, MuJoCo renders black frames.
     if renders:
         env.close()
         env = make_env(config.env, **PIXELS)

@@ -46,7 +46,7 @@ class Config(Settings):
     algorithm: str = "td3"
     target_noise: float = 0.2  # smooths the target policy
     target_noise_clip: float = 0.5
-    actor_interval: int = 2  # updates of the critics for one of the actor
+    actor_interval: int = 2  # updates of the critics per update of the actor
 
 
 ConfigStore.instance().store("td3", Config)
@@ -56,7 +56,7 @@ ConfigStore.instance().store("td3", Config)
 
 
 def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
-    """Make the greedy policy, of raw observations and goals."""
+    """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     actor = MLP(inputs.width, spec.shape[-1], num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
     actor = TensorDictModule(actor, ["inputs"], ["action"])
@@ -67,7 +67,7 @@ def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSeque
 
 
 def train(config: Config, folder: Path) -> Checkpoints:
-    """Train an agent, and keep the run in a folder."""
+    """Train an agent, and save the run in a folder."""
     set_up(config)
     env = check_env(config)
 

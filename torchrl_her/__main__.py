@@ -20,7 +20,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True)
     check = commands.add_parser("check", help="find mistakes in a goal environment before training")
     check.add_argument("env", help="id of a Gymnasium environment, such as FetchReach-v4 or module:Name-v0")
-    check.add_argument("--steps", type=int, help="number of steps to play (default: 2000, or fewer in 6 seconds)")
+    check.add_argument("--steps", type=int, help="number of steps to play (default: 2000, or as many as fit into 6 s)")
     check.add_argument("--seed", type=int, default=0, help="seed of the environment and the actions (default: 0)")
     check.add_argument(
         "--ignore", action="append", default=[], metavar="NAME", help="name of a finding to leave out; can be repeated"

@@ -25,7 +25,7 @@ from torchrl_her.relabel import RELABELLED, Batch, GoalMap, RelabelTransform, Re
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
 GOAL_STEP = ("hindsight", "goal_step")
-# The number of transitions, written to other lanes, after which a lane that nothing continues can be closed.
+# A lane that nothing continues can be closed after this number of transitions was written to other lanes.
 PATIENCE = 10_000
 
 
@@ -34,9 +34,9 @@ class HindsightAugmentation(RelabelTransform):
 
     The transform holds the transitions of an episode back until the episode ends. Then it stores each transition and
     ``n_sampled_goal`` copies of it with other goals, at the root and under ``"next"``, and recomputed rewards. Sampling
-    costs as much as without hindsight, and prioritized replay keeps a separate priority for each copy. In comparison,
-    `HERTransform` needs a fifth of the memory of ``n_sampled_goal=4``, draws new goals in each sample and works with
-    every storage.
+    takes little longer than without hindsight, and prioritized replay keeps a separate priority for each copy. In
+    comparison, `HERTransform` needs about a quarter of the memory (for ``n_sampled_goal=4``), draws new goals in each
+    sample and works with every storage.
 
     Write with ``rb.extend``, at least two transitions at a time, to a storage with one dimension. A write of a single
     transition looks like ``rb.add``, which can store only one: an episode that it completes waits for the next larger
@@ -148,7 +148,7 @@ class HindsightAugmentation(RelabelTransform):
         if len(tensordict):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
-            # All other transforms may change entries in samples, where copies look like other transitions.
+            # Samples contain stored, relabelled transitions, so all other transforms can rewrite copies of the goal.
             written = self._read(tensordict, self._first_goal, neighbours.before + neighbours.after)
             if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
@@ -194,7 +194,7 @@ class HindsightAugmentation(RelabelTransform):
         episodes, lengths = zip(*((episode.episode, len(episode.kept)) for episode in ended), strict=True)
         drawn = draw_from_episodes(self.strategies, outcomes, episodes, lengths, copies, self.reservoir)
         own = outcomes.unsqueeze(1).expand(len(drawn.goals), -1, 1, *outcomes.shape[1:])
-        goals = torch.cat([own, drawn.goals], dim=2)  # [strategies, n, 1 + k, *goal], the first of 1 + k is unused
+        goals = torch.cat([own, drawn.goals], dim=2)  # [strategies, n, 1 + k, *goal], index 0 of 1 + k is unused
         none = drawn.steps.new_full((len(rows), 1), -1)
         steps, ahead = torch.cat([none, drawn.steps], dim=1), torch.cat([none, drawn.ahead], dim=1)
         kept = torch.cat([steps[:, :1] < 0, drawn.valid], dim=1)
@@ -293,7 +293,7 @@ class HindsightAugmentation(RelabelTransform):
     # Processes, saving
 
     def share_memory_(self) -> HindsightAugmentation:
-        """Record that processes share the buffer. TorchRL calls it. Each process holds its own transitions back."""
+        """Record that processes share the buffer. TorchRL calls this. Each process holds its own transitions back."""
         self._is_shared = True
         return self
 

@@ -24,8 +24,8 @@ class CompactGoals(BufferTransform):
             Default: ``"done"``.
 
     Raises:
-        ValueError: if written transitions have two different desired goals or a True flag at the root (a refused write
-            stores nothing), or if a loaded buffer was saved without ``CompactGoals``.
+        ValueError: if the two desired goals of a written transition differ, or a flag at the root is True (a refused
+            write stores nothing), or if a loaded buffer was saved without ``CompactGoals``.
         KeyError: if written or sampled transitions have no desired goal.
 
     Examples:

@@ -81,18 +81,18 @@ class HERTransform(StampingTransform):
             if present; any other entry must be present. With None, no transition is padding. Default:
             ``("collector", "mask")``.
         sequence_length (int, optional): the number of transitions in each sampled sequence, the ``slice_len`` of a
-            ``SliceSampler``. All transitions of a sequence get the same goal, drawn for the last one. Transitions of
-            other episodes than the last one's keep theirs.
+            ``SliceSampler``. All transitions of a sequence get the same goal, which is drawn for the last one.
+            Transitions that belong to another episode than the last one keep their goal.
         recompute_all_rewards (bool): whether the reward of transitions that are not relabelled is recomputed too. Use
             it for a learned reward, which changes during training. Default: False.
 
     Raises:
-        ValueError: if an argument is out of range, another transform of the buffer would undo the relabelling, or the
-            written goals have the wrong shape, the wrong dtype or a NaN. A refused write stores nothing.
+        ValueError: if an argument is out of range, if another transform of the buffer would undo the relabelling, or if
+            the written goals have the wrong shape, the wrong dtype or a NaN. A refused write stores nothing.
         TypeError: if an argument or a written entry has the wrong type.
         KeyError: if written or sampled transitions lack an entry.
-        RuntimeError: if the goal table does not fit into memory, processes share the buffer and ``goal_spec`` is
-            missing, or transitions are written after `adopt`.
+        RuntimeError: if the goal table does not fit into memory, if processes share the buffer but ``goal_spec`` is
+            missing, or if transitions are written after `adopt`.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -182,7 +182,7 @@ class HERTransform(StampingTransform):
     def report(self) -> Report:
         """Summarize the transitions that were written and sampled so far.
 
-        Each process counts its own writes and samples. ``print`` shows the report as a table.
+        Each process counts its own writes and samples. ``print(report)`` shows all numbers.
 
         Returns:
             Report: numbers of episodes and transitions, shares of relabelled transitions, and rewards.
@@ -236,10 +236,10 @@ class HERTransform(StampingTransform):
         return SampledBatch(data, stored, owned, table, episode, step, self.longest_window), rewards
 
     def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
-        """Draw goals, and the transitions that get them, ``bool [*batch, 1]``.
+        """Draw goals, and return which transitions get them, ``bool [*batch, 1]``.
 
-        A transition is relabelled only if its reward is available. A sequence is relabelled only if the rewards of all
-        its transitions to be relabelled are available.
+        A transition is relabelled only if its reward can be recomputed. A sequence is relabelled only if the rewards of
+        all of its transitions that get the goal can be recomputed.
         """
         with_steps, length = self.info or self._reads_steps, self.sequence_length
 

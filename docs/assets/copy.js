@@ -1,8 +1,8 @@
-// The copy button of a block with prompts copies the code alone: without prompts and without output.
-document$.subscribe(() => {
-  for (const code of document.querySelectorAll(".language-pycon code")) {
-    const lines = code.textContent.split("\n").filter((line) => /^(>>>|\.\.\.)( |$)/.test(line))
-    const button = code.parentElement.querySelector("[data-clipboard-target]")
-    if (button) button.dataset.clipboardText = lines.map((line) => line.slice(4)).join("\n")
-  }
-})
+// The copy button of a block with prompts copies the code alone, without prompts and output.
+document.addEventListener("click", (event) => {
+  const button = event.target.closest(".language-pycon [data-clipboard-target]")
+  if (!button) return
+  const lines = button.closest(".language-pycon").querySelector("code").textContent.split("\n")
+  const code = lines.filter((line) => /^(>>>|\.\.\.)( |$)/.test(line))
+  button.dataset.clipboardText = code.map((line) => line.slice(4)).join("\n")
+}, true)

@@ -22,7 +22,7 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     # The first command can be repeated.
     assert "200 steps" in run_script("dqn", *SMALL, *BITS, f"resume={folder}")
     for script, given, message in (
-        ("td3", [], "is one of dqn.py"),
+        ("td3", [], "was started with dqn.py"),
         ("dqn", ["total_steps=500", "learning_rate=0.5"], r"keeps learning_rate=0\.001\. It can change total_steps"),
     ):
         with pytest.raises(SystemExit, match=message):

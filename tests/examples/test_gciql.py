@@ -135,7 +135,7 @@ def test_an_evaluation_is_always_the_same_and_counts_the_steps_until_the_goal():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data=nowhere", r"no data in nowhere: python examples/pointmaze_data\.py PointMaze_UMaze-v3"),
+        ("data=nowhere", r"no data in nowhere: run python examples/pointmaze_data\.py PointMaze_UMaze-v3"),
         ("updates=0", "updates=0 must be 1 or more"),
         ("evaluation.interval=0", r"evaluation\.interval=0 must be 1 or more"),
         ("evaluation.episodes=-1", r"evaluation\.episodes=-1 must be 1 or more"),

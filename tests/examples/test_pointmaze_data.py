@@ -112,9 +112,9 @@ def test_the_command_saves_what_a_seed_determines(run_script, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["FetchReach-v4"], "FetchReach-v4 is not a PointMaze: PointMaze_UMaze-v3, say"),
+        (["FetchReach-v4"], "FetchReach-v4 is not a PointMaze, such as PointMaze_UMaze-v3"),
         (["PointMaze_None-v3"], "'PointMaze_None-v3' cannot be made"),
-        (["PointMaze_UMaze-v3", "--steps", 0], "--steps 0 has to be 1 or more"),
+        (["PointMaze_UMaze-v3", "--steps", 0], "--steps 0 must be 1 or more"),
         (["PointMaze_UMaze-v3", "--folder", "."], r"\. exists already: remove it, or choose another --folder"),
     ],
 )

@@ -90,7 +90,7 @@ def folder(finished_run, tmp_path):
 
 
 def test_a_folder_with_a_run_takes_no_other(folder):
-    with pytest.raises(SystemExit, match=r"has a run: go on with resume="):
+    with pytest.raises(SystemExit, match=r"has a run: continue with resume="):
         train("dqn total_steps=50 seed=1", folder)
     resumed = train(f"dqn total_steps=300 resume={folder}", folder)
     assert (resumed.components["progress"]["steps"], resumed.config.seed) == (300, 0)
@@ -137,7 +137,7 @@ def test_a_finished_run_can_be_resumed(folder):
 
 
 def test_a_run_does_not_go_back(folder):
-    with pytest.raises(SystemExit, match="has 200 steps already: set total_steps above that"):
+    with pytest.raises(SystemExit, match="already has 200 steps: set a larger total_steps"):
         train(f"dqn total_steps=100 resume={folder}", folder)
     assert read_settings(folder).total_steps == 200
 

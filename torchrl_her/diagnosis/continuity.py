@@ -11,9 +11,9 @@ from torchrl_her.episodes.tracker import TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys
 
-WARM_UP = 100  # first transitions, in which each environment starts an episode; they are not judged
+WARM_UP = 100  # the first transitions are not judged, because each environment starts an episode in them
 ROWS = 100  # transitions of the last write that are kept to find the cause
-ENOUGH = 100  # transitions after which the share is judged and the count restarts
+ENOUGH = 100  # after this many transitions, the share is judged and the count restarts
 SHARE = 0.3
 SHARE_AMBIGUOUS = 0.01
 

@@ -14,8 +14,8 @@ from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 from torchrl_her._torchrl import warn_user
 from torchrl_her.keys import HERKeys
 
-ROWS = 64  # searched in each write
-GOALS = 8  # an entry that follows this many different goals is a copy
+ROWS = 64  # rows that are searched in each write
+GOALS = 8  # an entry that equals this many different goals is a copy
 WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
 
 
@@ -58,11 +58,11 @@ def warn_if_goal_is_copied(
     if places and len(goals) >= GOALS:
         names = " and ".join(map(repr, places))
         warn_user(
-            f"The entry {names} contains the desired goal (it followed {len(goals)} different ones, bit for bit) and "
-            "would keep the original one: relabelling does not replace this copy. Do not concatenate in the "
-            f"environment, and let networks read {keys.desired!r} besides the observation. Or place a transform after "
-            "the hindsight transform that rewrites the entry at the root and under 'next' (CatTensors) or removes it "
-            "(ExcludeTransform).",
+            f"The entry {names} contains the desired goal (it equalled {len(goals)} different goals, bit for bit). "
+            "Relabelling does not replace this copy, so the entry would keep the original one. Do not concatenate in "
+            f"the environment, and let networks read {keys.desired!r} in addition to the observation. Or place a "
+            "transform after the hindsight transform that rewrites the entry at the root and under 'next' (CatTensors) "
+            "or removes it (ExcludeTransform).",
         )
     is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES
     return None if is_over else GoalCopies(places, goals, copies.writes + 1)

@@ -35,9 +35,10 @@ class Report:
         capacity (int | None): the maximum number of goals in the goal table.
         episode_running (float | None): of the transitions that ``her_ratio`` selected, the share that was not
             relabelled because the episode had not ended.
-        evicted (float | None): the share that was not relabelled because the goals had left the goal table.
-        elsewhere (float | None): the share that was not relabelled because another transform wrote the transition,
-            or because it is padding.
+        evicted (float | None): of the same transitions, the share that was not relabelled because the goals had left
+            the goal table.
+        elsewhere (float | None): of the same transitions, the share that was not relabelled because another transform
+            wrote the transition, or because it is padding.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer

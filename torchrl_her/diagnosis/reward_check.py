@@ -17,9 +17,9 @@ from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.reached_reward import ReachedReward
 
-ROWS = 64  # transitions compared in one write
-ENOUGH = 16  # compared transitions that reach their goal, and that miss it, before the check ends
-DISTANCES = 2**22  # goal components of one write of which distances are computed, at most
+ROWS = 64  # transitions that are compared in one write
+ENOUGH = 16  # the check ends when this many compared transitions reach their goal and this many miss it
+DISTANCES = 2**22  # distances of one write are computed for at most this many components of goals
 
 
 class RewardCheck:

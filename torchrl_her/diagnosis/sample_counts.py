@@ -14,11 +14,11 @@ from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 
 FIRST = 2048  # transitions up to which all samples are counted
-EVERY = 64  # of later samples, one in this many is counted
+EVERY = 64  # one later sample in this many is counted
 ENOUGH = 500  # transitions selected for relabelling before the share of evicted goals is judged
 SHARE_EVICTED = 0.2
 SAMPLES_WITHOUT_WRITE = 50  # samples without a write after which running episodes should have ended
-LOOKS = 10  # one in this many samples checks for new writes
+LOOKS = 10  # one sample in this many checks for new writes
 SHARE_WAITING = 0.5
 SHARE_MIXED = 0.5
 
@@ -44,7 +44,7 @@ class Counts(NamedTuple):
     relabelled: float = 0.0
     relabelled_reward: float = 0.0
     relabelled_reached: float = 0.0
-    in_sequences: float = 0.0  # transitions of sequences that were relabelled at their end
+    in_sequences: float = 0.0  # transitions of sequences whose last transition was relabelled
 
 
 class SampleCounts:

@@ -9,7 +9,8 @@ goals. ``info["is_success"]`` is a ``np.float32``: 1 if the desired goal is achi
 | ``"torchrl_her/PointReach-v0"`` | `PointReach` | truncated after 50 steps |
 | ``"torchrl_her/BitFlipping-v0"`` | `BitFlipping` | terminates on success, truncated after ``n_bits`` steps |
 
-A spawned worker has not imported this module. Name the module in the id, so that Gymnasium imports it there:
+A worker process that is started with ``spawn`` has not imported this module. Name the module in the id, so that
+Gymnasium imports it there:
 ``"torchrl_her.envs:torchrl_her/PointReach-v0"``.
 
 Examples:

@@ -24,7 +24,7 @@ class BitFlipping(gymnasium.Env[dict[str, Any], Any]):
     ``"desired_goal"``. Each value is ``float32 [n_bits]`` of 0 and 1, unless another encoding is chosen.
 
     Args:
-        n_bits (int): the number of bits. Default: 15, enough for DQN without hindsight to fail.
+        n_bits (int): the number of bits. Default: 15, with which DQN fails without hindsight.
 
     Keyword Args:
         max_steps (int, optional): the number of steps after which an episode is truncated. Default: ``n_bits``.

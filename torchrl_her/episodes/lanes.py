@@ -1,4 +1,4 @@
-"""Lanes, and the steps of their episodes."""
+"""Lanes: the running episodes of environments, and their steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Key = tuple[int | None, bytes]  # the trajectory id, and the bytes of the achiev
 
 
 class EpisodeSteps(NamedTuple):
-    """The published steps of an episode that ended, doubled its length or became idle."""
+    """The published steps of an episode. Episodes are published when they end, double their length or become idle."""
 
     episode: int  # the episode id
     kept: Tensor  # [steps, ...], the data of each step from the first one on: achieved goals or packed transitions
@@ -34,7 +34,7 @@ class EpisodeLengths:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One environment's stream of transitions, with its running episode."""
+    """The running episode of one environment, and the goals from which its next transition must start."""
 
     episode: int  # the id of the running episode
     key: Key = (None, b"")  # the trajectory id and the goals under "next" of the last transition

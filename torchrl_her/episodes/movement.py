@@ -28,7 +28,7 @@ class MovementPriority(BufferTransform):
     episode includes only the steps in the same write.
 
     Args:
-        far (float): the length of the path from which on the priority is highest, in units of the goal.
+        far (float): the length of the path, in units of the goal, at and above which the priority is highest.
 
     Keyword Args:
         lowest (float): the priority of transitions in episodes without movement. Default: 0.05.

@@ -9,9 +9,10 @@ from torchrl_her.episodes.transitions import WrittenTransitions
 class RowLanes:
     """The open lane of each row of the last write.
 
-    Without trajectory ids, goals alone can be ambiguous: one environment can start where another one has just arrived.
-    But consecutive writes ``[environments, steps]`` have the same environments in the same rows. So if most rows start
-    where the same row of the last write ended, each of these rows continues the lane of that row.
+    Without trajectory ids, only goals identify a lane, and they can be ambiguous: one environment can start where
+    another one has just arrived. But consecutive writes ``[environments, steps]`` have the same environments in the
+    same rows. So if most rows start where the same row of the last write ended, each of these rows continues the lane
+    of that row.
 
     Attributes:
         are_lanes (bool): whether each row of the last writes belongs to a different environment.

@@ -55,7 +55,7 @@ class EpisodeTracker:
         self._clear()
 
     def _clear(self) -> None:
-        # Open lanes by episode. Both dicts are ordered from the longest to the shortest wait; idle lanes wait longest.
+        # Open lanes by episode id, both dicts ordered from the longest to the shortest wait. Idle lanes wait longest.
         self._idle: dict[int, Lane] = {}
         self._lanes: dict[int, Lane] = {}
         self._by_key: dict[Key, deque[Lane]] = {}  # all open lanes

@@ -26,7 +26,7 @@ class Draw(NamedTuple):
     step: Tensor  # int64 [n]
     length: Tensor  # int64 [n], the number of the episode's steps in the table; arbitrary for evicted episodes
     to_relabel: Tensor  # bool [n], True with the probability her_ratio
-    relabelled: Tensor  # bool [n], to_relabel and the goals are in the table
+    relabelled: Tensor  # bool [n], True if to_relabel is True and the goals are in the table
     goals: list[Tensor]  # [n, *goal] for each strategy
     # The last two are None unless requested.
     goal_step: Tensor | None  # int64 [n], the step of the transition's own episode that achieved the goal, or -1
@@ -114,7 +114,7 @@ def _select(
     wanted: Container[NestedKey],
     step_of: Callable[[Selection, StrategyInput], Tensor],
 ) -> tuple[list[Selection], dict[NestedKey, Tensor]]:
-    """Return the selection of each strategy, and the goal steps of entries that are wanted or that strategies refer to.
+    """Return the selection of each strategy, and the goal steps of the entries in ``wanted`` or in any ``refers_to``.
 
     ``step_of`` returns the step of the transition's own episode that achieved the goal in each selected row, or -1.
     """
@@ -171,7 +171,7 @@ class DrawnGoals(NamedTuple):
 
     goals: Tensor  # [strategies, n, copies, *goal]
     steps: Tensor  # int64 [n, copies], the steps that achieved the desired goals
-    ahead: Tensor  # int64 [n, copies], steps from the transition to the step that achieved its goal; -1 for other goals
+    ahead: Tensor  # int64 [n, copies], the number of steps to the goal; -1 if no later step of the episode achieved it
     valid: Tensor  # bool [n, copies], whether the selected goals are valid; other copies are not stored
 
 

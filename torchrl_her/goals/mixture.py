@@ -18,15 +18,15 @@ class Mixture(GoalStrategy):
     """One of several strategies, drawn for each transition.
 
     Args:
-        members (Mapping[str | GoalStrategy, float]): strategies, or their names, and their probabilities, which must
-            sum to 1. Your own strategies are possible, too.
+        members (Mapping[str | GoalStrategy, float]): strategies (built-in or your own), or their names, and their
+            probabilities, which must sum to 1.
 
     Raises:
         ValueError: if there are no members, a probability is outside [0, 1], the sum is not 1, or a name is unknown.
         TypeError: if a member is neither a name nor a `GoalStrategy`.
 
     Examples:
-        The goals of OGBench's value functions, from the same step, a later step, and any step of any episode:
+        The goals of value functions in OGBench: from the same step, a later step, or any step of any episode:
 
         >>> from torchrl_her import Current, Geometric, Mixture, Random
         >>> Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})

@@ -30,7 +30,7 @@ class GoalReservoir:
 
     @property
     def filled(self) -> int:
-        """The number of goals in the sample, which are in the first places."""
+        """The number of goals in the sample. They are at the first indices of the tensors."""
         return min(self.seen, self.size)
 
     def add(self, goals: Tensor, episodes: Tensor, steps: Tensor) -> None:

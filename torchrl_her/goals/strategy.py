@@ -31,8 +31,9 @@ class StrategyInput(NamedTuple):
             ``owners.take(rows)`` copies the whole column.
         size (Tensor): the number of filled rows, from row 0 on, ``[]``.
         starts (Tensor): the start of the episode with id e, at index e modulo the number of rows, ``[rows]``.
-        desired_before (int): the number of rows between the desired goal of an episode and its start; 0 if not kept.
-        has_gaps (bool): whether filled rows can be empty again or hold desired goals.
+        desired_before (int): how many rows before an episode's start the row with its desired goal is; 0 if desired
+            goals are not kept.
+        has_gaps (bool): whether some of the filled rows can have become empty or can hold desired goals.
         goal_steps (Mapping[NestedKey, Tensor]): for each entry in ``refers_to``, the step of the transition's own
             episode that achieved the goal drawn for that entry, ``[batch]``; -1 for a goal of another episode.
 
@@ -80,9 +81,9 @@ class Selection(NamedTuple):
 
 
 class GoalStrategy(ABC):
-    """Base class of strategies, which select the row of the goal table with the new goal of each transition.
+    """Base class of strategies. A strategy selects, for each transition, the row of the goal table with its new goal.
 
-    The docstrings of strategies call the step of the transition t and the number of its episode's steps T. For a
+    In the docstrings of strategies, t is the step of the transition, and T is the number of steps of its episode. For a
     running episode, T counts the steps in the goal table. The new goal is the goal that step j achieved.
 
     Attributes:
@@ -92,8 +93,8 @@ class GoalStrategy(ABC):
             in row ``start - 1``. Each episode then takes one more row of the table. Default: False.
         uses_desired_goals (bool): whether the strategy selects rows with desired goals of other episodes, like
             `PastDesired`. Each episode then takes one more row of the table. Default: False.
-        refers_to (tuple[NestedKey, ...]): the entries whose goals the strategy reads from ``choice.goal_steps``, like
-            `Subgoal`. Default: none.
+        refers_to (tuple[NestedKey, ...]): the entries whose goal steps the strategy reads from ``choice.goal_steps``,
+            like `Subgoal`. Default: none.
 
     Examples:
         A strategy that looks at most ten steps ahead:

@@ -64,7 +64,7 @@ class GoalTable:
     ):
         self.capacity = capacity
         self.before = before
-        self.has_gaps = before.desired  # whether filled rows can be empty again or hold desired goals
+        self.has_gaps = before.desired  # whether filled rows can have become empty or can hold desired goals
         self._rows = GoalRows.make(capacity, goal_shape, dtype, device)
         self.starts, self.lengths = (zeros((capacity,), device) for _ in range(2))
         self.size = torch.zeros((), dtype=torch.int64, device=device)  # the number of filled rows, from row 0 on
@@ -154,7 +154,7 @@ class GoalTable:
         self._counts[WRITES] += 1
         if self._counts[EPISODES] > self.capacity:
             for ring, _ in _slices(self.capacity, first, count):
-                self.lengths[ring] = 0  # still holds the length of an old episode
+                self.lengths[ring] = 0  # until then, the length of an old episode
         return first
 
     def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:

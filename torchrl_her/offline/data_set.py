@@ -19,8 +19,8 @@ from torchrl_her.relabel import GoalMap
 Rows = TypeVar("Rows", TensorDictBase, np.ndarray)
 
 PIECE_ROWS = 2**14
-PIECE_BYTES = 2**22  # copied for each piece
-SEARCHED = 64  # rows searched for copies of the desired goal
+PIECE_BYTES = 2**22  # at most this many bytes are copied for each piece
+SEARCHED = 64  # this many rows are searched for copies of the desired goal
 
 
 class Lacking(NamedTuple):

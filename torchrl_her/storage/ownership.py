@@ -32,8 +32,8 @@ def mark_as_owned(sample: Data) -> Data:
     """Mark a sample as the owner of its memory, so that `HERTransform` relabels it in place.
 
     Call this function in the ``get`` method of a storage if no entry of the result shares memory with the storage or
-    with another entry. Samples without the mark are relabelled in a shallow copy. If an entry of a marked sample is
-    replaced, the new tensor is not written into. Clone a marked sample before you use it as a storage.
+    with another entry. Samples without the mark are relabelled in a shallow copy. If you replace an entry of a marked
+    sample, `HERTransform` does not write into the new tensor. Clone a marked sample before you use it as a storage.
 
     Args:
         sample (TensorDictBase): transitions ``[*batch]``.
@@ -45,7 +45,7 @@ def mark_as_owned(sample: Data) -> Data:
         TypeError: if the sample is not a TensorDict. Tensorclasses cannot be marked.
 
     Examples:
-        A storage whose samples are relabelled in place. Only a tensor as index makes a copy:
+        A storage whose samples are relabelled in place. Only indexing with a tensor makes a copy:
 
         >>> import torch
         >>> from torchrl.data import LazyTensorStorage

@@ -60,7 +60,8 @@ class OwnedRows(OwnedEntries):
 class PackedStorageCheckpointer(TensorStorageCheckpointer):
     """Saves the same files as TorchRL's checkpointer, but sparse: rows without transitions take no space on disk.
 
-    Each checkpointer can load the files of the other. Hooks may change rows: with them, TorchRL's is used.
+    Each checkpointer can load the files of the other. If there are hooks, which may change rows, TorchRL's checkpointer
+    is used.
     """
 
     def dumps(self, storage: PackedStorage, path: str | Path) -> None:
@@ -223,8 +224,8 @@ class PackedStorage(CustomTensorStorage):
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write transitions at an index.
 
-        With ``set_cursor``, the index is one of the first dimension, and the storage grows by the transitions. Without
-        it, any index is allowed.
+        With ``set_cursor``, the index refers to the first dimension, and the number of stored transitions grows.
+        Without it, any index is allowed.
         """
         data = _as_tensordict(data)
         if not self.initialized:

@@ -54,16 +54,16 @@ def check_goal_env(
 ) -> GoalEnvReport:
     """Play random episodes of a goal environment, and find mistakes that make hindsight fail.
 
-    After each step, the reward is computed for the goals of the step and for other goals, and compared with the reward
-    that ``step`` returned. In every other episode, actions that approach the goal are repeated, so that goals are
-    reached.
+    After each step, the reward is computed for the goals of the step and compared with the reward that ``step``
+    returned. It is also computed for other goals. In every second episode, an action is repeated as long as it
+    approaches the goal, so that goals are reached.
 
     Args:
         env (gymnasium.Env | EnvBase | Callable | str): a Gymnasium environment, a TorchRL wrapper of one (its
             transforms are ignored), a function that creates either, or the id of a Gymnasium environment. An
             environment that is created here is also closed.
         reward (GoalReward | Callable, optional): the reward that you pass to `HERTransform`, if it is a function of
-            goals. Default: ``EnvReward(env)``.
+            the goals. Default: ``EnvReward(env)``.
 
     Keyword Args:
         achieved_goal_key (NestedKey): the entry of the observation with the achieved goal, as in `HERTransform`.
@@ -76,7 +76,7 @@ def check_goal_env(
 
     Returns:
         GoalEnvReport: the findings in three lists, ``errors``, ``warnings`` and ``notes``. Each finding has a name, a
-            message with the numbers that show it, and advice. ``print(report)`` shows all of them.
+            message and advice. ``print(report)`` shows all of them.
 
     Raises:
         ValueError: if ``ignore`` contains an unknown name, or if ``steps`` is less than 1.

@@ -62,7 +62,7 @@ SEVERITIES = {
 }
 NAMES = {name for names in SEVERITIES.values() for name in names}
 
-WIDTH = 100  # of printed lines
+WIDTH = 100  # characters of a printed line
 
 
 class Finding(NamedTuple):
@@ -72,7 +72,7 @@ class Finding(NamedTuple):
 
     Attributes:
         name (str): the stable name of the finding, which ``ignore`` of `check_goal_env` accepts.
-        message (str): a description with the numbers that show it.
+        message (str): a description, with the numbers that show the problem.
         advice (str): the change to make.
 
     Examples:
@@ -109,9 +109,9 @@ class GoalEnvReport:
         env (str): the class name of the environment.
         steps (int): the number of steps that were played.
         episodes (int): the number of episodes that were started.
-        errors (list[Finding]): mistakes with which hindsight cannot work, or learns another task than intended.
-        warnings (list[Finding]): properties with which hindsight is likely to learn less.
-        notes (list[Finding]): harmless properties.
+        errors (list[Finding]): mistakes that make hindsight fail, or make the agent learn a different task.
+        warnings (list[Finding]): properties with which hindsight is likely to work less well.
+        notes (list[Finding]): harmless properties that are worth knowing.
 
     Examples:
         >>> from torchrl_her import check_goal_env

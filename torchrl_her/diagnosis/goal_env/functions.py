@@ -12,8 +12,8 @@ from torchrl_her.diagnosis.goal_env.play import Episodes, distance
 from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree, agrees_with_rows, call_rows
 
-ROWS = 256  # of the batch that is compared with single calls
-FEWEST = 20  # fewest steps from which constant values are reported
+ROWS = 256  # rows of the batch that is compared with single calls
+FEWEST = 20  # constant values are reported only if there are at least this many steps
 
 
 def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
@@ -23,7 +23,9 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """
     unknown = sorted(probe.read - probe.info_keys)
     if probe.failure:
-        advice = "It is called as compute_reward(achieved_goal, desired_goal, info), with one pair of goals or a batch."
+        advice = "It is called with (achieved_goal, desired_goal), one pair of goals or a batch."
+        if probe.is_of_env:
+            advice = f"It is called as {what}(achieved_goal, desired_goal, info), with one pair of goals or a batch."
         if unknown and probe.failure.startswith("KeyError"):
             advice = (
                 f"It reads info[{unknown[-1]!r}], which step does not return: return it, or compute it from the goals."
@@ -145,11 +147,12 @@ def check_batch(probe: Probe, episodes: Episodes, name: str, what: str) -> Itera
             f"calls it row by row: {cost * 1e6:.0f} us per transition.",
         )
         return
+    batched = "GoalReward(reward_fn)" if name == "reward" else "EnvReward(env, terminated_fn=...)"
     yield Finding(
         f"{name}-not-batched",
         f"{what} {problem}. EnvReward calls it row by row: {cost * 1e6:.0f} us per transition, {cost * 256e3:.1f} ms "
         "for a batch of 256.",
-        "Use operations over the last axis (axis=-1), or pass a batched function: GoalReward(reward_fn).",
+        f"Use operations over the last axis (axis=-1), or pass a batched function: {batched}.",
     )
 
 

@@ -9,12 +9,13 @@ import numpy as np
 from torchrl_her.diagnosis.goal_env.finding import Finding
 from torchrl_her.diagnosis.goal_env.play import Episodes, Watcher, distance
 
-FEWEST = 100  # fewest steps from which a constant achieved goal is reported
-JUMP = 1.5  # a first step this much longer than all others is a jump
-EPISODES = 3  # fewest episodes from which resets are judged
-FAR = 10.0  # times the extent of all achieved goals
-FAR_IN_FRAME = 1.5  # times the extents of achieved and desired goals
-WIDEST_GOAL = 64  # largest number of goal features for which linear relations are searched
+FEWEST = 100  # a constant achieved goal is reported only if there are at least this many steps
+JUMP = 1.5  # a first step that is longer than all others by this factor is a jump
+EPISODES = 3  # resets are judged only if there are at least this many episodes
+# The limits of distances to achieved goals beyond which desired goals are reported:
+FAR = 10.0  # in extents of all achieved goals
+FAR_IN_FRAME = 1.5  # in one dimension, in extents of achieved and desired goals
+WIDEST_GOAL = 64  # linear relations are searched only for goals with at most this many features
 EXACT, CLEAR = 1e-5, 1e-2  # residuals below EXACT are a linear relation, and above CLEAR none
 
 LAGS = "Compute the achieved goal after the simulation has advanced."

@@ -13,9 +13,9 @@ from tensordict import NestedKey
 
 from torchrl_her.diagnosis.goal_env.probe import Probe
 
-STEPS, SECONDS = 2000, 6.0  # default limits of the play
+STEPS, SECONDS = 2000, 6.0  # default limits
 FIRST, EVERY = 100, 8  # the first observations are checked against their space, then one in EVERY
-WIDEST = 1000  # features of an observation that are kept, at most; images are left out
+WIDEST = 1000  # observations with more features than this, such as images, are not kept
 
 
 class UnreadableGoals(Exception):
@@ -142,8 +142,8 @@ def play(
 ) -> Iterator[Step]:
     """Yield the steps of episodes with random actions.
 
-    In every other episode, an action that approaches the goal is repeated. The first episode takes at most half of the
-    steps, each later one at most a tenth.
+    In every second episode, an action is repeated as long as it approaches the goal. The first episode takes at most
+    half of the steps, each later one at most a tenth.
     """
     rng = np.random.default_rng(seed)
     env.action_space.seed(seed)

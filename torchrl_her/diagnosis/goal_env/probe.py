@@ -12,8 +12,8 @@ from tensordict import NestedKey
 
 from torchrl_her.rewards.env_function import EnvFunction
 
-EVERY = 4  # other goals and repeated calls are tried after one in this many steps
-LATER = 200  # steps whose values are computed again after the last episode, at most
+EVERY = 4  # other goals and repeated calls are tried after one step in this many
+LATER = 200  # for at most this many steps, values are computed again after the last episode
 
 
 class Values(NamedTuple):
@@ -21,9 +21,9 @@ class Values(NamedTuple):
 
     actual: np.ndarray  # the achieved and the desired goal
     own: np.ndarray  # the achieved goal for both
-    other: np.ndarray  # the achieved goal, and another goal as the desired one; every other one is far
+    other: np.ndarray  # the achieved goal, and another goal as the desired one; every second other goal is far away
     swapped: np.ndarray  # these two goals exchanged
-    again: np.ndarray  # repeated calls with the pair of actual, as are the next two
+    again: np.ndarray  # the pair of actual again, as in the next two
     third: np.ndarray
     fourth: np.ndarray
 

@@ -21,8 +21,8 @@ from torchrl_her.diagnosis.goal_env.play import Episodes
 from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree
 
-FEWEST_LATE = 5  # fewest rewards that must match the next achieved goal
-PAIRS = 300  # of achieved and desired goals, few of which should be reached
+FEWEST_LATE = 5  # at least this many rewards must match the next achieved goal
+PAIRS = 300  # pairs of achieved and desired goals, few of which should be reached
 SHARE_REACHED = 0.9
 SUCCESS_KEYS = ("is_success", "success")
 

@@ -11,8 +11,8 @@ from torchrl_her.diagnosis.goal_env.functions import check_batch, check_calls, c
 from torchrl_her.diagnosis.goal_env.play import Episodes
 from torchrl_her.diagnosis.goal_env.probe import Probe
 
-FEWEST = 3  # fewest ends near the goal from which they are no coincidence
-LONG = 100  # steps of an episode from which it counts as long
+FEWEST = 3  # fewer ends near the goal can be a coincidence
+LONG = 100  # an episode of at least this many steps is long
 
 
 def check_termination(
