@@ -81,7 +81,7 @@ class StableBaselines3:
     def sample_many(self, count: int) -> list[DictReplayBufferSamples]:
         """Draw several batches in one call.
 
-        The buffer returns relabelled transitions first, so each batch takes every `count`-th transition.
+        The buffer returns relabelled transitions last, so each batch takes every `count`-th transition.
         """
         whole = self.buffer.sample(count * BATCH_SIZE)
         return [

@@ -87,7 +87,7 @@ def test_writing_and_add_are_measured(run, monkeypatch):
 
 
 def test_batches_that_are_not_relabelled_alike_are_a_failure():
-    """Stable-Baselines3 returns relabelled transitions first."""
+    """Stable-Baselines3 returns relabelled transitions last."""
     measured = measuring.Measured(SB3, SIZE, CONTENDERS[SB3](SIZE))
     measured.fill()
     assert not measured.failures()

@@ -18,7 +18,7 @@ EVERY = 64  # one later sample in this many is counted
 ENOUGH = 500  # transitions selected for relabelling before the share of evicted goals is judged
 SHARE_EVICTED = 0.2
 SAMPLES_WITHOUT_WRITE = 50  # samples without a write after which running episodes should have ended
-LOOKS = 10  # one sample in this many checks for new writes
+LOOK_EVERY = 10  # one sample in this many checks for new writes
 SHARE_WAITING = 0.5
 SHARE_MIXED = 0.5
 
@@ -116,10 +116,10 @@ class SampleCounts:
 
     def check_waiting(self, draw: Draw, table: GoalTable) -> None:
         """Warn if at least half of a sample waits for the end of its episodes long after the last write."""
-        if self._samples % LOOKS or self._has_warned_of_waiting:
+        if self._samples % LOOK_EVERY or self._has_warned_of_waiting:
             return
         writes = table.writes
-        self._since_write = self._since_write + LOOKS if writes == self._writes else 0
+        self._since_write = self._since_write + LOOK_EVERY if writes == self._writes else 0
         self._writes = writes
         if self._since_write < SAMPLES_WITHOUT_WRITE or not len(draw.step):
             return

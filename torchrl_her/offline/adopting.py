@@ -17,7 +17,7 @@ from torchrl_her.goals.table import GoalTable, RowsBefore
 from torchrl_her.keys import get_entry
 from torchrl_her.n_step import NStepReward
 from torchrl_her.neighbours import Neighbours
-from torchrl_her.offline.data_set import DataSet, Lacking
+from torchrl_her.offline.data_set import DataSet, MissingEntries
 from torchrl_her.relabel import RelabelTransform
 
 
@@ -25,7 +25,7 @@ class AdoptingTransform(RelabelTransform):
     """The part of `HERTransform` that adopts a data set.
 
     Attributes:
-        adopted (Lacking, optional): the entries that the adopted data set lacks; None without an adopted data set.
+        adopted (MissingEntries, optional): the entries that the adopted data set lacks; None if nothing was adopted.
     """
 
     her_ratio: float
@@ -34,7 +34,7 @@ class AdoptingTransform(RelabelTransform):
     table: GoalTable | None
     _rows_before: RowsBefore
     _ids_around: list[int] | None
-    adopted: Lacking | None = None
+    adopted: MissingEntries | None = None
     _has_checked_stamps = False  # whether a sample without desired goals has passed the check
 
     @abstractmethod
@@ -86,16 +86,16 @@ class AdoptingTransform(RelabelTransform):
         """
         self._check_untouched()
         data_set = DataSet(data, self.keys, self.goal_fn)
-        self._check_lacking(data_set.lacking)
+        self._check_missing(data_set.missing)
         before = self.tracker, self.table, self._diagnosis, self._is_checked
         try:
             adopted = data_set.with_stamps(self._track_all(data_set))
         except BaseException:
             self.tracker, self.table, self._diagnosis, self._is_checked = before
             raise
-        if self.her_ratio and not data_set.lacking.goals:
+        if self.her_ratio and not data_set.missing.goals:
             self._diagnosis.search_later(data_set.rows_to_search())
-        self.adopted = data_set.lacking
+        self.adopted = data_set.missing
         self._neighbours = self._ids_around = None  # the next sample checks the other transforms
         return adopted
 
@@ -112,7 +112,7 @@ class AdoptingTransform(RelabelTransform):
         if self.table is not None:
             self.table = GoalTable.like(self.table.goals, self.capacity, self._rows_before)
         self.tracker = EpisodeTracker(self.tracker.max_episode_steps, count, publish_running=False, copies=False)
-        self._diagnosis = self._diagnosis.restarted(compares_rewards=not any(data_set.lacking))
+        self._diagnosis = self._diagnosis.restarted(compares_rewards=not any(data_set.missing))
         self._is_checked = False
         stamps, is_empty = np.empty((len(data_set.ends), 2), np.int64), count > 1
         for piece in data_set.pieces():
@@ -151,18 +151,18 @@ class AdoptingTransform(RelabelTransform):
                 "create another one for the data set, and combine both buffers with ReplayBufferEnsemble."
             )
 
-    def _check_lacking(self, lacking: Lacking) -> None:
+    def _check_missing(self, missing: MissingEntries) -> None:
         """Check that the missing entries of a data set can be created."""
-        if lacking.goals and self.her_ratio < 1:
+        if missing.goals and self.her_ratio < 1:
             raise ValueError(
                 f"The data set has no desired goals under {self.keys.desired!r}, and with her_ratio={self.her_ratio} "
                 "some samples would need them: pass their key as desired_goal_key=..., or pass her_ratio=1."
             )
-        if lacking.goals and self._rows_before.desired:
+        if missing.goals and self._rows_before.desired:
             raise ValueError(
                 "The data set has no desired goals, but the strategy PastDesired draws from them: use another strategy."
             )
-        if lacking.rewards and self._reads_steps and self.her_ratio < 1:
+        if missing.rewards and self._reads_steps and self.her_ratio < 1:
             raise ValueError(
                 "The data set has no rewards, and ReachedReward cannot compute rewards for original goals: pass "
                 f"her_ratio=1 (got {self.her_ratio}), or a reward that reads the goals, such as SparseReward."
@@ -199,7 +199,7 @@ class AdoptingTransform(RelabelTransform):
         keys = self.keys
         if not self._creates_goals:
             return (keys.reward,) if self.adopted.rewards else ()
-        self._check_lacking(self.adopted)  # her_ratio may have changed
+        self._check_missing(self.adopted)  # her_ratio may have changed
         is_cheap = episode.device.type == "cpu" or not self._has_checked_stamps
         if is_cheap and not torch.compiler.is_compiling():
             self._check_stamps(episode, step)
@@ -224,14 +224,14 @@ class AdoptingTransform(RelabelTransform):
     def _adopted_state(self) -> dict[str, Any]:
         return {"adopted": None if self.adopted is None else self.adopted._asdict()}
 
-    def _check_adopted_state(self, state: dict[str, Any]) -> Lacking | None:
+    def _check_adopted_state(self, state: dict[str, Any]) -> MissingEntries | None:
         """Check the result of `_adopted_state`, and return the entries that the saved data set lacked."""
         saved = state.get("adopted")
-        lacking = None if saved is None else Lacking(**saved)
-        if lacking is None and self.adopted is not None:
+        missing = None if saved is None else MissingEntries(**saved)
+        if missing is None and self.adopted is not None:
             raise ValueError(
                 "This HERTransform has adopted a data set, but the saved one had not: load into a new buffer."
             )
-        if lacking is not None:
-            self._check_lacking(lacking)
-        return lacking
+        if missing is not None:
+            self._check_missing(missing)
+        return missing

@@ -23,7 +23,7 @@ PIECE_BYTES = 2**22  # at most this many bytes are copied for each piece
 SEARCHED = 64  # this many rows are searched for copies of the desired goal
 
 
-class Lacking(NamedTuple):
+class MissingEntries(NamedTuple):
     """The entries that are missing in a data set, and that sampling creates."""
 
     goals: bool = False  # desired goals; rewards and ends are then recomputed even if they are stored
@@ -59,11 +59,11 @@ class DataSet:
             )
         self.data = data
         self.keys = keys
-        self.lacking = Lacking(
+        self.missing = MissingEntries(
             goals=all(data.get(key, None) is None for key in (keys.desired, keys.next_desired)),
             rewards=data.get(keys.reward, None) is None,
         )
-        _check_names(data, keys, self.lacking)
+        _check_names(data, keys, self.missing)
         _check_time_is_last(data, keys)
         self.mask: np.ndarray | None = None  # bool [rows], False for padding
         if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):
@@ -77,7 +77,7 @@ class DataSet:
         self._device = states.device
         state = states[(0,) * data.batch_dims]
         self._zero_goal: Tensor | None = None  # [*goal], a placeholder
-        if self.lacking.goals:
+        if self.missing.goals:
             self._zero_goal = torch.zeros_like(map_goals(state.unsqueeze(0), goal_fn).detach()[0])
         # A piece of reordered rows is a copy, and two pieces are alive at a time.
         row_bytes = 4 * state.nbytes if self._order is None else 2 * data[0].bytes()
@@ -140,7 +140,7 @@ class DataSet:
 
     def _with_placeholders(self, data: TensorDictBase) -> TensorDictBase:
         """Return a piece with placeholders for missing entries. They are expanded, so they take no memory per row."""
-        if not any(self.lacking):
+        if not any(self.missing):
             return data
         data, batch = data.copy(), data.batch_size
         if self._zero_goal is not None:
@@ -164,15 +164,15 @@ class DataSet:
         return self.data.copy().auto_device_().set(STAMP, column.to(self._device))
 
 
-def _check_names(data: TensorDictBase, keys: HERKeys, lacking: Lacking) -> None:
+def _check_names(data: TensorDictBase, keys: HERKeys, missing: MissingEntries) -> None:
     """Check that a missing entry is not stored under another key."""
-    for is_lacking, key, name, argument in (
-        (lacking.goals, keys.desired, "desired_goal", "desired_goal_key"),
-        (lacking.rewards, keys.reward, "reward", "reward_key"),
+    for is_missing, key, name, argument in (
+        (missing.goals, keys.desired, "desired_goal", "desired_goal_key"),
+        (missing.rewards, keys.reward, "reward", "reward_key"),
     ):
         leaves = data.keys(include_nested=True, leaves_only=True)
         found = [leaf for leaf in leaves if leaf == name or (isinstance(leaf, tuple) and leaf[-1] == name)]
-        if is_lacking and found:
+        if is_missing and found:
             raise KeyError(
                 f"The data set has no entry {key!r}, but it has {found[0]!r}: pass this key as {argument}=... "
                 "(without 'next'), or exclude() the entry if it is something else."
