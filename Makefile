@@ -39,5 +39,6 @@ clean:
 # One stamp per extra: the environment is made once, and again where what it is made from has changed.
 .venv/.%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --progress-bar off -c constraints.txt pip
+	$(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[$*]'
 	touch $@

@@ -1,8 +1,8 @@
 """DDPG with hindsight, as in the original Fetch experiments.
 
 Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) with hindsight experience replay
-(Andrychowicz et al. 2017, arXiv:1707.01495). Targets are clipped to the range of possible returns. ``action_penalty``
-makes large actions costly, so that the actor's tanh does not saturate::
+(Andrychowicz et al. 2017, arXiv:1707.01495). Targets are clipped to the range of possible returns, and large actions
+can be made costly (``action_penalty``)::
 
     python examples/ddpg.py
     python examples/ddpg.py hindsight.enabled=false
@@ -92,8 +92,27 @@ class ClippedTarget(TD0Estimator):
         return super().value_estimate(*args, **kwargs).clamp(self.lowest, 0.0)
 
 
+class PenalizedLoss(DDPGLoss):
+    """A loss whose actor also minimizes the mean square of its actions, so that its tanh does not saturate."""
+
+    def __init__(self, actor: TensorDictSequential, critic: TensorDictModule, penalty: float):
+        super().__init__(actor, critic, delay_actor=True)
+        self.penalty = penalty
+
+    def loss_actor(self, tensordict: TensorDictBase) -> tuple[Tensor, dict]:  # noqa: D102 (without importance weights)
+        data = tensordict.select(*self.actor_in_keys)
+        with self.actor_network_params.to_module(self.actor_network):
+            data = self.actor_network(data)
+        with self.value_network_params.detach().to_module(self.value_network):
+            data = self.value_network(data)
+        return self.penalty * data["action"].square().mean() - data["state_action_value"].mean(), {}
+
+
 def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
-    loss = DDPGLoss(actor, critic, delay_actor=True)
+    if config.action_penalty:
+        loss = PenalizedLoss(actor, critic, config.action_penalty)
+    else:
+        loss = DDPGLoss(actor, critic, delay_actor=True)
     if config.clip_target:
         estimator = ClippedTarget(gamma=config.gamma, value_network=loss.actor_critic, device=config.device)
         estimator.set_keys(value=loss.tensor_keys.state_action_value)
@@ -128,11 +147,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
-        total = losses["loss_actor"] + losses["loss_value"]  # neither has gradients for the network of the other
-        if config.action_penalty:
-            action = actor(batch.select("inputs"))["action"]
-            total = total + config.action_penalty * action.square().mean()
-        total.backward()
+        (losses["loss_actor"] + losses["loss_value"]).backward()  # neither has gradients for the network of the other
         actor_optimizer.step()
         critic_optimizer.step()
         actor_optimizer.zero_grad()

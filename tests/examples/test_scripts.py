@@ -118,6 +118,28 @@ def test_targets_of_ddpg_are_clipped():
         torch.testing.assert_close(clipped, free.clamp(-10, 0))
 
 
+def test_the_action_penalty_adds_the_gradient_of_the_mean_square_of_the_actions():
+    ddpg = importlib.import_module("ddpg")
+    config, plain_config = configure("ddpg", "action_penalty=0.7"), configure("ddpg")
+    env = common.make_env(config.env)
+    inputs = common.Inputs(config, env)
+    actor = ddpg.make_policy(config, env, inputs)[1:]
+    critic = ddpg.ValueOperator(ddpg.MLP(inputs.width + 2, 1, num_cells=[16]), in_keys=["inputs", "action"])
+    batch = inputs(env.rollout(50))
+
+    losses = ddpg.make_loss(config, actor, critic)(batch.clone())
+    found = torch.autograd.grad(losses["loss_actor"] + losses["loss_value"], [*actor.parameters()])
+    plain = ddpg.make_loss(plain_config, actor, critic)(batch.clone())
+    action = actor(batch.select("inputs"))["action"]
+    total = plain["loss_actor"] + 0.7 * (action**2).mean()
+    torch.testing.assert_close(losses["loss_actor"], total)
+    torch.testing.assert_close(losses["loss_value"], plain["loss_value"])
+    for one, other in zip(found, torch.autograd.grad(total, [*actor.parameters()]), strict=True):
+        torch.testing.assert_close(one, other)
+    critic_gradients = torch.autograd.grad(losses["loss_actor"], [*critic.parameters()], allow_unused=True)
+    assert all(gradient is None for gradient in critic_gradients)
+
+
 @pytest.mark.parametrize(("when", "copies"), [("writing", 4), ("sampling", 0)])
 def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(when, copies, tmp_path):
     command = f"ddpg speedup=none buffer.size=2000 hindsight.when={when}"
