@@ -50,7 +50,7 @@ FOR_TRAINING, FOR_TESTS = 240.0, 100.0  # maximum and minimum seconds; tests get
 class Plan:
     """The sizes of all measurements."""
 
-    samples: int  # per storage and strategy; none of them may synchronise
+    samples: int  # per storage and strategy; none of them may synchronize
     stored: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     budget: float  # seconds of one measurement
@@ -107,9 +107,9 @@ def check_synchronization(plan: Plan, device: torch.device, out: Path, report: R
     if device.type == "cuda":
         line = f"{len(rows)} pairs of storage and strategy, {plan.samples} samples each: none waits for the device."
     else:
-        line = "Skipped on a CPU: whether sampling synchronises, and CUDA graphs (functions are called instead)."
+        line = "Skipped on a CPU: whether sampling synchronizes, and CUDA graphs (functions are called instead)."
     report.lines.append(line)
-    report.add("samples that did not synchronise", sum(row["samples"] for row in rows if row["checked"]), "samples")
+    report.add("samples that did not synchronize", sum(row["samples"] for row in rows if row["checked"]), "samples")
 
 
 def run_gpu_tests(device: torch.device, out: Path, report: Report, left: float) -> None:
@@ -186,7 +186,7 @@ def name_of(device: torch.device) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Synchronisation, tests, sampling and training on a GPU.")
+    parser = argparse.ArgumentParser(description="Synchronization, tests, sampling and training on a GPU.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: run a small version")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

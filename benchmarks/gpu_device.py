@@ -1,4 +1,4 @@
-"""Functions of ``gpu.py``: timing on a device, CUDA graphs, detection of synchronisation, and CSV files.
+"""Functions of ``gpu.py``: timing on a device, CUDA graphs, detection of synchronization, and CSV files.
 
 On a CPU, the same code runs without CUDA graphs and detects nothing.
 """

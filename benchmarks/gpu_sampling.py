@@ -1,4 +1,4 @@
-"""Sampling on a device: a check that it does not synchronise, and its throughput.
+"""Sampling on a device: a check that it does not synchronize, and its throughput.
 
 Transitions have the same entries as in ``sampling.py``: a 25-float observation, 3-float goals, a 4-float action,
 episodes of 50 steps, reward 0 within 0.05 of the goal and -1 elsewhere.
@@ -79,7 +79,7 @@ def fill(buffer: TensorDictReplayBuffer, size: int, device: torch.device) -> Non
         buffer.extend(make_transitions(min(CHUNK, size // EPISODE_STEPS - first), device))
 
 
-# Synchronisation
+# Synchronization
 
 
 def check_synchronization(device: torch.device, samples: int) -> list[Row]:
@@ -99,14 +99,14 @@ def check_synchronization(device: torch.device, samples: int) -> list[Row]:
 
 
 def check_that_synchronization_is_found(device: torch.device) -> None:
-    """Check that reading a value of the device raises an error while synchronisation is forbidden."""
+    """Check that reading a value of the device raises an error while synchronization is forbidden."""
     value = torch.ones((), device=device)
     try:
         with no_synchronization(device):
             value.item()
     except RuntimeError:
         return
-    raise RuntimeError('set_sync_debug_mode("error") did not detect .item(), so the check would miss synchronisation.')
+    raise RuntimeError('set_sync_debug_mode("error") did not detect .item(), so the check would miss synchronization.')
 
 
 # Samples per second

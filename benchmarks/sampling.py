@@ -105,7 +105,7 @@ def print_tables(results: Results) -> None:
     if floors := [name for name in names if name in FLOORS]:
         print_times(results, SAMPLE, floors)
     saved = ((LABELS[name], [f"{ratio_of_many(results, size, name):.2f}" for size in sizes]) for name in compared)
-    print_table(f"a batch of {BATCHES} per call, ratio to one per call", map(short, sizes), saved)
+    print_table(f"time per batch, {BATCHES} batches per call relative to one", map(short, sizes), saved)
     by_storage = (("`LazyTensorStorage`", OURS, PLAIN), ("`PackedStorage`", PACKED_OURS, PACKED))
     adds = ((label, [f"{added(results, size, *pair):.0f}" for size in sizes]) for label, *pair in by_storage)
     print_table("hindsight adds to a sample, µs", map(short, sizes), adds)

@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-# Ray reads this variable when it is imported. Without it, an interrupted collector starts another cluster when it is
-# deleted.
+# Ray reads this when it is imported. Without it, deleting a collector after an interrupt starts another cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import ray
@@ -52,7 +51,7 @@ TAU = 0.05  # of the target networks' soft update
 NOISE = 0.2  # standard deviation, added to the actions
 RANDOM_ACTIONS = 0.2  # final share of uniform actions; it decreases from 1 until the first update
 
-# Ray starts an actor if enough CPUs are free. These are the resources of one actor. The learner is no actor.
+# Ray starts an actor if enough CPUs are free. These are the resources of one actor. The learner is not an actor.
 REPLAY_BUFFER_RESOURCES = {"num_cpus": 1}
 COLLECTOR_RESOURCES = {"num_cpus": 1}
 

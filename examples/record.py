@@ -1,4 +1,4 @@
-"""Records the tensor operations of an update with ``make_fx``, and replays them without the Python code around."""
+"""Records the tensor operations of an update with ``make_fx``, and replays them without the Python code around them."""
 
 import warnings
 from collections.abc import Callable

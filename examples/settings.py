@@ -56,7 +56,7 @@ class Buffer:
     prioritized: Priority | None = None
     alpha: float = 0.3  # exponent of priorities, which are squared errors (SAC: 0.6, absolute errors)
     beta: float = 0.4  # exponent of the importance weights
-    far: float = 0.1  # the movement from which on the priority is highest, in units of the goal
+    far: float = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
 
 
 @dataclass

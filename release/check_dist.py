@@ -29,7 +29,7 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 
 def check_files(wheel: Path, sdist: Path) -> None:
-    """Check that both archives have all modules of the package, and nothing else but what is expected."""
+    """Check that both archives contain exactly the expected files."""
     files = (path for path in (ROOT / "torchrl_her").rglob("*") if path.is_file() and path.suffix != ".pyc")
     modules = {path.relative_to(ROOT).as_posix() for path in files}
     with zipfile.ZipFile(wheel) as archive:

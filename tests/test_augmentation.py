@@ -260,7 +260,7 @@ def test_an_entry_that_contains_the_desired_goal_is_refused_unless_sampling_reco
     rb = make()
     for goal in range(7):
         rb.extend(data(-2.0 * goal))
-    with pytest.warns(UserWarning, match="'both' contains the desired goal"):
+    with pytest.warns(UserWarning, match="copy of the desired goal is in 'both'"):
         rb.extend(data(-14.0))
     rb = make(transform=envs.Compose(make_augmentation(), recompute(), recompute("next")))
     for goal in range(8):

@@ -74,7 +74,7 @@ def test_the_input_of_forward_is_not_modified():
         (lambda: (CompactGoals(done_key=("agents", "done")), hindsight()), "the same desired_goal_key and done_key"),
         (
             lambda: (RenameTransform(["done"], ["ended"]), CompactGoals(), hindsight()),
-            r"RenameTransform comes before HERTransform and works on \['done'\]",
+            r"RenameTransform comes before HERTransform and reads \['done'\]",
         ),
     ],
 )

@@ -118,7 +118,7 @@ def streams(draw):
         capacity=draw(st.sampled_from([15, 40, 100_000, 100_000])),
         strategy=draw(st.sampled_from(["future", "future", "final", "episode", "random"])),
         her_ratio=draw(st.sampled_from([1.0, 1.0, 0.5])),
-        tells_terminated=draw(st.sampled_from([True, True, False])),
+        writes_terminated=draw(st.sampled_from([True, True, False])),
         first_publication=draw(st.sampled_from([3, 64])),
         compact=draw(st.booleans()),
     )
@@ -211,7 +211,7 @@ def test_long_episodes_are_relabelled_while_they_run_as_far_as_their_windows_are
 
 @pytest.mark.parametrize("without", [["truncated"], ["truncated", "terminated"]])
 def test_flags_that_the_data_does_not_have_are_not_needed(without):
-    stream = replace(WALK, tells_terminated="terminated" not in without)
+    stream = replace(WALK, writes_terminated="terminated" not in without)
     rb, oracle = make_buffer(stream, kind=TensorDictReplayBuffer), NStepOracle(stream)
     absent = [("next", name) for name in without]
     feed(rb, oracle, stream, lambda data: data.exclude("collector", *absent))
@@ -222,7 +222,7 @@ def test_flags_that_the_data_does_not_have_are_not_needed(without):
     for row, window, goal in read(batch, oracle):
         right = expected_in_float32(window, goal, stream)
         # As for single steps, done equals terminated in relabelled transitions.
-        done = right["next", "terminated"] if goal and stream.tells_terminated else window[-1].done
+        done = right["next", "terminated"] if goal and stream.writes_terminated else window[-1].done
         assert (row["next", "done"], row[NEXT_REWARD]) == (done, right[NEXT_REWARD])
 
 

@@ -46,7 +46,7 @@ REFUSED = {
     ),
     "goals computed when written": (
         {"before": [normalize_when_written("scaled", "desired_goal")]},
-        "ObservationNorm comes before HERTransform and works on.*desired_goal.*Place it after",
+        "ObservationNorm comes before HERTransform and reads.*desired_goal.*Place it after",
     ),
     "two transforms with hindsight": ({"after": [make_hindsight]}, "Two transforms .* would relabel.*keep one"),
     "n steps over padding": (

@@ -113,7 +113,7 @@ class CustomTensorStorage(TensorStorage):
     """A ``TensorStorage`` whose subclasses allocate, check and count transitions under public names.
 
     TorchRL's buffers, writers and samplers call the private methods overridden here and read the private attributes.
-    A storage that manages its own memory has no public way to take part.
+    TorchRL has no public interface for a storage that manages its own memory.
     """
 
     shared_init = False  # read when an unallocated storage is sent to another process

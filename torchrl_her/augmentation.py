@@ -264,7 +264,13 @@ class HindsightAugmentation(RelabelTransform):
 
     @property
     def held_back(self) -> int:
-        """The number (int) of transitions that wait for the end of their episode or for the next write."""
+        """The number (int) of transitions that wait for the end of their episode or for the next write.
+
+        Examples:
+            >>> from torchrl_her import HindsightAugmentation, SparseReward
+            >>> HindsightAugmentation(SparseReward(0.05)).held_back
+            0
+        """
         return len(self._held)
 
     # Sampling

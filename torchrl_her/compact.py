@@ -25,7 +25,8 @@ class CompactGoals(BufferTransform):
 
     Raises:
         ValueError: if the two desired goals of a written transition differ, or a flag at the root is True (a refused
-            write stores nothing), or if a loaded buffer was saved without ``CompactGoals``.
+            write stores nothing), if a loaded buffer was saved without ``CompactGoals``, or if ``CompactGoals``
+            comes after the hindsight transform or has other keys.
         KeyError: if written or sampled transitions have no desired goal.
 
     Examples:

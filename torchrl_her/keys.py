@@ -8,8 +8,8 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 MASK = ("collector", "mask")  # written by collectors with split_trajs=True
-# The number of steps from the transition to the step that achieved its goal, int64 [*batch, 1]; -1 if the goal does
-# not come from the rest of the transition's own episode.
+# The number of steps from the transition to the step that achieved its goal, int64 [*batch, 1]; -1 if the goal
+# comes from an earlier step or another episode, or the transition is not relabelled.
 STEPS_TO_GOAL = ("hindsight", "steps_to_goal")
 # The index of the mixture's member that selected the goal, int64 [*batch, 1]; -1 if the transition is not relabelled.
 MEMBER = ("hindsight", "member")

@@ -73,7 +73,7 @@ class Neighbours(NamedTuple):
             writes.update(transform.in_keys_inv or ())
             what = None
             if stale := reads & (replaced | left_out):
-                what = f"works on {sorted(map(str, stale))} of the original goal"
+                what = f"reads {sorted(map(str, stale))} before relabelling replaces or restores them"
             elif overwritten := writes & {*replaced, *left_out, keys.next_achieved}:
                 what = f"writes {sorted(map(str, overwritten))}, which relabelling then replaces by raw values"
             if what:

@@ -72,8 +72,8 @@ class HERTransform(StampingTransform):
             several environments. They are used if present. None ignores them. Default: ``("collector", "traj_ids")``.
         goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
             to goals ``[batch, *goal]``. By default, the entry is the goal.
-        capacity (int): the number of achieved goals to keep. Pass the ``max_size`` of the storage, or two to three
-            times as much if episodes have 64 steps or more. Default: 1,000,000.
+        capacity (int): the number of achieved goals to keep. Pass the ``max_size`` of the storage, or three times as
+            much if episodes have 64 steps or more. Default: 1,000,000.
         goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
             environment. Required if several processes share the buffer. By default, the first write determines it.
         max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag.
@@ -87,12 +87,15 @@ class HERTransform(StampingTransform):
             it for a learned reward, which changes during training. Default: False.
 
     Raises:
-        ValueError: if an argument is out of range, if another transform of the buffer would undo the relabelling, or if
-            the written goals have the wrong shape, the wrong dtype or a NaN. A refused write stores nothing.
+        ValueError: if an argument is out of range, if the transform is added to an environment, if another transform of
+            the buffer would undo the relabelling, or if written goals have the wrong shape, the wrong dtype or a NaN. A
+            refused write stores nothing. When sampling, if the size of the batch is not a multiple of
+            ``sequence_length``.
         TypeError: if an argument or a written entry has the wrong type.
         KeyError: if written or sampled transitions lack an entry.
         RuntimeError: if the goal table does not fit into memory, if processes share the buffer but ``goal_spec`` is
-            missing, or if transitions are written after `adopt`.
+            missing, if transitions are written after `adopt`, if a writer waits for another one for more than a minute,
+            or if samples are on another device than a shared goal table.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -175,7 +178,20 @@ class HERTransform(StampingTransform):
         return batch.data.set(RELABELLED, relabelled)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Check the other transforms of the buffer, then compile sampling with ``torch.compile``."""
+        """Check the other transforms of the buffer, then compile sampling with ``torch.compile``.
+
+        Args:
+            *args: passed to ``torch.compile``.
+            **kwargs: passed to ``torch.compile``.
+
+        Raises:
+            ValueError: if another transform of the buffer would undo the relabelling.
+
+        Examples:
+            >>> from torchrl_her import HERTransform, SparseReward
+            >>> her = HERTransform(SparseReward(0.05), capacity=1000)
+            >>> her.compile(dynamic=True)
+        """
         self._check_neighbours()
         super().compile(*args, **kwargs)
 

@@ -44,7 +44,7 @@ def test_the_small_version_runs_on_a_cpu(tmp_path):
     result = run("--device", "cpu", "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
-    for skipped in ("Skipped on a CPU: the tests marked gpu.", "Skipped on a CPU: whether sampling synchronises"):
+    for skipped in ("Skipped on a CPU: the tests marked gpu.", "Skipped on a CPU: whether sampling synchronizes"):
         assert skipped in result.stdout
 
     sampling = read(tmp_path / "sampling.csv")

@@ -80,7 +80,7 @@ def test_a_warning_names_an_entry_that_contains_the_desired_goal(name):
     if name in INSUFFICIENT:
         transform = Compose(transform, INSUFFICIENT[name]())
     data = COPIES.get(name, concatenated)()
-    with pytest.warns(UserWarning, match=r"contains the desired goal .*keep the original one.*CatTensors"):
+    with pytest.warns(UserWarning, match=r"copy of the desired goal is in .*stay the original goal.*CatTensors"):
         buffer(transform, data)
 
 
@@ -103,7 +103,7 @@ def test_every_way_of_writing_warns_once_the_goal_has_changed_often_enough(how):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="contains the desired goal"):
+        with pytest.raises(UserWarning, match="copy of the desired goal"):
             write()
     goals = {tuple(goal) for goal in data["desired_goal"][: written + 1].tolist()}
     assert how != "add" or len(goals) == 8

@@ -1,4 +1,4 @@
-"""The batched PointReach does what the Gymnasium environment does, and hindsight finds its episodes."""
+"""The batched PointReach behaves like the Gymnasium environment, and hindsight finds its episodes."""
 
 import sys
 
@@ -123,7 +123,7 @@ def test_a_partial_reset_resets_the_chosen_ones_alone(device):
     expected = torch.cat([(position + 0.05 * velocity).clamp(-1, 1), velocity], dim=-1)
     assert torch.allclose(outcome["observation"], expected, atol=1e-6)
     after = outcome.exclude("reward")
-    lengths = []  # of what remains of the episodes: 49 steps, or 42
+    lengths = []  # of the remaining episodes: 49 or 42 steps
     for _ in range(50):
         after = env.rand_step(after)["next"].exclude("reward")
         lengths.append(after["truncated"].flatten().cpu())

@@ -109,7 +109,7 @@ def test_future_alone_gives_both_the_same_goal(folder):
 
 
 def test_an_evaluation_is_always_the_same_and_counts_the_steps_until_the_goal():
-    """Against a loop over single Gymnasium environments, with a policy that steers at the goal through walls."""
+    """Compared with a loop over single Gymnasium environments; the policy steers straight at the goal."""
     config = gciql.Config(evaluation=gciql.Evaluating(episodes=10))
     steer = TensorDictModule(
         lambda state, goal: 3 * (goal - state[..., :2]) - state[..., 2:], ["observation", "desired_goal"], ["action"]

@@ -1,4 +1,4 @@
-"""The data of `gciql.py`: what a waypoint follower and random play leave, in the layout of TorchRL's collectors."""
+"""The data of `gciql.py`: a waypoint follower and random play, in the layout of TorchRL's collectors."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A training script resumes from its checkpoints as if it had never stopped, in a folder of its own."""
+"""A training script resumes from its checkpoints as if it had never stopped, in its own folder."""
 
 import importlib.util
 import multiprocessing

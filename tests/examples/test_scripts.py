@@ -1,4 +1,4 @@
-"""What a training script collects, writes, samples, updates and evaluates."""
+"""Data collection, writing, sampling, updates and evaluation of the training scripts."""
 
 import importlib
 
@@ -62,7 +62,7 @@ gymnasium.register("RewardedBits-v0", make_rewarded_bits)
 
 @pytest.mark.parametrize("script", ["dqn", "ddpg"])
 def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environments_plays(script):
-    """Each episode against one of a single Gymnasium environment with the same seed."""
+    """Each episode is compared with an episode of a single Gymnasium environment with the same seed."""
     kwargs = ["env.name=RewardedBits-v0"] if script == "dqn" else ["+env.kwargs.max_episode_steps=15"]
     config = configure(script, *kwargs, "evaluation.episodes=7", "evaluation.num_envs=3")
 

@@ -299,7 +299,7 @@ def test_a_copy_of_a_compiled_transform_relabels_from_its_own_table(make_copy):
     assert check(twin.sample(), reward="GoalReward").share > 0.5
 
 
-# Host synchronisation
+# Host synchronization
 
 
 @contextlib.contextmanager

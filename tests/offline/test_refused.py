@@ -217,7 +217,7 @@ def test_copies_of_the_goal_are_searched_at_the_first_sample(her_ratio, rewritte
     rb = TensorDictReplayBuffer(storage=TensorStorage(adopted[0]), transform=transforms, batch_size=10)
     found = warnings_of(rb.sample)
     assert len(found) == (her_ratio == 1.0 and not rewritten)
-    assert all("'observation' contains the desired goal" in message for message in found)
+    assert all("copy of the desired goal is in 'observation'" in message for message in found)
     assert warnings_of(rb.sample) == []  # once
 
 

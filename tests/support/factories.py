@@ -38,7 +38,7 @@ def make_transform(stream: Stream | None = None, reward: Any = None, **options: 
     if stream is not None:
         options = {name: getattr(stream, name) for name in ("strategy", "her_ratio", "capacity", "compact")} | options
         before = [MultiStepTransform(stream.n, stream.gamma)] if stream.n else []
-        terminated_fn = reached if stream.tells_terminated else None
+        terminated_fn = reached if stream.writes_terminated else None
     if options.pop("compact", False):
         before.insert(0, CompactGoals(done_key=options.get("done_key", "done")))
     hindsight = HERTransform(reward or GoalReward(reward_of, terminated_fn=terminated_fn), **options)

@@ -55,7 +55,7 @@ class NStepOracle(Oracle):
 
 def expected_in_float32(window: Sequence[Transition], goal: Goal | None, stream: Stream) -> Row:
     """Return the result of `expected_of`, with sums that are equal up to rounding."""
-    row = expected_of(window, goal, stream.gamma, stream.tells_terminated)
+    row = expected_of(window, goal, stream.gamma, stream.writes_terminated)
     largest = sum(abs(reward_of(step.outcome, row["desired_goal"])) for step in window)
     row["gamma"] = pytest.approx(row["gamma"], rel=1e-6, abs=1e-6)
     row["next", "reward"] = pytest.approx(row["next", "reward"], rel=0, abs=1e-6 * largest + 1e-6)
@@ -99,7 +99,7 @@ WALK = Stream(
 STREAMS = [
     WALK,
     replace(WALK, strategy="episode", her_ratio=1.0, capacity=40),  # windows whose first steps have left the table
-    replace(WALK, cells=None, tells_terminated=False, her_ratio=1.0),
+    replace(WALK, cells=None, writes_terminated=False, her_ratio=1.0),
     replace(WALK, n=4, gamma=0.5, lengths=((9, "truncated"), (2, "both")), her_ratio=1.0),
     replace(WALK, compact=True),
 ]

@@ -26,11 +26,11 @@ def expected_of(
     window: Sequence[Transition],
     goal: Goal | None = None,
     gamma: float | None = None,
-    tells_terminated: bool = True,
+    writes_terminated: bool = True,
 ) -> Row:
     """Return the entries of a transition: a single step, or the window of an n-step return with the discount ``gamma``.
 
-    ``goal`` is the new goal, or None if the transition is not relabelled. With ``tells_terminated``, reaching it
+    ``goal`` is the new goal, or None if the transition is not relabelled. With ``writes_terminated``, reaching it
     terminates the episode.
     """
     first, last = window[0], window[-1]
@@ -39,10 +39,10 @@ def expected_of(
     for step in window:
         total += (1.0 if gamma is None else gamma) ** count * reward_of(step.outcome, desired)
         count += 1
-        if goal is not None and tells_terminated and reached(step.outcome, goal):
+        if goal is not None and writes_terminated and reached(step.outcome, goal):
             stops = True
             break
-    terminated = last.terminated if goal is None or not tells_terminated else stops
+    terminated = last.terminated if goal is None or not writes_terminated else stops
     truncated = last.truncated and count == len(window)
     row: Row = {
         "uid": first.uid,
@@ -242,7 +242,7 @@ class Oracle(RunningEpisodes):
         return possible, certain
 
     def _expected(self, window: list[Transition], goal: Goal | None) -> Row:
-        return expected_of(window, goal, tells_terminated=self.stream.tells_terminated)
+        return expected_of(window, goal, writes_terminated=self.stream.writes_terminated)
 
 
 def run(stream: Stream, make_oracle: Callable[[Stream], Oracle] = Oracle) -> float:

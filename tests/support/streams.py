@@ -79,7 +79,7 @@ class Stream:
     )
     n: int = 0  # steps of the returns of a MultiStepTransform; 0 for none
     gamma: float = 1.0
-    tells_terminated: bool = True  # whether reaching a new goal terminates
+    writes_terminated: bool = True  # whether reaching a new goal terminates
     first_publication: int = 64  # duplicated from the package on purpose
     compact: bool = False
 

@@ -1,4 +1,4 @@
-"""Reads tensors of a GPU without synchronisation."""
+"""Reads tensors of a GPU without synchronization."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ def warn_if_goal_is_copied(
     if places and len(goals) >= GOALS:
         names = " and ".join(map(repr, places))
         warn_user(
-            f"The entry {names} contains the desired goal (it equalled {len(goals)} different goals, bit for bit). "
-            "Relabelling does not replace this copy, so the entry would keep the original one. Do not concatenate in "
-            f"the environment, and let networks read {keys.desired!r} in addition to the observation. Or place a "
-            "transform after the hindsight transform that rewrites the entry at the root and under 'next' (CatTensors) "
+            f"A copy of the desired goal is in {names} (equal for {len(goals)} different goals, bit for bit). "
+            "Relabelling does not replace it, so the copy would stay the original goal. Do not concatenate in the "
+            f"environment, and let networks read {keys.desired!r} in addition to the observation. Or place a "
+            "transform after the hindsight transform that rewrites the copy at the root and under 'next' (CatTensors) "
             "or removes it (ExcludeTransform).",
         )
     is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES

@@ -28,7 +28,7 @@ class MovementPriority(BufferTransform):
     episode includes only the steps in the same write.
 
     Args:
-        far (float): the length of the path, in units of the goal, at and above which the priority is highest.
+        far (float): the length of the path, in units of the goal, at which the priority reaches its maximum.
 
     Keyword Args:
         lowest (float): the priority of transitions in episodes without movement. Default: 0.05.
@@ -37,6 +37,7 @@ class MovementPriority(BufferTransform):
 
     Raises:
         ValueError: if ``far`` or ``lowest`` is not positive.
+        TypeError: if a written achieved goal is not a tensor.
         KeyError: if written transitions have no achieved goal, or if no `HERTransform` comes after this transform. A
             refused write stores nothing.
 

@@ -29,8 +29,8 @@ class EpisodeTracker:
 
     An episode ends with a done flag, after ``max_episode_steps``, or when its lane is closed. A silent reset carries no
     flag, so lanes that nothing continues must be found by the time that they wait, measured in transitions written
-    meanwhile. A lane counts as idle when it has waited twice as long as any lane that was later continued. It is closed
-    when it has waited for more than ``patience`` transitions.
+    meanwhile. A lane counts as idle when it has waited more than twice as long as any lane that was later continued. It
+    is closed when it has waited for more than ``patience`` transitions.
 
     Args:
         max_episode_steps (int): the number of steps after which an episode ends.

@@ -54,7 +54,7 @@ class Geometric(GoalStrategy):
     """A geometrically distributed number of steps ahead: j = min(t + K, T-1), P(K = k) = (1-γ) γ^(k-1) for k ≥ 1.
 
     The selected steps follow the distribution of discounted future states, as in OGBench
-    ([Park et al., 2025](https://arxiv.org/abs/2410.20092)).
+    ([Park et al., 2024](https://arxiv.org/abs/2410.20092)).
 
     Args:
         discount (float): γ, at least 0 and less than 1. The mean of K is 1 / (1-γ) steps.

@@ -18,7 +18,7 @@ class StrategyInput(NamedTuple):
     """The input of a strategy: a batch of transitions, their episodes and the goal table.
 
     All tensors are ``int64``. ``start`` and ``length`` are arbitrary for transitions whose episode is not in the table.
-    These are not relabelled, whatever row is selected for them.
+    Such transitions are never relabelled.
 
     Attributes:
         episode (Tensor): the id of each transition's episode, at least 1, ``[batch]``.
@@ -125,11 +125,21 @@ class GoalStrategy(ABC):
             choice (StrategyInput): the transitions, their episodes and the goal table.
 
         Returns:
-            Tensor: rows ``int64 [batch]``, which are taken modulo the capacity of the table.
+            Tensor: rows ``int64 [batch]``, which are taken modulo the capacity of the table. The class has an example.
         """
 
     def draw(self, choice: StrategyInput) -> Selection:
-        """Return the selected rows and the condition that they must meet."""
+        """Return the selected rows and the condition that they must meet.
+
+        Args:
+            choice (StrategyInput): as for `select`.
+
+        Returns:
+            Selection: the rows and the condition.
+
+        Raises:
+            ValueError: if `select` does not return one row per transition, ``int64 [batch]``.
+        """
         rows, step = self.select(choice), choice.step
         if not isinstance(rows, Tensor) or rows.shape != step.shape or rows.dtype != step.dtype:
             got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__

@@ -161,8 +161,8 @@ class GoalTable:
         """Append the goals of episodes to the ring buffer.
 
         Args:
-            publications (Sequence[tuple[int, Tensor, int]]): for each episode its id, the rows ``[rows, *goal]`` that
-                come before it and the goals of all its steps (at most ``capacity`` rows), and the number of its steps
+            publications (Sequence[tuple[int, Tensor, int]]): for each episode: its id; its rows ``[rows, *goal]``, at
+                most ``capacity`` (the rows before its first step, then the goals of all steps); and the number of steps
                 that were published earlier.
         """
         if not publications:

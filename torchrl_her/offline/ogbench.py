@@ -12,7 +12,7 @@ REQUIRED = ("observations", "actions", "terminals")
 
 
 def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
-    """Read an ``.npz`` file of OGBench ([Park et al. 2025](https://arxiv.org/abs/2410.20092)) as transitions.
+    """Read an ``.npz`` file of OGBench ([Park et al. 2024](https://arxiv.org/abs/2410.20092)) as transitions.
 
     For each trajectory, the file has one more state than transitions. ``terminals`` is 1 at the last state, and the
     action of that state is dropped. The transitions have neither rewards nor desired goals. To sample them with

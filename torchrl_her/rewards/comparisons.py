@@ -13,7 +13,7 @@ from torch import Tensor
 def agree(one: Any, other: Any, scale: float = 1.0) -> Tensor:
     """Return whether two rewards agree, elementwise.
 
-    The tolerance is 0.001 times the sum of ``other`` and ``scale``. NaN agrees with NaN.
+    The tolerance is 0.001 times the sum of ``|other|`` and ``scale``. NaN agrees with NaN.
     """
     one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (one, other))
     return torch.isclose(one, other, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)

@@ -29,13 +29,14 @@ class EnvReward(GoalReward):
             of the outermost wrapper is used.
 
     Keyword Args:
-        info_keys (Sequence[NestedKey]): keys of stored entries to pass as ``info``. ``info`` is a dictionary from the
-            last part of each key to an array ``[batch, ...]``, or to one row of it in calls row by row. Default: none.
+        info_keys (Sequence[NestedKey]): keys of stored entries to pass as ``info``. ``info`` maps the last part of each
+            key to an array ``[batch, ...]``, or to a single row if the function is called row by row. Default: none.
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): replaces the environment's
             ``compute_terminated``, as in `GoalReward`.
 
     Raises:
-        TypeError: if the environment has no ``compute_reward``, or if it is a batch of environments.
+        TypeError: if the environment has no ``compute_reward``, if it is a batch of environments, if ``info_keys`` is a
+            string, or if ``terminated_fn`` cannot be called with two arguments.
         KeyError: when called, if an entry of ``info_keys`` is missing, or if the environment reads another entry of
             ``info``.
         ValueError: when called, if a function returns an array of the wrong shape, or expects goals of another shape.

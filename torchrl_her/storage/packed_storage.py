@@ -111,8 +111,8 @@ class PackedStorage(CustomTensorStorage):
     Raises:
         TypeError: if written or loaded data is not a TensorDict or tensorclass, or an entry is not a tensor.
         ValueError: if keys, shapes or dtypes differ from the first write (nothing is stored then), if a loaded storage
-            has another size, or if ``device`` or ``compilable`` cannot be combined with ``scratch_dir`` or
-            ``shared_init``.
+            has another size, or if ``device`` is combined with ``scratch_dir`` or ``shared_init``, or
+            ``compilable`` with ``shared_init``.
         FileExistsError: on the first write, if ``scratch_dir`` already contains the rows of a storage.
 
     Examples:

@@ -23,7 +23,7 @@ class Values(NamedTuple):
     own: np.ndarray  # the achieved goal for both
     other: np.ndarray  # the achieved goal, and another goal as the desired one; every second other goal is far away
     swapped: np.ndarray  # these two goals exchanged
-    again: np.ndarray  # the pair of actual again, as in the next two
+    again: np.ndarray  # the same pair as in `actual`, also in the next two
     third: np.ndarray
     fourth: np.ndarray
 
@@ -40,7 +40,7 @@ class Probe:
         self.is_of_env = isinstance(function, EnvFunction)
         self.function = function.function if isinstance(function, EnvFunction) else _of_arrays(function)
         self.info_keys = {key if isinstance(key, str) else key[-1] for key in info_keys}
-        self.failure = ""  # the error of the first call that failed, which is the last call
+        self.failure = ""  # the error of the first failed call; no calls follow it
         self.modified: Counter[str] = Counter()  # in how many calls each argument was modified
         self.calls = 0
         self.read: set[str] = set()  # the entries of info that were read
