@@ -26,8 +26,12 @@ def time_to_play(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Hide the names of a module from its doctests, so that examples also run where users paste them."""
+    """Hide the names of a module from its doctests, so that examples also run where users paste them.
+
+    Also ignore a warning that some versions of Python issue when locks of earlier tests are garbage collected.
+    """
     for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore:ResourceTracker called reentrantly"))
         if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {"__name__": "__main__"}
 
