@@ -61,7 +61,7 @@ class PointReach(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Draw a start and a goal; ``options`` are ignored."""
         super().reset(seed=seed)
         self.position, self.goal = self.np_random.uniform(-1.0, 1.0, (2, 2)).astype(np.float32)
-        self.velocity = np.zeros(2, dtype=np.float32)
+        self.velocity: np.ndarray = np.zeros(2, dtype=np.float32)
         return self._observation(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:

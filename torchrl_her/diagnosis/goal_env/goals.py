@@ -218,7 +218,7 @@ def _check_copies(episodes: Episodes) -> Iterator[Finding]:
     features = np.where(np.isfinite(features).all(0), features, 0.0)
     varies = np.ptp(desired, axis=0) > 0  # a constant dimension would match any constant feature
     apart = np.linalg.norm(achieved - desired, axis=1, keepdims=True)
-    copied = np.zeros(features.shape[1], dtype=bool)
+    copied: np.ndarray = np.zeros(features.shape[1], dtype=bool)
     if different > 2 * width + 3:  # else a feature that is constant in each episode could fit by chance
         copied = _residuals(np.hstack([achieved, desired, apart]), features) < EXACT
     simple = np.hstack([desired[:, varies], (desired - achieved)[:, varies], (achieved - desired)[:, varies], apart])
