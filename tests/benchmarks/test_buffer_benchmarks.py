@@ -62,7 +62,9 @@ def test_sampling_measures_every_operation_of_every_buffer(run, tmp_path):
         *((SPEED, title, 9) for title in titles),
         (SPEED, "`sample(256)`", 3),
     )
-    check_printed(printed, ("how-to/several-batches-per-call.md", "time per batch, 16 batches per call relative to one", 9))
+    check_printed(
+        printed, ("how-to/several-batches-per-call.md", "time per batch, 16 batches per call relative to one", 9)
+    )
     with (tmp_path / "sampling.csv").open() as file:
         measured = {(row["operation"], row["contender"]) for row in csv.DictReader(file)}
     names = set(CONTENDERS) - {FILE}
