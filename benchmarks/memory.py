@@ -2,8 +2,8 @@
 
 Both buffers get the same transitions, each in its own process: a 25-float observation, 3-float goals and a 4-float
 action, from 64 environments with episodes of 60 steps on average. One reset in eight is silent: it carries no done flag
-and no new trajectory id. For each chunk, 16 more environments write the beginning of an episode that is never
-continued, so there are always open lanes. The buffer is sampled after every 10,000 transitions.
+and no new trajectory id. In every 10,000 transitions, 16 more environments write the beginning of an episode that is
+never continued, so there are always open lanes. The buffer is sampled after every 10,000 transitions.
 
 Writes `memory.csv` and `memory.png`. Fails if memory still grows after the first million transitions. Linux only.
 """

@@ -83,7 +83,7 @@ def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
     return (ParallelEnv if parallel else SerialEnv)(num_envs, partial(make_env, config))
 
 
-def function(name: str | None) -> Callable | None:
+def load_function(name: str | None) -> Callable | None:
     """Return the function with the name ``module:function``, or None if there is no name."""
     try:
         return get_method(name.replace(":", ".")) if name else None
@@ -96,7 +96,7 @@ def function(name: str | None) -> Callable | None:
 def make_reward(config: Env) -> EnvReward:
     """Make the reward of relabelled transitions."""
     info_keys = [("next", key) for key in config.info_keys]
-    return EnvReward(partial(make_env, config), info_keys=info_keys, terminated_fn=function(config.terminated_fn))
+    return EnvReward(partial(make_env, config), info_keys=info_keys, terminated_fn=load_function(config.terminated_fn))
 
 
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
@@ -192,7 +192,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     """Make the transform that relabels transitions. If hindsight is disabled, it relabels none."""
     env, hindsight, reward = config.env, config.hindsight, make_reward(config.env)
     arguments: dict[str, Any] = {
-        "strategy": hindsight.strategy.name, "goal_fn": function(env.goal_fn),
+        "strategy": hindsight.strategy.name, "goal_fn": load_function(env.goal_fn),
         "achieved_goal_key": env.achieved_goal_key, "desired_goal_key": env.desired_goal_key,
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
@@ -209,7 +209,7 @@ def make_replay_buffer(config: Settings, hindsight: Any, inputs: Inputs) -> Tens
     buffer, env, priority = config.buffer, config.env, config.buffer.prioritized
     transforms = [MultiStepTransform(buffer.n_steps, config.gamma)] if buffer.n_steps > 1 else []
     if priority == Priority.movement:
-        goal_fn = function(env.goal_fn)
+        goal_fn = load_function(env.goal_fn)
         transforms.append(MovementPriority(buffer.far, achieved_goal_key=env.achieved_goal_key, goal_fn=goal_fn))
     arguments = {
         # n-step windows are made along time: [environments, time].
@@ -293,7 +293,7 @@ class Evaluation:
             raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
         last = done.int().argmax(1)  # the first end: later steps do not count
         end = steps[torch.arange(len(steps)), last]  # [envs]
-        achieved, goal_fn = end[env.achieved_goal_key], function(env.goal_fn)
+        achieved, goal_fn = end[env.achieved_goal_key], load_function(env.goal_fn)
         achieved = achieved if goal_fn is None else goal_fn(achieved)
         return {
             "success": end[env.success].reshape(-1),

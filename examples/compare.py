@@ -46,7 +46,8 @@ class Run(NamedTuple):
 
     def has(self, entry: str) -> bool:
         """Whether the run has such a setting."""
-        return OmegaConf.select(self.config, entry, default=self) is not self
+        missing = object()
+        return OmegaConf.select(self.config, entry, default=missing) is not missing
 
     def at(self, name: str, step: int) -> float:
         """Return the last value of a metric up to a step, or NaN if there is none."""

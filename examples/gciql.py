@@ -62,17 +62,17 @@ class Evaluating:
 class Config:
     seed: int = 0
     updates: int = 5_000
-    threads: int = 1  # of PyTorch
-    speedup: Speedup = Speedup.record  # of updates, see record.py
+    threads: int = 1  # number of PyTorch's threads
+    speedup: Speedup = Speedup.record  # how updates run, see record.py
     env: str = "PointMaze_UMaze-v3"  # or another maze: PointMaze_Medium-v3
     data: str = "outputs/data/${env}"  # written by: python examples/pointmaze_data.py ENV
     algorithm: Algorithm = Algorithm.iql  # bc: behavioural cloning, which trains only the actor
-    goals: Goals = Goals.mixture  # of the critics, with separate goals for the actor; future: one goal for both
+    goals: Goals = Goals.mixture  # mixture: OGBench's goals for critics and actor; future: one goal for both
     batch_size: int = 256
     learning_rate: float = 1e-3  # falls linearly to 0
-    hidden: list[int] = field(default_factory=lambda: [256, 256])  # units of each layer
+    hidden: list[int] = field(default_factory=lambda: [256, 256])  # units of each hidden layer
     gamma: float = 0.99  # also for the geometric goals
-    tau: float = 0.005  # of the target critics' soft update
+    tau: float = 0.005  # step of the target critics' soft update
     expectile: float = 0.9
     temperature: float = 10.0  # inverse temperature: 0 is behavioural cloning
     evaluation: Evaluating = field(default_factory=Evaluating)

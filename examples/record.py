@@ -50,7 +50,7 @@ def metadata(value: Any, **options: Any) -> Any:
 
 
 def simplify(module: GraphModule) -> GraphModule:
-    """Compute views of weights only once, remove ``detach``, and replace operations by faster equivalents."""
+    """Compute views of weights only once, remove ``detach``, and replace operations with faster equivalents."""
     kept = {}  # weights, and views of them
     for node in module.graph.nodes:
         if node.op == "get_attr":

@@ -24,7 +24,9 @@ LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
 @dataclass
 class Env:
     name: str = "torchrl_her/PointReach-v0"  # a Gymnasium id, or module:id
-    kwargs: dict[str, Any] = field(default_factory=dict)  # of gymnasium.make: +env.kwargs.max_episode_steps=100
+    kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # for gymnasium.make: +env.kwargs.max_episode_steps=100
     num_envs: int = 1
     parallel: bool = False  # a process for each environment
     success: str = "is_success"  # the entry of info that is true at the goal, or terminated
@@ -106,17 +108,19 @@ class Settings:
     seed: int = 0
     total_steps: int = 5_000
     device: str = "cpu"
-    threads: int = 1  # of PyTorch: one is fastest for small networks
+    threads: int = 1  # number of PyTorch's threads; one is fastest for small networks
     matmul_precision: Precision = Precision.highest  # medium: bfloat16 if supported, faster for large networks
-    speedup: Speedup = Speedup.record  # of updates; compile: for large networks; cudagraph: with device=cuda
+    speedup: Speedup = Speedup.record  # how updates run; compile: for large networks; cudagraph: with device=cuda
     resume: str | None = None  # the folder of a run to continue
     gamma: float = 0.95
-    tau: float = 0.05  # of the target networks' soft update; 1 - the paper's polyak coefficient
+    tau: float = 0.05  # step of the target networks' soft update; 1 - the paper's polyak coefficient
     batch_size: int = 256
     updates_per_step: float = 1.0
     learning_rate: float = 1e-3
-    hidden: list[int] = field(default_factory=lambda: [128, 128])  # units of each layer
-    inputs: list[str] = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
+    hidden: list[int] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
+    inputs: list[str] = field(
+        default_factory=lambda: ["observation", "achieved_goal", "desired_goal"]
+    )  # read by networks
     env: Env = field(default_factory=Env)
     collector: Collection = field(default_factory=Collection)
     exploration: Exploration = field(default_factory=Exploration)

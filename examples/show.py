@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Inputs, function, make_env
+from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Inputs, load_function, make_env
 from episode_plots import draw_episodes, draw_frames
 from omegaconf import OmegaConf
 from plots import save
@@ -80,7 +80,7 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> 
     def with_start(key: str) -> Tensor:
         return torch.cat([steps[key][:1], steps["next", key]])  # [steps + 1, ...]
 
-    achieved, goal_fn = with_start(config.achieved_goal_key), function(config.goal_fn)
+    achieved, goal_fn = with_start(config.achieved_goal_key), load_function(config.goal_fn)
     episode = {
         "achieved_goal": (achieved if goal_fn is None else goal_fn(achieved)).flatten(1).numpy(),
         "desired_goal": steps[config.desired_goal_key][0].flatten().numpy(),
@@ -129,7 +129,7 @@ def main() -> None:
     print(table(evaluation(policy)))
     evaluation.close()
 
-    # Use one environment for all episodes: after another one is closed, MuJoCo renders black frames.
+    # Render all episodes in this one environment: closing it would make the frames of later ones black.
     if renders:
         env.close()
         env = make_env(config.env, **PIXELS)

@@ -85,8 +85,8 @@ def drop_waiting_steps(multi_step: MultiStepTransform) -> None:
 def without_compiled_call(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a module without the function that ``Module.compile`` made.
 
-    That function is bound to the original module. ``torch.nn.Module`` drops it when pickling, but not from the state
-    that a subclass copies.
+    That function is bound to the original module. ``torch.nn.Module`` drops it when pickling, but TorchRL's
+    ``Transform`` does not.
     """
     return state | {"_compiled_call_impl": None}
 

@@ -148,7 +148,7 @@ class HindsightAugmentation(RelabelTransform):
         if len(tensordict):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
-            # Samples contain stored, relabelled transitions, so all other transforms can rewrite copies of the goal.
+            # Samples are not relabelled, so transforms before and after this one can rewrite copies of the goal.
             written = self._read(tensordict, self._first_goal, neighbours.before + neighbours.after)
             if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
@@ -221,7 +221,8 @@ class HindsightAugmentation(RelabelTransform):
         extend the buffer with the empty batch that this method returns: ``rb.extend(hindsight.flush())``.
 
         Returns:
-            TensorDict: an empty batch ``[0]`` with the entries of the last write.
+            TensorDict: an empty batch ``[0]`` with the entries of the last write; without entries before the first
+            write.
 
         Examples:
             >>> from torchrl.data import LazyTensorStorage, ReplayBuffer

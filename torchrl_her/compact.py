@@ -26,7 +26,7 @@ class CompactGoals(BufferTransform):
     Raises:
         ValueError: if the two desired goals of a written transition differ, or a flag at the root is True (a refused
             write stores nothing), if a loaded buffer was saved without ``CompactGoals``, or if ``CompactGoals``
-            comes after the hindsight transform or has other keys.
+            comes after the hindsight transform or its keys differ from the keys of that transform.
         KeyError: if written or sampled transitions have no desired goal.
 
     Examples:
@@ -53,18 +53,18 @@ class CompactGoals(BufferTransform):
         self.left_out: list[NestedKey] = [self._next_desired, *self._flags]  # keys of the entries that are not stored
 
     def check_keys(self, keys: HERKeys) -> None:
-        """Raise an error if the transform that relabels uses other keys."""
+        """Raise an error if the hindsight transform uses other keys."""
         if (self._desired, unravel_key(("next", self._flags[0]))) != (keys.desired, keys.done):
             raise ValueError(
                 f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, but the "
-                f"transform that relabels uses {keys.desired!r} and {keys.done[1:]!r}: pass both transforms the same "
+                f"hindsight transform uses {keys.desired!r} and {keys.done[1:]!r}: pass both transforms the same "
                 "desired_goal_key and done_key."
             )
 
     def check_write(self, tensordict: TensorDictBase) -> None:
         """Raise an error if an entry of transitions ``[*batch]`` to be left out is not redundant.
 
-        A write reaches the transform that relabels first, which calls this method before it changes its own state.
+        The hindsight transform sees a write first. It calls this method before it changes its own state.
         """
         desired = get_entry(tensordict, self._desired, "desired_goal_key")
         if not torch.equal(desired, get_entry(tensordict, self._next_desired, "desired_goal_key")):
@@ -76,8 +76,8 @@ class CompactGoals(BufferTransform):
             flag = tensordict.get(key, None)
             if flag is not None and bool(flag.any()):
                 raise ValueError(
-                    f"CompactGoals leaves {key!r} out, but it is True in a transition of this write, which continues "
-                    "after the end of an episode. Nothing was stored. Reset the environment when it is done, or "
+                    f"CompactGoals leaves {key!r} out, but it is True in this write: a step was taken after the "
+                    "episode had ended. Nothing was stored. Reset the environment when it is done, or "
                     "remove CompactGoals from the buffer."
                 )
 
@@ -117,7 +117,7 @@ class CompactGoals(BufferTransform):
 
 
 def check_saved_without_compact_goals(state: dict[str, Any]) -> None:
-    """Raise an error if the state to load belongs to CompactGoals instead of the transform that relabels."""
+    """Raise an error if the state to load belongs to CompactGoals instead of the hindsight transform."""
     if "compact" in state:
         raise ValueError(
             "The buffer was saved with CompactGoals, so the stored entries differ. Create the buffer with "

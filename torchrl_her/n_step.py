@@ -173,16 +173,16 @@ class NStepReward:
             SEVERAL: taken > 1,
         }
         flags = data.get(LAST_FLAGS).reshape(len(steps), -1).split(1, dim=1)
-        last = dict(zip(present_flags(stored, self.keys), flags, strict=True))
-        new |= last
-        if self.keys.truncated in last:
-            new[self.keys.truncated] = last[self.keys.truncated] & (taken == steps)
+        last_flags = dict(zip(present_flags(stored, self.keys), flags, strict=True))
+        new |= last_flags
+        if self.keys.truncated in last_flags:
+            new[self.keys.truncated] = last_flags[self.keys.truncated] & (taken == steps)
         if self._writes_terminated:
             new[self.keys.terminated] = ends.any(1, keepdim=True)
             new[self.keys.done] = new[self.keys.terminated] | new.get(self.keys.truncated, False)
         for key, value in stored.items():
             if key in new:
-                kept = last[key].view_as(value) if key in last else value
+                kept = last_flags[key].view_as(value) if key in last_flags else value
                 is_reward = key in (self.keys.reward, FIRST_REWARD)
                 data.set(key, where(with_new_reward if is_reward else relabelled, new[key], kept))
 
@@ -215,9 +215,9 @@ def steps_that_follow(start: np.ndarray, ends: list[np.ndarray], last: list[np.n
     ``last`` the last column of ``ends`` in the last write, ``[rows, 1]`` each. If ``last`` is None, a row can start
     with any transition.
     """
-    first = ends if last is None else last
-    columns = zip(first, ends, strict=True)
-    outcome, trajectory, done = (np.concatenate((one[:, -1:], column[:, :-1]), axis=1) for one, column in columns)
+    outcome, trajectory, done = (np.roll(column, 1, axis=1) for column in ends)  # of the previous transition
+    if last is not None:
+        outcome[:, :1], trajectory[:, :1], done[:, :1] = last
     follows = (start == outcome) & (ends[1] == trajectory) | done
     if last is None:
         follows[:, 0] = True

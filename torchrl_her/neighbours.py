@@ -52,7 +52,10 @@ class Neighbours(NamedTuple):
         """
         self._check_all(keys)
         if len(_of_kind(MultiStepTransform, self.before)) > 1:
-            raise ValueError("Several MultiStepTransforms come before HERTransform and would sum sums: keep one.")
+            raise ValueError(
+                "Several MultiStepTransforms come before HERTransform, and the second would sum the sums of the first: "
+                "keep one."
+            )
         if _of_kind(MultiStepTransform, self.after):
             raise ValueError(
                 "MultiStepTransform comes after HERTransform and would sum rewards of different goals. Place it before "
@@ -111,7 +114,7 @@ class Neighbours(NamedTuple):
             )
         if _of_kind(CompactGoals, self.after):
             raise ValueError(
-                "CompactGoals comes after the transform that relabels and would drop the goal under 'next' before it "
+                "CompactGoals comes after the hindsight transform and would drop the goal under 'next' before it "
                 "is read. Place CompactGoals first: Compose(CompactGoals(), HERTransform(...))."
             )
         if len(_of_kind(CompactGoals, self.before)) > 1:
@@ -125,7 +128,7 @@ def _of_kind(kind: type[Kind], transforms: list[Transform]) -> list[Kind]:
 
 
 def _flatten(transforms: Iterable[Transform]) -> Iterator[Transform]:
-    """Yield the transforms, replacing each ``Compose`` by the transforms in it."""
+    """Yield the transforms, replacing each ``Compose`` with its transforms."""
     for transform in transforms:
         if isinstance(transform, Compose):
             yield from _flatten(transform)

@@ -80,7 +80,7 @@ def test_a_warning_names_an_entry_that_contains_the_desired_goal(name):
     if name in INSUFFICIENT:
         transform = Compose(transform, INSUFFICIENT[name]())
     data = COPIES.get(name, concatenated)()
-    with pytest.warns(UserWarning, match=r"copy of the desired goal is in .*stay the original goal.*CatTensors"):
+    with pytest.warns(UserWarning, match=r"copy of the desired goal is in .*keep the original goal.*CatTensors"):
         buffer(transform, data)
 
 

@@ -310,7 +310,7 @@ REFUSED = {
         lambda: HindsightAugmentation(ReachedReward(), strategy=PastDesired()), ValueError, "only HERTransform keeps"
     ),
     "all rewards of steps": (
-        lambda: hindsight(recompute_all_rewards=True), ValueError, r"Replace ReachedReward by GoalReward\(reward_fn\)"
+        lambda: hindsight(recompute_all_rewards=True), ValueError, r"Replace ReachedReward with GoalReward\(reward_fn\)"
     ),
 }  # fmt: skip
 

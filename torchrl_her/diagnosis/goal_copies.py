@@ -59,10 +59,10 @@ def warn_if_goal_is_copied(
         names = " and ".join(map(repr, places))
         warn_user(
             f"A copy of the desired goal is in {names} (equal for {len(goals)} different goals, bit for bit). "
-            "Relabelling does not replace it, so the copy would stay the original goal. Do not concatenate in the "
-            f"environment, and let networks read {keys.desired!r} in addition to the observation. Or place a "
-            "transform after the hindsight transform that rewrites the copy at the root and under 'next' (CatTensors) "
-            "or removes it (ExcludeTransform).",
+            "Relabelling does not replace it, so the copy would keep the original goal. Do not concatenate in the "
+            f"environment, and let networks read {keys.desired!r} in addition to the observation. Or add, "
+            "after the hindsight transform, a transform that rewrites the copy at the root and under 'next' "
+            "(CatTensors) or removes it (ExcludeTransform).",
         )
     is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES
     return None if is_over else GoalCopies(places, goals, copies.writes + 1)

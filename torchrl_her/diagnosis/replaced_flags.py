@@ -35,8 +35,9 @@ class ReplacedFlagsCheck:
                 self._left, self._last = 0, None
                 warn_user(
                     f"{self.terminated!r} of relabelled transitions was overwritten in an earlier sample, after the "
-                    "transform had returned it, so transitions that reach their new goal do not end. If the sampler is "
-                    "a SliceSampler, it replaces the flags in TensorDict buffers: pass truncated_key=None to it."
+                    "transform had returned it, so transitions that reach their new goal are not terminated. If the "
+                    "sampler is a SliceSampler, it replaces the flags in TensorDict buffers: pass "
+                    "truncated_key=None to it."
                 )
         if last is not None and pending is None and self._left:
             earlier, recomputed = last

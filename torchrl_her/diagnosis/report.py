@@ -33,8 +33,8 @@ class Report:
         relabelled_reached (float | None): the share of relabelled transitions that reach their new goal.
         table_size (int | None): the number of goals in the goal table.
         capacity (int | None): the maximum number of goals in the goal table.
-        episode_running (float | None): of the transitions that ``her_ratio`` selected, the share that was not
-            relabelled because the episode had not ended.
+        episode_running (float | None): of the transitions that ``her_ratio`` selected (with ``sequence_length``, of the
+            sequences), the share that was not relabelled because the episode had not ended.
         evicted (float | None): of the same transitions, the share that was not relabelled because the goals had left
             the goal table.
         elsewhere (float | None): of the same transitions, the share that was not relabelled because another transform

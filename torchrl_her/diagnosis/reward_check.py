@@ -42,7 +42,7 @@ class RewardCheck:
         self._is_over = False
         self.compares = compares
         self.recomputes_ends = keys.terminated in reward.out_keys
-        self._ends_on_success = False if self.recomputes_ends else None  # None: not known yet
+        self._checks_ends = not self.recomputes_ends  # until it is known whether episodes end on success
         self._reached = self._missed = 0  # compared transitions
         self._range = (math.inf, -math.inf)  # of stored rewards
         self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
@@ -116,7 +116,7 @@ class RewardCheck:
         self.reached_reward = float(best[0, 0]) if agree(best, best[:1, :1]).all() else None
         if self.compares:
             self._warn_if_rewards_differ(computed, stored, rows, goals, name)
-        if self._ends_on_success is None:
+        if self._checks_ends:
             self._warn_if_ends_are_missing(reached, rows.get(self.keys.terminated, None))
         self._reached += int(reached.sum())
         self._missed += int((~reached).sum())
@@ -173,18 +173,18 @@ class RewardCheck:
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
         if terminated is None:
-            self._ends_on_success = False
+            self._checks_ends = False
             return
         ended = terminated.reshape(len(reached), -1).any(1).to(reached.device)
         if bool((reached & ~ended).any()):
-            self._ends_on_success = False
+            self._checks_ends = False
         elif bool((reached & ended).any()):
-            self._ends_on_success = True
+            self._checks_ends = False
             warn_user(
                 "The environment ends an episode when its goal is reached, and the reward module does not recompute "
-                f"{self.keys.terminated!r}: a relabelled transition that reaches its new goal would not end, and "
-                "the loss would bootstrap from the state after it. Pass terminated_fn=lambda achieved, desired: ... to "
-                "EnvReward, SparseReward or GoalReward."
+                f"{self.keys.terminated!r}: a relabelled transition that reaches its new goal would not be "
+                "terminated, and the loss would bootstrap from the state after it. Pass terminated_fn=lambda achieved, "
+                "desired: ... to EnvReward, SparseReward or GoalReward."
             )
 
 

@@ -13,7 +13,7 @@ from torchrl_her.diagnosis.async_copy import AsyncCopy
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 
-FIRST = 2048  # transitions up to which all samples are counted
+FIRST = 2048  # all samples are counted until this many transitions were sampled
 EVERY = 64  # one later sample in this many is counted
 ENOUGH = 500  # transitions selected for relabelling before the share of evicted goals is judged
 SHARE_EVICTED = 0.2
@@ -99,7 +99,8 @@ class SampleCounts:
         warn_user(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left the "
             f"goal table: HERTransform(capacity={capacity}) is too small for the transitions in the storage. Pass the "
-            f"max_size of the storage (three times that if episodes have 64 steps or more), and at least {least}."
+            f"number of transitions that the storage holds (three times that if episodes have 64 steps or more), and "
+            f"at least {least}."
         )
 
     def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:

@@ -65,7 +65,7 @@ class HeldTransitions:
                 f"{len(self.ended)} episodes have ended in writes of one transition, and wait for a larger write: "
                 "HindsightAugmentation cannot distinguish such a write from rb.add, which stores one transition. "
                 "Extend with several transitions at a time (frames_per_batch), use HERTransform, or extend with an "
-                "empty batch.",
+                "empty batch, rb.extend(data[:0]).",
             )
 
     def none(self) -> TensorDict:

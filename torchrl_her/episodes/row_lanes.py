@@ -15,7 +15,7 @@ class RowLanes:
     of that row.
 
     Attributes:
-        are_lanes (bool): whether each row of the last writes belongs to a different environment.
+        are_lanes (bool): whether the rows of consecutive writes were recognized as the same environments.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,8 @@ class RowLanes:
             row * length: lane for row, lane in earlier.items() if lane.key == (None, start[row * length].tobytes())
         }
         were_lanes = self.are_lanes and is_like_last
-        # If the rows are steps of a single environment, at most one of them matches, even if the goals do not move.
+        # In a one-dimensional write, each row is one step. A single environment leaves one lane open, so at most one
+        # row matches.
         needed = len(earlier) if were_lanes else rows
         self.are_lanes = 2 * len(matching) > needed or (were_lanes and not earlier)
         return matching if self.are_lanes else {}

@@ -92,9 +92,9 @@ class EpisodeTracker:
                 if row_lanes.are_lanes:  # no other row of this write may continue the lane
                     left_open.append(lane)
                 else:
-                    self._leave_open(lane)
+                    self._leave_open(lane, self.written)
         for lane in left_open:
-            self._leave_open(lane)
+            self._leave_open(lane, self.written)
         self._close_waiting_lanes(write.episodes)
         return write.tracked()
 
@@ -195,8 +195,8 @@ class EpisodeTracker:
         del (self._lanes if lane.episode in self._lanes else self._idle)[lane.episode]
         return lane
 
-    def _leave_open(self, lane: Lane) -> None:
-        lane.written = self.written
+    def _leave_open(self, lane: Lane, written: int) -> None:
+        lane.written = written
         self._lanes[lane.episode] = lane
         self._by_key.setdefault(lane.key, deque()).append(lane)
         self._lanes_of_id[lane.key[0]] += 1
@@ -246,9 +246,8 @@ class EpisodeTracker:
             lane = Lane(saved["episode"])
             lane.kept, lane.steps = [saved["kept"]], saved["steps"]
             lane.published = saved["published"]
-            self.written = saved["written"]
             lane.key = saved["trajectory"], saved["outcome"].numpy(force=True).tobytes()
-            self._leave_open(lane)
+            self._leave_open(lane, saved["written"])
         self.written, self.longest_wait = state["written"], state["longest_wait"]
 
 

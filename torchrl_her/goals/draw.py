@@ -127,7 +127,7 @@ def _select(
             step = step_of(selection, choice)
             goal_steps = goal_steps | {name: step}
             choice = choice._replace(goal_steps=goal_steps)
-            # A row that counts as an achieved goal of the transition's own episode must still be one when it is read.
+            # If the row held a goal of the transition's own episode, it must still hold one when it is read.
             if selection.is_own is not True:
                 selection = selection._replace(is_own=(step >= 0) | selection.is_own)
         selections.append(selection)
@@ -135,7 +135,7 @@ def _select(
 
 
 def _step_in_table(selection: Selection, choice: StrategyInput) -> Tensor:
-    """Return the step of the own episode that achieved the goal in each selected row, or -1: ``int64 [n]``."""
+    """Return the step of the transition's own episode that achieved each selected goal, or -1: ``int64 [n]``."""
     rows, count = selection.rows, len(choice.owners)
     step = (rows - choice.start) % count
     inside = step < choice.length
@@ -195,18 +195,17 @@ def draw_from_episodes(
         copies (int): the number of copies of each transition.
         reservoir (GoalReservoir or None): past goals, to which ``goals`` are added.
     """
-    owners, steps, starts, of_length = _columns_of(episodes, lengths, goals.device)
-    count, size = len(goals), torch.tensor(len(goals), device=goals.device)
+    columns = _columns_of(episodes, lengths, goals.device)
+    episode, step, start, length = columns.repeat_interleave(copies, dim=1)
+    owners, steps, count, size = columns[0], columns[1], len(goals), len(goals)
     if reservoir is not None:
         reservoir.add(goals, owners, steps)
-        starts, size = starts + reservoir.size, torch.tensor(reservoir.filled, device=goals.device)
+        start, size = start + reservoir.size, reservoir.filled
         goals = torch.cat([reservoir.goals, goals])
         owners = torch.cat([reservoir.episodes, owners])
         steps = torch.cat([reservoir.steps, steps])
-    columns = torch.stack([owners[-count:], steps[-count:], starts, of_length])
-    episode, step, start, length = columns.repeat_interleave(copies, dim=1)
     first = next(iter(strategies))
-    choice = StrategyInput(episode, step, start, length, owners, size, starts)
+    choice = StrategyInput(episode, step, start, length, owners, torch.tensor(size, device=goals.device), starts=None)
 
     def step_of(selection: Selection, choice: StrategyInput) -> Tensor:
         rows = selection.rows % len(goals)

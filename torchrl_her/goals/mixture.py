@@ -26,7 +26,8 @@ class Mixture(GoalStrategy):
         TypeError: if a member is neither a name nor a `GoalStrategy`.
 
     Examples:
-        The goals of value functions in OGBench: from the same step, a later step, or any step of any episode:
+        The goals of value functions in OGBench ([Park et al., 2024](https://arxiv.org/abs/2410.20092)): from the same
+        step, a later step, or any step of any episode:
 
         >>> from torchrl_her import Current, Geometric, Mixture, Random
         >>> Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})

@@ -29,6 +29,8 @@ class Current(GoalStrategy):
 class Future(GoalStrategy):
     """The same or a later step of the episode: j uniform on {t, ..., T-1}.
 
+    The ``future`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
+
     Keyword Args:
         own (bool): whether the goal that the transition achieved itself can be drawn. If False, j is uniform on
             {t+1, ..., T-1}, except for the last transition of an episode, for which j = t. Default: True.
@@ -84,6 +86,8 @@ class Geometric(GoalStrategy):
 class Final(GoalStrategy):
     """The last step of the episode: j = T-1.
 
+    The ``final`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
+
     Examples:
         >>> from torchrl_her import Final, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Final())
@@ -97,6 +101,8 @@ class Final(GoalStrategy):
 class Episode(GoalStrategy):
     """Any step of the episode: j uniform on {0, ..., T-1}.
 
+    The ``episode`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
+
     Examples:
         >>> from torchrl_her import Episode, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Episode())
@@ -109,6 +115,9 @@ class Episode(GoalStrategy):
 
 class Random(GoalStrategy):
     """Any step of any episode in the goal table, uniformly.
+
+    The ``random`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495). With
+    `HindsightAugmentation`, the goal is drawn from a uniform sample of all goals so far.
 
     Examples:
         >>> from torchrl_her import HERTransform, Random, SparseReward
@@ -141,6 +150,7 @@ class PastDesired(GoalStrategy):
     uses_desired_goals = True
 
     def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
+        assert choice.starts is not None  # HindsightAugmentation refuses this strategy
         rows = _random_rows(choice)
         owners = values_at(choice.owners, rows)  # [32, batch]
         episode = _first_that_meets((owners > 0) & (owners != choice.episode), owners)
@@ -227,7 +237,7 @@ def _check_steps(steps: Any) -> int:
 
 
 def _random_rows(choice: StrategyInput) -> Tensor:
-    """Draw 32 rows for each transition, uniformly from the filled part of the table, ``int64 [32, batch]``.
+    """Draw 32 rows for each transition, uniformly from the rows written so far, ``int64 [32, batch]``.
 
     Running episodes that are published again leave up to two thirds of the rows empty. Callers use the first row that
     is not empty.

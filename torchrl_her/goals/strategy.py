@@ -21,19 +21,21 @@ class StrategyInput(NamedTuple):
     Such transitions are never relabelled.
 
     Attributes:
-        episode (Tensor): the id of each transition's episode, at least 1, ``[batch]``.
+        episode (Tensor): the id of each transition's episode, at least 1, or 0 for padding, ``[batch]``.
         step (Tensor): the step t of each transition in its episode, ``[batch]``.
         start (Tensor): the row of the table at which each episode starts, ``[batch]``. Row ``start + j`` holds the goal
             that step j achieved.
         length (Tensor): the number T of the episode's steps in the table, ``[batch]``.
         owners (Tensor): the id of the episode that achieved the goal in each row of the table, ``[rows]``. It is 0 for
-            an empty row and negative for a row with the desired goal of an episode. Read it with ``owners[rows]``:
-            ``owners.take(rows)`` copies the whole column.
-        size (Tensor): the number of filled rows, from row 0 on, ``[]``.
-        starts (Tensor): the start of the episode with id e, at index e modulo the number of rows, ``[rows]``.
-        desired_before (int): how many rows before an episode's start the row with its desired goal is; 0 if desired
-            goals are not kept.
-        has_gaps (bool): whether some of the filled rows can have become empty or can hold desired goals.
+            an empty row and negative for a row with the desired goal of an episode. Read it with
+            ``owners.index_select(0, rows)``: ``owners.take(rows)`` copies the whole column.
+        size (Tensor): the number of rows written so far, from row 0 on, ``[]``. With `HindsightAugmentation`, the
+            number of goals in its reservoir, which occupy the first rows.
+        starts (Tensor or None): the start of the episode with id e, at index e modulo the number of rows, ``[rows]``.
+            None with `HindsightAugmentation`.
+        desired_before (int): the distance in rows from an episode's start back to the row with its desired goal; 0 if
+            desired goals are not kept.
+        has_gaps (bool): whether some of the first ``size`` rows can be empty or can hold desired goals.
         goal_steps (Mapping[NestedKey, Tensor]): for each entry in ``refers_to``, the step of the transition's own
             episode that achieved the goal drawn for that entry, ``[batch]``; -1 for a goal of another episode.
 
@@ -55,7 +57,7 @@ class StrategyInput(NamedTuple):
     length: Tensor
     owners: Tensor
     size: Tensor
-    starts: Tensor
+    starts: Tensor | None
     desired_before: int = 0
     has_gaps: bool = False
     goal_steps: Mapping[NestedKey, Tensor] = {}

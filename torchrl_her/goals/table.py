@@ -64,10 +64,12 @@ class GoalTable:
     ):
         self.capacity = capacity
         self.before = before
-        self.has_gaps = before.desired  # whether filled rows can have become empty or can hold desired goals
+        self.has_gaps = before.desired  # whether some of the first `size` rows can be empty or can hold desired goals
         self._rows = GoalRows.make(capacity, goal_shape, dtype, device)
         self.starts, self.lengths = (zeros((capacity,), device) for _ in range(2))
-        self.size = torch.zeros((), dtype=torch.int64, device=device)  # the number of filled rows, from row 0 on
+        self.size = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # the number of rows written so far, from row 0 on
         # Ids begin at a random number, so that transitions stamped by another table are recognized, and at a multiple
         # of the capacity, so that they fill the ring buffers from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
@@ -143,9 +145,14 @@ class GoalTable:
             self._counts[VERSION] += 1
 
     @property
+    def rows_used(self) -> int:
+        """The number of rows written since the table was created or cleared, including overwritten ones."""
+        return int(self._counts[ROWS])
+
+    @property
     def has_wrapped(self) -> bool:
         """Whether the ring buffer was filled and older goals were overwritten."""
-        return int(self._counts[ROWS]) > self.capacity
+        return self.rows_used > self.capacity
 
     def open_episodes(self, count: int) -> int:
         """Begin a write with ``count`` new episodes; return the first of their consecutive ids."""
@@ -183,7 +190,7 @@ class GoalTable:
                 owners = self.owners[rows]
                 self.owners[rows] = torch.where(owners.abs() == episode, 0, owners)
 
-        first = int(self._counts[ROWS])
+        first = self.rows_used
         self._counts[ROWS] += len(goals)
         begins = [*accumulate(lengths, initial=first)][:-1]
         self._set(self.starts, ids, [begin + self.before.rows for begin in begins])
@@ -256,7 +263,7 @@ class GoalTable:
     def clear(self) -> None:
         """Remove all goals. Episode ids are not reused."""
         with self._changing():
-            for tensor in (self.owners, self.lengths, self.size, self.counters[: ROWS + 1]):
+            for tensor in (self.owners, self.lengths, self.size, self.counters[ROWS]):
                 tensor.zero_()
         self.has_gaps = self.before.desired or self.is_shared
 

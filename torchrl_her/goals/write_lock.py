@@ -21,15 +21,15 @@ class WriteLock:
         self.is_shared = shared_lock is not None
 
     def share_memory_(self) -> None:
-        """Replace the lock by one that also excludes writers in other processes."""
+        """Replace the lock with one that also excludes writers in other processes."""
         self._lock = mp.Lock()
         self.is_shared = True
 
     def __enter__(self) -> None:
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):
             raise RuntimeError(
-                f"The goal table was locked for {LOCK_TIMEOUT:.0f} s: a process was killed or stopped during a write. "
-                "Restart from the last checkpoint."
+                f"Another writer has held the lock of the hindsight transform for {LOCK_TIMEOUT:.0f} s: a process was "
+                "killed or stopped during a write. Restart from the last checkpoint."
             )
 
     def __exit__(self, *exception: object) -> None:

@@ -48,9 +48,10 @@ class AdoptingTransform(RelabelTransform):
         episode ends at a done flag, at the last transition of its trajectory id, at the end of its row ``[..., T]``, or
         at the end of the data set. Transitions of several trajectory ids may alternate.
 
-        If the data set has no desired goals, ``her_ratio=1`` is required. Sampling then creates desired goals, rewards
-        and, if the reward module writes it, ``terminated``. A transition that cannot be relabelled, such as padding,
-        gets its own outcome as its goal. If only the rewards are missing, the reward module computes all of them.
+        If the data set has no desired goals, ``her_ratio=1`` is required. Sampling then creates desired goals and
+        rewards, and also ``terminated`` if the reward module writes it. A transition that cannot be relabelled,
+        such as padding, gets its own outcome as its goal. If only the rewards are missing, the reward module computes
+        all of them.
 
         Afterwards, writing to the transform is an error. Put new transitions into a second buffer, and combine both
         buffers with ``ReplayBufferEnsemble``.
@@ -129,7 +130,7 @@ class AdoptingTransform(RelabelTransform):
         ended = self.tracker.flush()
         for begin in range(0, len(ended), 256):  # one by one is slow, and all together need much memory
             self.table.publish(ended[begin : begin + 256])
-        self._check_capacity(int(self.table.counters[0]), count)
+        self._check_capacity(self.table.rows_used, count)
         return stamps
 
     def _check_capacity(self, needed: int, count: int) -> None:
@@ -210,7 +211,10 @@ class AdoptingTransform(RelabelTransform):
         return (keys.reward,)
 
     def _check_stamps(self, episode: Tensor, step: Tensor) -> None:
-        """Check that sampled transitions, ``int64 [n]`` each, were adopted: others would keep their own outcomes."""
+        """Check that the transitions with these episode ids and steps, ``int64 [n]`` each, were adopted.
+
+        Others would get their own outcomes as goals.
+        """
         assert self.table is not None
         first, last = self.table.episode_ids
         unknown = ((episode < first) | (episode > last)) & (step < self.capacity)  # padding has the step capacity

@@ -133,10 +133,12 @@ class DataSet:
         else:
             begin = 0
             while begin < len(rows):
-                last = ends[first + begin : first + begin + size][: len(rows) - begin].nonzero()[0][-1:]
-                length = min(size, len(rows) - begin) if not len(last) else int(last[0]) + 1
-                yield rows[begin : begin + length], first + begin
-                begin += length
+                end = min(begin + size, len(rows))
+                ended = ends[first + begin : first + end].nonzero()[0]
+                if len(ended):  # after the last end of an episode in the piece
+                    end = begin + int(ended[-1]) + 1
+                yield rows[begin:end], first + begin
+                begin = end
 
     def _with_placeholders(self, data: TensorDictBase) -> TensorDictBase:
         """Return a piece with placeholders for missing entries. They are expanded, so they take no memory per row."""

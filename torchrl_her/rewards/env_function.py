@@ -72,9 +72,10 @@ class EnvFunction:
             values = self._batch(*probe, infos)
         except Exception:  # any error means that the function does not accept a batch
             values = np.empty(0)
-        if agrees_with_rows(values, expected):
-            return True
-        return self._is_called_row_by_row()
+        agrees = agrees_with_rows(values, expected)
+        if not agrees:
+            self._warn_of_rows()
+        return agrees
 
     def _agrees_with_rows(
         self, values: np.ndarray, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]
@@ -89,15 +90,17 @@ class EnvFunction:
         self._compared += len(chosen)
         if expected.min() != expected.max():  # equal values prove little
             self._to_compare = min(self._to_compare, self._compared + ENOUGH_ROWS)
-        return np.allclose(values[chosen], expected) or self._is_called_row_by_row()
+        agrees = np.allclose(values[chosen], expected)
+        if not agrees:
+            self._warn_of_rows()
+        return agrees
 
-    def _is_called_row_by_row(self) -> bool:
+    def _warn_of_rows(self) -> None:
         warn_user(
             f"{self.name} does not take a batch of goals and is called row by row at every sample, which is slow. Pass "
             "your own batched function: GoalReward(reward_fn) instead of EnvReward for rewards, or terminated_fn=... "
             "for ends of episodes."
         )
-        return False
 
     def _other_goals(self, reached: np.ndarray) -> list[np.ndarray]:
         """Return eight goals ``[goal]`` besides ``reached``.

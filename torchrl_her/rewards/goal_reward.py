@@ -22,8 +22,8 @@ class GoalReward(TensorDictModuleBase):
     """Reward as a function of the achieved and the desired goal.
 
     The module reads ``("next", "achieved_goal")`` and ``"desired_goal"``, and writes ``("next", "reward")`` and, with
-    ``terminated_fn``, ``("next", "terminated")``, ``[*batch, 1]`` each. `HERTransform` wraps plain functions in
-    ``GoalReward`` and sets its keys.
+    ``terminated_fn``, ``("next", "terminated")``, ``[*batch, 1]`` each, in the dtypes that the functions return.
+    `HERTransform` wraps plain functions in ``GoalReward`` and sets its keys.
 
     Args:
         reward_fn (Callable[[Tensor, Tensor], Tensor]): maps achieved and desired goals, ``[batch, *goal]`` each, to
@@ -119,7 +119,9 @@ class GoalReward(TensorDictModuleBase):
 
 
 class SparseReward(GoalReward):
-    """Sparse reward, ``float32``: 0 within a distance of the goal and -1 outside, on the device of the goals.
+    """Sparse reward: 0 within a distance of the goal and -1 outside.
+
+    The module writes ``("next", "reward")``, ``float32 [*batch, 1]``, on the device of the goals.
 
     Args:
         threshold (float): the largest distance at which a goal counts as reached, in units of the goal. The distance

@@ -12,7 +12,7 @@ class ReachedReward(TensorDictModuleBase):
     """Reward for goals without a distance: 0 and terminated if a transition achieved its new goal itself, otherwise -1.
 
     Use it for images and whole observations, as in OGBench ([Park et al., 2024](https://arxiv.org/abs/2410.20092)). The
-    module reads ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``, which the transform that relabels provides.
+    module reads ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``, which the hindsight transform provides.
     It writes ``("next", "reward")``, ``float32 [*batch, 1]``, and ``("next", "terminated")``, ``bool [*batch, 1]``. A
     goal counts as reached only at the step that achieved it, even if another step achieved an equal goal.
 

@@ -72,7 +72,7 @@ class RowLayout:
         dimensions = len(self._batch_of(transitions))
         fit = _collect(self.root, transitions, dimensions, values)
         missing = [key for key, column in self.columns.items() if values[column.number] is None]
-        if not fit or not but >= set(missing):
+        if not fit or set(missing) - but:
             differences = "; ".join(self._differences(transitions, dimensions, but))
             raise ValueError(
                 f"The entries differ from earlier transitions: {differences}. Nothing was stored: exclude() new "

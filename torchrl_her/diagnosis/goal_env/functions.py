@@ -46,7 +46,7 @@ def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
         yield Finding(
             f"{name}-modifies-arguments",
             f"{what} modifies its argument {names}.",
-            "Work on a copy: for example, replace achieved_goal -= desired_goal by achieved_goal - desired_goal.",
+            "Work on a copy: for example, replace achieved_goal -= desired_goal with achieved_goal - desired_goal.",
         )
 
 

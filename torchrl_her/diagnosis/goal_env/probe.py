@@ -22,8 +22,8 @@ class Values(NamedTuple):
     actual: np.ndarray  # the achieved and the desired goal
     own: np.ndarray  # the achieved goal for both
     other: np.ndarray  # the achieved goal, and another goal as the desired one; every second other goal is far away
-    swapped: np.ndarray  # these two goals exchanged
-    again: np.ndarray  # the same pair as in `actual`, also in the next two
+    swapped: np.ndarray  # the goals of `other`, exchanged
+    again: np.ndarray  # `actual` repeated: the second call, then the third and the fourth
     third: np.ndarray
     fourth: np.ndarray
 
@@ -49,7 +49,7 @@ class Probe:
         self._far_fails = False
 
     def values(self, every: int = 1) -> Values:
-        """Return the values of one in ``every`` steps. Except for the first two, only one in `EVERY` is not NaN."""
+        """Return one row in ``every``. The fields after the first two are NaN except in one row of `EVERY`."""
         columns = np.array(self._values, dtype=np.float64).reshape(len(self._values), len(Values._fields))
         return Values(*columns[::every].T)
 

@@ -70,5 +70,6 @@ def _check_ends_on_success(episodes: Episodes, is_reached: np.ndarray) -> Iterat
             "ends-on-success",
             f"Episodes are terminated when the goal is reached or near, and there is no compute_terminated ({where}).",
             "Add compute_terminated(self, achieved_goal, desired_goal, info) to the environment, or pass "
-            "EnvReward(env, terminated_fn=...): otherwise relabelled transitions that reach their goal do not end.",
+            "EnvReward(env, terminated_fn=...): otherwise relabelled transitions that reach their goal are not "
+            "terminated.",
         )
