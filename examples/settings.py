@@ -24,9 +24,7 @@ LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
 @dataclass
 class Env:
     name: str = "torchrl_her/PointReach-v0"  # a Gymnasium id, or module:id
-    kwargs: dict[str, Any] = field(
-        default_factory=dict
-    )  # for gymnasium.make: +env.kwargs.max_episode_steps=100
+    kwargs: dict[str, Any] = field(default_factory=dict)  # for gymnasium.make: +env.kwargs.max_episode_steps=100
     num_envs: int = 1
     parallel: bool = False  # a process for each environment
     success: str = "is_success"  # the entry of info that is true at the goal, or terminated
@@ -118,9 +116,7 @@ class Settings:
     updates_per_step: float = 1.0
     learning_rate: float = 1e-3
     hidden: list[int] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
-    inputs: list[str] = field(
-        default_factory=lambda: ["observation", "achieved_goal", "desired_goal"]
-    )  # read by networks
+    inputs: list[str] = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
     env: Env = field(default_factory=Env)
     collector: Collection = field(default_factory=Collection)
     exploration: Exploration = field(default_factory=Exploration)
