@@ -267,6 +267,7 @@ class HERTransform(StampingTransform):
             draw = batch.draw = draw_goals(batch.episode, batch.step)
             relabelled = draw.relabelled if available is True else draw.relabelled & available
         else:
+            # batch.draw, which is counted for the report, has one row per sequence, and draw one row per transition.
             batch.draw, draw = draw_for_sequences(draw_goals, length, batch.episode, batch.step)
             whole = (~draw.relabelled | available).view(-1, length).all(1).repeat_interleave(length)
             relabelled = draw.relabelled & whole

@@ -142,7 +142,10 @@ def test_an_episode_that_is_published_twice_in_one_write_is_returned_once():
     rows = [(step, step + 1, False) for step in range(64, 130)] + [(200, 201, True)]
     transitions = written(rows, ids=[0] * 67)
     tracked = tracking.tracker.track(transitions, transitions.goals, first_episode=2)
-    assert [(each.episode, len(each.kept), each.before) for each in tracked.episodes] == [(1, 130, 64), (2, 1, 0)]
+    assert [(each.episode, len(each.kept), each.already_published) for each in tracked.episodes] == [
+        (1, 130, 64),
+        (2, 1, 0),
+    ]
 
 
 def test_the_work_is_per_run_and_not_per_transition():

@@ -16,7 +16,7 @@ class EpisodeSteps(NamedTuple):
 
     episode: int  # the episode id
     kept: Tensor  # [steps, ...], the data of each step from the first one on: achieved goals or packed transitions
-    before: int  # the number of these steps that an earlier write published
+    already_published: int  # the number of these steps that an earlier write published
 
 
 class EpisodeLengths:
@@ -57,6 +57,6 @@ class Lane:
         if len(self.kept) > 1:
             self.kept = [torch.cat(self.kept)]
         earlier = episodes.pop(self.episode, None)  # published earlier in the same write
-        before = self.published if earlier is None else earlier.before
-        episodes[self.episode] = EpisodeSteps(self.episode, self.kept[0], before)
+        already_published = self.published if earlier is None else earlier.already_published
+        episodes[self.episode] = EpisodeSteps(self.episode, self.kept[0], already_published)
         self.published = self.steps

@@ -109,7 +109,7 @@ class EpisodeTracker:
             write.ambiguous += len(self._by_key.get(key, ())) > 1
             lane = self._take(key)
         if lane is None:
-            if not self._may_begin(key[0], written, begin):
+            if not self._claim_beginning(key[0], written, begin):
                 write.breaks.append(begin)
             return None
         write.continued += 1
@@ -147,7 +147,7 @@ class EpisodeTracker:
             lane.publish_into(write.episodes)
         return lane
 
-    def _may_begin(self, trajectory: int | None, written: WrittenTransitions, begin: int) -> bool:
+    def _claim_beginning(self, trajectory: int | None, written: WrittenTransitions, begin: int) -> bool:
         """Return whether an episode can begin here: with a new trajectory id, in a new row, or after an end."""
         if trajectory is not None:
             return not self._lanes_of_id[trajectory]

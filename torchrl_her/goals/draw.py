@@ -55,7 +55,7 @@ def draw_from_table(
     """
     version = table.version
     start, length = table.find(episode)
-    desired_before = table.before.rows if table.before.desired else 0
+    desired_before = table.rows_before.rows if table.rows_before.desired else 0
     places = episode, step, start, length
     has_gaps = table.has_gaps or torch.compiler.is_compiling()  # a compiled graph must work for every table
     choice = StrategyInput(*places, table.owners, table.size, table.starts, desired_before, has_gaps)

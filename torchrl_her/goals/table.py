@@ -63,7 +63,7 @@ class GoalTable:
         before: RowsBefore = NO_ROWS_BEFORE,
     ):
         self.capacity = capacity
-        self.before = before
+        self.rows_before = before
         self.has_gaps = before.desired  # whether some of the first `size` rows can be empty or can hold desired goals
         self._rows = GoalRows.make(capacity, goal_shape, dtype, device)
         self.starts, self.lengths = (zeros((capacity,), device) for _ in range(2))
@@ -182,20 +182,22 @@ class GoalTable:
         lengths = [len(goals) for _, goals, _ in publications]
         parts = [goals.to(self.goals.device) for _, goals, _ in publications]
         goals = torch.cat(parts) if len(parts) > 1 else parts[0]  # a single long episode is not copied twice
-        for episode, _, before in publications:
-            if before:  # empty the old rows, so that each step is in the table only once
+        for episode, _, already_published in publications:
+            if already_published:  # empty the old rows, so that each step is in the table only once
                 self.has_gaps = True
-                start = self.starts[episode % self.capacity] - self.before.rows
-                rows = (start + torch.arange(before + self.before.rows, device=start.device)) % self.capacity
+                start = self.starts[episode % self.capacity] - self.rows_before.rows
+                rows = (
+                    start + torch.arange(already_published + self.rows_before.rows, device=start.device)
+                ) % self.capacity
                 owners = self.owners[rows]
                 self.owners[rows] = torch.where(owners.abs() == episode, 0, owners)
 
         first = self.rows_used
         self._counts[ROWS] += len(goals)
         begins = [*accumulate(lengths, initial=first)][:-1]
-        self._set(self.starts, ids, [begin + self.before.rows for begin in begins])
+        self._set(self.starts, ids, [begin + self.rows_before.rows for begin in begins])
         of_rows = np.repeat(ids, lengths)
-        if self.before.desired:
+        if self.rows_before.desired:
             of_rows[[begin - first for begin in begins]] *= -1
         owners = torch.from_numpy(of_rows).to(goals.device)
         for ring, part in _slices(self.capacity, first, len(goals)):
@@ -205,7 +207,7 @@ class GoalTable:
         if first < self.capacity:
             self.size.fill_(min(first + len(goals), self.capacity))
 
-        self._set(self.lengths, ids, [length - self.before.rows for length in lengths])
+        self._set(self.lengths, ids, [length - self.rows_before.rows for length in lengths])
 
     def _set(self, column: Tensor, episodes: list[int], values: list[int]) -> None:
         """Set the start or the length of episodes. On the CPU, NumPy is faster for the few episodes of a write."""
@@ -265,7 +267,7 @@ class GoalTable:
         with self._changing():
             for tensor in (self.owners, self.lengths, self.size, self.counters[ROWS]):
                 tensor.zero_()
-        self.has_gaps = self.before.desired or self.is_shared
+        self.has_gaps = self.rows_before.desired or self.is_shared
 
     def share_memory_(self) -> None:
         """Move the table into shared memory, which allocates memory for all rows."""
@@ -291,7 +293,7 @@ class GoalTable:
         state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
         return state | {
             "capacity": self.capacity,
-            "before": tuple(self.before),
+            "before": tuple(self.rows_before),
             "has_gaps": self.has_gaps,
             "size": self.size.clone(),
             "counters": self.counters[:VERSION].clone(),
@@ -308,11 +310,11 @@ class GoalTable:
                 f"The saved goal table holds {state['capacity']} goals, but this one holds {self.capacity}. "
                 f"Create the transform with capacity={state['capacity']}, then load."
             )
-        if tuple(state["before"]) != self.before:
+        if tuple(state["before"]) != self.rows_before:
             raise ValueError(
                 f"The saved goal table keeps additional goals of episodes, {RowsBefore(*state['before'])}, and this "
-                f"one {self.before}. Create the transform with strategies that need the same additional goals (see "
-                "GoalStrategy), then load."
+                f"one {self.rows_before}. Create the transform with strategies that need the same additional goals "
+                "(see GoalStrategy), then load."
             )
         saved, own = ((goals.dtype, tuple(goals.shape[1:])) for goals in (state["goals"], self.goals))
         if saved != own:
