@@ -359,6 +359,26 @@ def test_steps_outside_the_episode_make_no_copies(ahead, expected, chunk):
     assert rb[:][GOAL_STEP].flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("same_episode", [True, False], ids=["own episode", "with the reservoir"])
+def test_a_strategy_sees_the_rows_of_the_ended_episodes(same_episode):
+    class OwnOutcome(GoalStrategy):
+        def select(self, choice):
+            rows = choice.start + choice.step
+            assert torch.equal(choice.owners[rows], choice.episode)
+            assert choice.size == 9  # all goals so far, also in the reservoir
+            assert choice.starts is None  # starts of other episodes are not known
+            assert (choice.step < choice.length).all()
+            return rows
+
+    strategy = OwnOutcome()
+    strategy.same_episode = same_episode
+    rb = make(strategy=strategy, n_sampled_goal=1)
+    for part in written_by_one_lane(((5, "terminated"), (4, "terminated")), 1, 9):
+        rb.extend(make_tensordict(part))
+    rb.extend(rb.transform[0].flush())
+    assert rb[:][GOAL_STEP].flatten().tolist() == [-1, 0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 0, -1, 1, -1, 2, -1, 3]
+
+
 @pytest.mark.filterwarnings("ignore:ReachedReward gives 0 and -1, and a stored reward is")
 @pytest.mark.parametrize("strategy", ["future", "random", Mixture({Current(): 0.5, Geometric(0.5): 0.5})], ids=repr)
 def test_copies_have_extra_goals_and_rewards_of_reached_steps(strategy):
