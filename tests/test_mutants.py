@@ -140,11 +140,11 @@ def first_end_alone(rewards_and_ends, *_):
     return rewards_and_ends
 
 
-def outcomes_of_a_step_later(available):
+def outcomes_of_a_step_later(read_goals):
     def mutated(self, batch):
         later = replace(batch, step=batch.step + 1)
-        available(self, later)
-        whole = available(self, batch)
+        read_goals(self, later)
+        whole = read_goals(self, batch)
         batch.outcomes = later.outcomes
         return whole
 
@@ -173,7 +173,7 @@ N_STEP_MUTANTS = {
     "does not discount": replaced(
         n_step, "discounted_sum", lambda total: lambda rewards, counts, gamma: total(rewards, counts, 1.0)
     ),
-    "sums over the outcomes of a step later": replaced(NStepReward, "available", outcomes_of_a_step_later),
+    "sums over the outcomes of a step later": replaced(NStepReward, "read_goals", outcomes_of_a_step_later),
     "keeps the flags of the first step": recomputed_and(keep_flags_of_first_step),
     "mistakes one flag of the last step for another": followed_by(
         NStepReward, "keep_flags", lambda _, self, data: data.set(LAST_FLAGS, data.get(LAST_FLAGS).flip(-1))
@@ -184,10 +184,10 @@ N_STEP_MUTANTS = {
     "keeps gamma of all steps": stored_again(NStepReward, "recompute", lambda keys: GAMMA),
     "mistakes the last reward for the first": recomputed_and(take_last_reward),
     "relabels windows that have partly left the table": followed_by(
-        NStepReward, "available", available_by_the_last_step
+        NStepReward, "read_goals", available_by_the_last_step
     ),
     "relabels windows without looking at the table": followed_by(
-        NStepReward, "available", lambda whole, *_: torch.ones_like(whole)
+        NStepReward, "read_goals", lambda whole, *_: torch.ones_like(whole)
     ),
 }
 

@@ -129,7 +129,7 @@ class NStepReward:
         written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
         return [self.keys.reward, STEPS, *written, *present_flags(tensordict, self.keys)]
 
-    def available(self, batch: SampledBatch) -> Tensor:
+    def read_goals(self, batch: SampledBatch) -> Tensor:
         """Read the achieved goals of all windows into the batch.
 
         In windows that are shorter than the longest one, the last goal is repeated.
@@ -155,7 +155,7 @@ class NStepReward:
     def recompute(self, batch: SampledBatch, relabelled: Tensor) -> None:
         """Set the returns and done flags of relabelled windows. The other windows get the flags of their last step."""
         data, stored, outcomes, available = batch.data, batch.stored, batch.outcomes, batch.available
-        assert outcomes is not None, "available() comes first"
+        assert outcomes is not None, "read_goals() comes first"
         assert available is not None
         steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes, data.get(STEPS_TO_GOAL, None))

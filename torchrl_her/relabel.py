@@ -97,8 +97,8 @@ class OneStepReward:
         """Return the keys of the entries that `recompute` replaces."""
         return self.replaced_keys
 
-    def available(self, batch: SampledBatch) -> Tensor | bool:
-        """Return whether each reward can be recomputed from the goal table, ``bool [n]``, or True for all."""
+    def read_goals(self, batch: SampledBatch) -> Tensor | bool:
+        """Return True: one-step rewards read no goals from the goal table, so all of them can be recomputed."""
         return True
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:

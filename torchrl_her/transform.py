@@ -167,7 +167,7 @@ class HERTransform(StampingTransform):
         if not torch.compiler.is_compiling() and ids_around(self) != self._ids_around:
             self._check_neighbours()  # the transforms of the buffer changed after the last write
         batch, rewards = self._unpack(tensordict)
-        draw, relabelled = self._draw(batch, rewards.available(batch))
+        draw, relabelled = self._draw(batch, rewards.read_goals(batch))
         self._set_goals(batch, draw.goals, relabelled)
         self._set_info(batch, draw, relabelled)
         rewards.recompute(batch, torch.ones_like(relabelled) if self._creates_goals else relabelled)

@@ -124,7 +124,7 @@ def test_the_steps_of_a_window_are_correct_whatever_is_written_between_two_opera
         batch = SampledBatch(
             stored, windows, None, transform.table, *stored["hindsight_stamp"].unbind(1), longest_window=3
         )
-        whole = n_step.available(batch)
+        whole = n_step.read_goals(batch)
         return batch.outcomes, whole
 
     whole_windows = 0
