@@ -67,7 +67,7 @@ class Learner:
 
 
 def explore(action: Tensor) -> Tensor:
-    """Add Gaussian noise to actions ``[n, actions]``, and replace some of them by uniformly random ones."""
+    """Add Gaussian noise to actions ``[n, actions]``, and replace some of them with uniformly random ones."""
     noisy = (action + NOISE * torch.randn_like(action)).clamp(-1.0, 1.0)
     is_random = torch.rand(*action.shape[:-1], 1, device=action.device) < RANDOM_ACTIONS
     return torch.where(is_random, 2 * torch.rand_like(action) - 1, noisy)

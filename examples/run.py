@@ -60,7 +60,7 @@ class Progress:
         )
 
     def updates_due(self) -> Iterator[int]:
-        """Yield the number of updates in each group that is due. The batches of a group are sampled in one call."""
+        """Yield and count the updates that are due, in groups. The batches of a group are sampled in one call."""
         config, most = self.config, 1 if self.config.buffer.prioritized == Priority.error else 16
         due = round(config.updates_per_step * (self.steps - config.collector.random_steps), 6)
         while (count := int(min(due - self.counts["updates"], most))) > 0:

@@ -129,7 +129,8 @@ def main() -> None:
     print(table(evaluation(policy)))
     evaluation.close()
 
-    # Render all episodes in this one environment: closing it would make the frames of later ones black.
+    # Render all episodes in one environment: after a rendering environment is closed, MuJoCo renders black frames in
+    # others.
     if renders:
         env.close()
         env = make_env(config.env, **PIXELS)

@@ -69,7 +69,7 @@ def test_the_input_of_forward_is_not_modified():
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
-        (lambda: (hindsight(), CompactGoals()), "comes after the transform that relabels .* Place CompactGoals first"),
+        (lambda: (hindsight(), CompactGoals()), "comes after the hindsight transform .* Place CompactGoals first"),
         (lambda: (CompactGoals(desired_goal_key="goal"), hindsight()), "the same desired_goal_key and done_key"),
         (lambda: (CompactGoals(done_key=("agents", "done")), hindsight()), "the same desired_goal_key and done_key"),
         (
@@ -133,7 +133,7 @@ def test_an_augmentation_refuses_a_write_before_it_holds_anything_back():
 
 @pytest.mark.parametrize("make", [hindsight, make_augmentation])
 def test_it_comes_first_is_used_once_and_never_in_an_environment(make):
-    with pytest.raises(ValueError, match="comes after the transform that relabels"):
+    with pytest.raises(ValueError, match="comes after the hindsight transform"):
         buffer(make(), CompactGoals())
     with pytest.raises(ValueError, match="Several CompactGoals"):
         buffer(CompactGoals(), CompactGoals(), make())

@@ -57,9 +57,9 @@ def drawn_with(checks_owner, checks_length):
 
 
 def without_goals_of_lanes(leave_open):
-    def mutated(self, lane):
+    def mutated(self, lane, written):
         lane.key = lane.key[0], b""
-        leave_open(self, lane)
+        leave_open(self, lane, written)
 
     return mutated
 

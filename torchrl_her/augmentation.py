@@ -148,7 +148,7 @@ class HindsightAugmentation(RelabelTransform):
         if len(tensordict):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
-            # Samples are not relabelled, so transforms before and after this one can rewrite copies of the goal.
+            # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
             written = self._read(tensordict, self._first_goal, neighbours.before + neighbours.after)
             if (compact := neighbours.compact_goals) is not None:
                 compact.check_write(tensordict)
@@ -197,7 +197,7 @@ class HindsightAugmentation(RelabelTransform):
         goals = torch.cat([own, drawn.goals], dim=2)  # [strategies, n, 1 + k, *goal], index 0 of 1 + k is unused
         none = drawn.steps.new_full((len(rows), 1), -1)
         steps, ahead = torch.cat([none, drawn.steps], dim=1), torch.cat([none, drawn.ahead], dim=1)
-        kept = torch.cat([torch.ones_like(drawn.valid[:, :1]), drawn.valid], dim=1)
+        kept = torch.cat([torch.ones_like(none, dtype=torch.bool), drawn.valid], dim=1)
         chosen, copy = kept.nonzero(as_tuple=True)  # for each row, its transition and the number of the copy
         goals, goal_step = goals[:, chosen, copy], steps[chosen, copy].unsqueeze(-1)
         relabelled = goal_step >= 0

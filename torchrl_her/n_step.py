@@ -215,7 +215,8 @@ def steps_that_follow(start: np.ndarray, ends: list[np.ndarray], last: list[np.n
     ``last`` the last column of ``ends`` in the last write, ``[rows, 1]`` each. If ``last`` is None, a row can start
     with any transition.
     """
-    outcome, trajectory, done = (np.roll(column, 1, axis=1) for column in ends)  # of the previous transition
+    # Of the previous transition.
+    outcome, trajectory, done = (np.concatenate((end[:, -1:], end[:, :-1]), axis=1) for end in ends)
     if last is not None:
         outcome[:, :1], trajectory[:, :1], done[:, :1] = last
     follows = (start == outcome) & (ends[1] == trajectory) | done

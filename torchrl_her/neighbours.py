@@ -1,4 +1,4 @@
-"""The order of transforms: which may come before and after a transform that relabels."""
+"""The order of transforms: which may come before and after the hindsight transform."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=Transform)
 
 
 class Neighbours(NamedTuple):
-    """The transforms before and after a transform that relabels, including the members of nested ``Compose``."""
+    """The transforms before and after the hindsight transform, including the members of nested ``Compose``."""
 
     before: list[Transform]
     after: list[Transform]
@@ -78,7 +78,9 @@ class Neighbours(NamedTuple):
             if stale := reads & (replaced | left_out):
                 what = f"reads {sorted(map(str, stale))} before relabelling replaces or restores them"
             elif overwritten := writes & {*replaced, *left_out, keys.next_achieved}:
-                what = f"writes {sorted(map(str, overwritten))}, which relabelling then replaces by raw values"
+                what = (
+                    f"writes {sorted(map(str, overwritten))}, which relabelling then replaces with unprocessed values"
+                )
             if what:
                 name = type(transform).__name__
                 raise ValueError(f"{name} comes before HERTransform and {what}. Place it after HERTransform.")

@@ -57,9 +57,9 @@ class HERTransform(StampingTransform):
             of steps from a transition to the one that achieved its goal. It is 0 if the transition achieved the goal
             itself (with n-step returns, if the first step of the window did), and -1 if the goal comes from an earlier
             step or another episode, or if the transition is not relabelled. (In an adopted data set without desired
-            goals, such a transition gets the goal that it achieved itself, so the number is 0.) If ``strategy`` is a
-            `Mixture`, samples also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index of the member
-            that selected the goal, or -1 if the transition is not relabelled. Default: False.
+            goals, a transition that is not relabelled gets the goal that it achieved itself, so the number is 0.) If
+            ``strategy`` is a `Mixture`, samples also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index
+            of the member that selected the goal, or -1 if the transition is not relabelled. Default: False.
         her_ratio (float): the probability that a transition is relabelled, from 0 to 1. The paper's k goals per
             transition correspond to k / (k + 1). Default: 0.8.
         achieved_goal_key (NestedKey): the achieved goal, read at the root and under ``"next"``. Default:
@@ -73,8 +73,8 @@ class HERTransform(StampingTransform):
             several environments. They are used if present. None ignores them. Default: ``("collector", "traj_ids")``.
         goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
             to goals ``[batch, *goal]``. By default, the entry is the goal.
-        capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage holds, or
-            three times as many if episodes have 64 steps or more. Default: 1,000,000.
+        capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold,
+            or three times as many if episodes have 64 steps or more. Default: 1,000,000.
         goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
             environment. Required if several processes share the buffer. By default, the first write determines it.
         max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag.

@@ -29,13 +29,13 @@ def test_a_table_too_small_for_the_storage_is_reported_once_with_the_capacity_to
     lost, enough = re.search(pattern, message).groups()
     assert 20 <= int(lost) <= 90
     assert 250 < int(enough) <= 1100  # estimated from 500 draws; the storage holds 1,000
-    assert "Pass the number of transitions that the storage holds" in message
+    assert "Pass the number of transitions that the storage can hold" in message
     assert warnings_of(10, 200, 20, capacity=1000, strategy=strategy) == []
 
 
 def test_a_table_with_hardly_any_goal_of_the_samples_is_reported_once():
     (message,) = warnings_of(5, 200, 20, capacity=5)
-    assert re.search(r"capacity=5\) is too small for .*number of transitions that the storage holds", message)
+    assert re.search(r"capacity=5\) is too small for .*number of transitions that the storage can hold", message)
 
 
 @pytest.mark.parametrize(

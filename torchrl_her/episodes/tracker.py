@@ -148,7 +148,10 @@ class EpisodeTracker:
         return lane
 
     def _claim_beginning(self, trajectory: int | None, written: WrittenTransitions, begin: int) -> bool:
-        """Return whether an episode can begin here: with a new trajectory id, in a new row, or after an end."""
+        """Return whether an episode can begin here: with a new trajectory id, in a new row, or after an end.
+
+        Each end allows one beginning.
+        """
         if trajectory is not None:
             return not self._lanes_of_id[trajectory]
         if written.row_length > 1 and written.begins[begin]:

@@ -67,9 +67,8 @@ class GoalTable:
         self.has_gaps = before.desired  # whether some of the first `size` rows can be empty or can hold desired goals
         self._rows = GoalRows.make(capacity, goal_shape, dtype, device)
         self.starts, self.lengths = (zeros((capacity,), device) for _ in range(2))
-        self.size = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # the number of rows written so far, from row 0 on
+        # The number of rows written so far, from row 0 on.
+        self.size = torch.zeros((), dtype=torch.int64, device=device)
         # Ids begin at a random number, so that transitions stamped by another table are recognized, and at a multiple
         # of the capacity, so that they fill the ring buffers from the front.
         before_first = secrets.randbelow(2**62 // capacity) * capacity
@@ -186,9 +185,8 @@ class GoalTable:
             if already_published:  # empty the old rows, so that each step is in the table only once
                 self.has_gaps = True
                 start = self.starts[episode % self.capacity] - self.rows_before.rows
-                rows = (
-                    start + torch.arange(already_published + self.rows_before.rows, device=start.device)
-                ) % self.capacity
+                count = already_published + self.rows_before.rows
+                rows = (start + torch.arange(count, device=start.device)) % self.capacity
                 owners = self.owners[rows]
                 self.owners[rows] = torch.where(owners.abs() == episode, 0, owners)
 

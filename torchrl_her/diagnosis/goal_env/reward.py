@@ -129,9 +129,8 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
     """Check which goals count as reached, if all reached goals have the same reward."""
     actual, own, *_ = probe.values()
     is_reached = reached(probe, len(own))
-    is_sparse = (
-        len(np.unique(np.round(actual - own, 6))) <= 2
-    )  # the difference cancels a cost that does not depend on goals
+    # The difference cancels a cost that does not depend on goals.
+    is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2
     if is_sparse and not is_reached.any():
         yield Finding(
             "no-goal-reached",
