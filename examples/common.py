@@ -30,6 +30,7 @@ from torchrl.envs import (
     MultiStepTransform,
     ParallelEnv,
     SerialEnv,
+    Transform,
     TransformedEnv,
     default_info_dict_reader,
     set_exploration_type,
@@ -70,12 +71,17 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
             "For an environment of another package, use env.name=module:Name-v0."
         ) from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
-    transforms = Compose()
+    transforms: list[Transform] = []
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
         transforms.append(DoubleToFloat())
     if config.clip_observation is not None:
         transforms.append(ClipTransform(["observation"], low=-config.clip_observation, high=config.clip_observation))
-    return TransformedEnv(env, transforms)
+    return TransformedEnv(env, Compose(*transforms)) if transforms else env  # a TransformedEnv takes time at every step
+
+
+def wrapped_env(env: EnvBase) -> GymEnv:
+    """Return the TorchRL wrapper of the Gymnasium environment in an environment of `make_env`."""
+    return env.base_env if isinstance(env, TransformedEnv) else env
 
 
 def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
@@ -102,7 +108,7 @@ def make_reward(config: Env) -> EnvReward:
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     """Return the environment, or exit if it lacks entries that the settings name or has unsupported actions."""
     env = make_env(config.env)
-    name, keys, space = config.env.name, set(env.observation_spec.keys()), env.base_env.action_space
+    name, keys, space = config.env.name, set(env.observation_spec.keys()), wrapped_env(env).action_space
     if missing := {*config.inputs, config.env.achieved_goal_key, config.env.desired_goal_key} - keys:
         raise SystemExit(
             f"Observations of {name} have no {sorted(missing)}, only {sorted(keys - {config.env.success})}: set "
@@ -116,8 +122,9 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         raise SystemExit(
             f"Actions of {name} are {space}, but dqn.py needs Discrete(n). For a Box, use ddpg.py, td3.py or sac.py."
         )
-    env.base_env.unwrapped.reset(seed=config.seed)
-    info = {"terminated", *env.base_env.unwrapped.step(space.sample())[-1]}
+    gym_env = wrapped_env(env).unwrapped
+    gym_env.reset(seed=config.seed)
+    info = {"terminated", *gym_env.step(space.sample())[-1]}
     if missing := {config.env.success, *config.env.info_keys} - info:
         raise SystemExit(
             f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info)}: set env.success and "
@@ -197,7 +204,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
-    longest = make_env(env).base_env.spec.max_episode_steps
+    longest = wrapped_env(make_env(env)).spec.max_episode_steps
     # Growing episodes of 64 steps or more take up to three times as many rows. The rest is for running episodes.
     capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
