@@ -35,7 +35,10 @@ def test_a_table_too_small_for_the_storage_is_reported_once_with_the_capacity_to
 
 def test_a_table_with_hardly_any_goal_of_the_samples_is_reported_once():
     (message,) = warnings_of(5, 200, 20, capacity=5)
-    assert re.search(r"capacity=5\) is too small for .*number of transitions that the storage can hold", message)
+    assert re.search(
+        r"capacity=5\) is too small for .* the storage\. Pass the number of transitions that the storage can hold",
+        message,
+    )
 
 
 @pytest.mark.parametrize(
