@@ -2,8 +2,9 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import getitem
 from types import BuiltinFunctionType, MethodDescriptorType
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import extract_val
 
 
 class Recorded:
@@ -32,8 +32,10 @@ class Recorded:
             return list(results.values(True, True))
 
         no_checks = patch.object(Distribution, "_validate_args", False)  # they read values of tensors
+        no_metadata = patch.object(proxy_tensor, "extract_val", lambda *_, **__: None)  # it takes most of the time
+        no_profile = patch.object(torch.autograd.profiler, "record_function", nullcontext)
         try:
-            with no_checks, patch.object(proxy_tensor, "extract_val", metadata):
+            with no_checks, no_metadata, no_profile:
                 record = proxy_tensor.make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)
                 graph = simplify(record(*map(batch.get, keys)))
         except Exception as error:
@@ -44,20 +46,15 @@ class Recorded:
         return results
 
 
-def metadata(value: Any, **options: Any) -> Any:
-    """Return no metadata of tensors: a fake tensor for each operation takes most of the time of a recording."""
-    return None if isinstance(value, Tensor) else extract_val(value, **options)
-
-
 def simplify(module: GraphModule) -> GraphModule:
-    """Compute views of weights only once, remove ``detach``, and replace operations with faster equivalents."""
+    """Compute views of weights only once, remove what has no effect, and replace operations with faster equivalents."""
     kept = {}  # weights, and views of them
     for node in module.graph.nodes:
         if node.op == "get_attr":
             kept[node] = getattr(module, node.target).detach()
-        elif getattr(node.target, "is_view", False) and node.args[0] in kept:
+        elif (node.target == getitem or getattr(node.target, "is_view", False)) and node.args[0] in kept:
             kept[node] = node.target(kept[node.args[0]], *node.args[1:], **node.kwargs)
-        elif node.target == torch.ops.aten.detach.default:
+        elif node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
         if isinstance(kept.get(node), Tensor):
             node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}

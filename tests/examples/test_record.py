@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from common import make_adam
-from record import Recorded
+from record import Recorded, simplify
 from script_runs import configure, differences, state_of, train
 from tensordict import TensorDict
 from torch import nn
@@ -81,6 +81,20 @@ def test_a_recording_does_what_the_update_does():
         assert torch.equal(other.target, one.target)
         assert torch.equal(other.network[1].weight, one.network[1].weight)
     assert (one.calls, other.calls) == (6, 2)
+
+
+def test_a_recording_has_only_operations_that_must_be_repeated(monkeypatch):
+    graphs, weights = [], nn.Parameter(torch.rand(2, 3, 3))
+    monkeypatch.setattr("record.simplify", lambda module: graphs.append(simplify(module)) or graphs[-1])
+
+    def function(batch):
+        with torch.autograd.profiler.record_function("named"):
+            return TensorDict(product=batch["a"] @ weights.unbind()[1].t()).detach()
+
+    recorded = Recorded(function)
+    for _ in range(2):
+        recorded(TensorDict(a=torch.rand(4, 3)))
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [torch.mm]
 
 
 def test_results_of_a_recording_are_not_overwritten_by_its_next_call():

@@ -22,6 +22,7 @@ from support.dispatch import NoWaits, Waits
 from support.draws import LEVEL, RIGHT, distribution, draw, draws_needed, make_buffer, p_value
 from support.goals import reached, reward_of
 from support.losses import make_loss
+from support.pages import run_block
 from support.tape import collected
 from torchrl_her import (
     Current,
@@ -251,6 +252,17 @@ def test_it_compiles_together_with_the_loss():
         assert check(batch).share > 0.5
         torch.testing.assert_close(value, loss(batch)["loss"])
         value.backward()
+
+
+@pytest.mark.slow  # compiling takes longer than 20 s
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:No target network updater")
+def test_the_code_of_the_page_compiles_the_loss():
+    her = HERTransform(TERMINATING)
+    names = {"her": her, "rb": buffer(her, collected(600, discrete=True)), "loss": make_loss("DQNLoss")}
+    run_block("reference/losses-and-transforms", 0, names)
+    names["losses"](stored_rows(names["rb"]))["loss"].backward()
+    assert all(parameter.grad.isfinite().all() for parameter in names["loss"].parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize(

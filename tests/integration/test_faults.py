@@ -26,6 +26,7 @@ from torchrl.modules import RandomPolicy
 
 from support import tape
 from support.factories import check_refused, make_transform, start_processes_from_a_server
+from support.pages import run_block
 from support.refused import make_small_buffer
 from support.streams import make_episode
 from support.traffic import Source, check, check_one_by_one, make_buffer
@@ -155,6 +156,20 @@ def test_a_checkpoint_that_is_made_while_threads_write_and_sample_is_whole(tmp_p
     done.set()
     for thread in threads:
         thread.result(timeout=60)
+
+
+def test_the_code_of_the_page_saves_and_resumes(tmp_path):
+    for steps in (20, 40):
+        rb, loss = make_small_buffer(EnvReward(tape.make_tape())), torch.nn.Linear(2, 2)
+        names = {"rb": rb, "hindsight": rb.transform[0], "loss": loss, "directory": tmp_path}
+        names |= {"optimizer": torch.optim.Adam(loss.parameters()), "data": tape.collected(20)}
+        for number in range(2):
+            run_block("how-to/checkpoints", number, names)
+        assert len(rb) == names["progress"]["frames"] == steps - 20
+        rb.extend(names["data"])
+        run_block("how-to/checkpoints", 2, names)
+        assert names["progress"]["frames"] == steps
+    assert len(names["rotation"].checkpoints()) == 2
 
 
 @pytest.mark.filterwarnings("ignore:last_cursor is None")

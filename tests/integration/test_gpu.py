@@ -11,6 +11,8 @@ import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, make_transform
+from support.losses import make_loss
+from support.pages import run_block
 from support.tape import check, collected, make_tape
 from torchrl_her import PackedStorage
 
@@ -88,6 +90,16 @@ def test_replays_of_a_captured_sample_draw_new_goals_and_see_later_writes(storag
     assert not [each for each in caught if each.filename == __file__]  # warnings of the package name the user's line
     assert all((one["index"] != other["index"]).any() for one, other in itertools.pairwise(drawn))
     assert 0.3 < torch.stack([each["hindsight", "relabelled"].float().mean() for each in drawn]).mean() < 0.85
+
+
+def test_the_code_of_the_page_captures_the_update():
+    loss = make_loss("DQNLoss").to("cuda")
+    names = {"loss": loss, "optimizer": torch.optim.Adam(loss.parameters(), lr=1e-3, capturable=True)}
+    run_block("how-to/gpu", 0, names)
+    names["rb"].extend(collected(600, discrete=True).to("cuda"))
+    before = [parameter.detach().clone() for parameter in loss.parameters()]
+    run_block("how-to/gpu", 1, names)
+    assert any((one != other).any() for one, other in zip(before, loss.parameters(), strict=True))
 
 
 def test_replays_of_a_captured_sample_are_not_counted():

@@ -316,6 +316,39 @@ def ended(processes, seconds=10.0):
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc (Linux)")
 
 
+CODE_OF_THE_PAGE = """
+import ray, torch
+from tensordict.nn import TensorDictModule
+from torchrl.modules import MLP
+from support.pages import run_block
+
+shares = []
+names = {
+    "capacity": 10_000,
+    "policy": TensorDictModule(MLP(4, 2), ["observation"], ["action"]),
+    "update": lambda batch: shares.append(batch["hindsight", "relabelled"].float().mean()),
+}
+ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+try:
+    run_block("how-to/ray", 0, names)
+finally:
+    ray.shutdown()
+print(len(shares), torch.stack(shares[-1000:]).mean().item())
+"""
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_relabels():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_ENABLE_AUTO_CONNECT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE_OF_THE_PAGE], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    batches, share = map(float, done.stdout.split())
+    assert batches >= 100 * 6_000 / 50
+    assert 0.7 < share < 0.85
+
+
 @pytest.mark.slow
 @needs_proc
 def test_the_example_ends_and_leaves_no_process():

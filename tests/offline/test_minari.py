@@ -16,6 +16,7 @@ from torchrl.data.datasets import MinariExperienceReplay
 from torchrl.envs import GymEnv
 
 from support.data_sets import bytes_of
+from support.pages import run_block
 from torchrl_her import EnvReward, HERTransform, load_minari
 
 minari = pytest.importorskip("minari")
@@ -57,12 +58,12 @@ def make_dataset(tmp_path, monkeypatch):
     """Return a function that creates a data set and returns its episodes and its transitions."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
 
-    def make(lengths):
+    def make(lengths, name=NAME):
         env = gymnasium.make(ENV, max_episode_steps=10_000)
         episodes = list(play(env, lengths))
         spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
-        minari.create_dataset_from_buffers(NAME, buffer=episodes, env=env, **spaces)
-        return episodes, load_minari(minari.load_dataset(NAME))
+        minari.create_dataset_from_buffers(name, buffer=episodes, env=env, **spaces)
+        return episodes, load_minari(minari.load_dataset(name))
 
     return make
 
@@ -122,6 +123,22 @@ def check_transitions(data, episodes):
 def test_the_transitions_equal_the_steps_of_the_episodes(make_dataset):
     episodes, data = make_dataset(LENGTHS)
     check_transitions(data, episodes)
+
+
+def test_the_code_of_the_page_adopts_a_data_set_and_moves_its_entries_to_the_root(make_dataset):
+    _, data = make_dataset(LENGTHS, "D4RL/pointmaze/umaze-v2")
+    names = {}
+    for number in range(2):
+        run_block("how-to/existing-data-sets", number, names)
+    assert (names["data"] == data).all()
+    rb = TensorDictReplayBuffer(
+        storage=TensorStorage(names["her"].adopt(names["data"])), transform=names["her"], batch_size=256
+    )
+    assert rb.sample()[RELABELLED].any()
+    for root in (names["flat"], names["flat"]["next"]):
+        assert "achieved_goal" in root.keys()
+    assert torch.equal(names["flat"]["next", "achieved_goal"], data[NEXT_ACHIEVED])
+    assert torch.equal(names["flat"]["observation"], data["observation", "observation"])
 
 
 @pytest.mark.parametrize("strategy", ["future", "final"])
