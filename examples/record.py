@@ -16,7 +16,10 @@ from torch.fx.experimental import proxy_tensor
 
 
 class Recorded:
-    """Records the second call of a function and replays it for later batches, which must have the same shape."""
+    """Records the second call of a function and replays it for later batches, which must have the same shape.
+
+    If this fails, the second call starts again from the beginning, and all calls run the function.
+    """
 
     def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
         self.function, self.replay, self.calls = function, function, 0
@@ -33,21 +36,23 @@ class Recorded:
 
         no_checks = patch.object(Distribution, "_validate_args", False)  # they read values of tensors
         no_metadata = patch.object(proxy_tensor, "extract_val", lambda *_, **__: None)  # it takes most of the time
-        no_profile = patch.object(torch.autograd.profiler, "record_function", nullcontext)
+        no_profiler = patch.object(torch.autograd.profiler, "record_function", lambda *_, **__: nullcontext())
         try:
-            with no_checks, no_metadata, no_profile:
+            with no_checks, no_metadata, no_profiler:
                 record = proxy_tensor.make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)
-                graph = simplify(record(*map(batch.get, keys)))
+                graph = record(*map(batch.get, keys))
         except Exception as error:
             warnings.warn(f"speedup=record: not recorded, so it runs as with speedup=none: {error}", stacklevel=2)
             return self.function(batch)
-        outputs, play = list(results.keys(True, True)), torch.no_grad()(graph.forward)
+        outputs, play = list(results.keys(True, True)), torch.no_grad()(simplify(graph).forward)
         self.replay = lambda data: TensorDict(dict(zip(outputs, play(*map(data.get, keys)), strict=True)))
         return results
 
 
 def simplify(module: GraphModule) -> GraphModule:
     """Compute views of weights only once, remove what has no effect, and replace operations with faster equivalents."""
+    if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
+        return module  # such an operation changes the shape of one alias, but not of the others
     kept = {}  # weights, and views of them
     for node in module.graph.nodes:
         if node.op == "get_attr":

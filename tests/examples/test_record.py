@@ -89,12 +89,27 @@ def test_a_recording_has_only_operations_that_must_be_repeated(monkeypatch):
 
     def function(batch):
         with torch.autograd.profiler.record_function("named"):
-            return TensorDict(product=batch["a"] @ weights.unbind()[1].t()).detach()
+            return TensorDict(product=torch.ops.aten.alias(batch["a"]) @ weights.unbind()[1].t()).detach()
 
     recorded = Recorded(function)
     for _ in range(2):
         recorded(TensorDict(a=torch.rand(4, 3)))
     assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [torch.mm]
+
+
+def test_an_alias_keeps_its_shape_if_another_changes_in_place():
+    weights = nn.Parameter(torch.rand(2, 3))
+
+    def function(batch):
+        row, alias = weights.detach().unbind()[0], batch["a"].detach()
+        row.unsqueeze_(0)
+        alias.unsqueeze_(0)
+        return TensorDict(row=row + 0, alias=alias + 0, original=batch["a"] + 0)
+
+    recorded = Recorded(function)
+    for _ in range(5):
+        found = recorded(TensorDict(a=torch.rand(4)))
+        assert [found[key].shape for key in ("row", "alias", "original")] == [(1, 3), (1, 4), (4,)]
 
 
 def test_results_of_a_recording_are_not_overwritten_by_its_next_call():

@@ -25,7 +25,7 @@ from torchrl.envs import GymWrapper, ObservationNorm, ParallelEnv, SerialEnv
 
 from support.factories import make_transform, start_processes_from_a_server
 from support.named import named
-from support.tape import Tape, check, length_of, make_tape, places, taken
+from support.tape import Tape, check, length_of, make_serial, make_tape, places, taken
 from torchrl_her import EnvReward
 
 NUMBER = 8  # environments in one process
@@ -540,3 +540,16 @@ def test_limits_of_torchrl_also_exist_without_the_transform(row):
 
 def test_every_row_of_the_docs_is_tested_once():
     assert sorted(SELECTED) == sorted(DOCUMENTED)
+
+
+def test_padding_can_be_left_out():
+    rb = make_buffer("TensorDictReplayBuffer")
+    collector = Collector(make_serial(0, 1, 2), None, frames_per_batch=63, total_frames=630, split_trajs=True)
+    padding = 0
+    with shut_down_after(collector):
+        for batch in collector:
+            rb.extend(batch[batch[MASK]])
+            padding += (~batch[MASK]).sum()
+    assert padding
+    assert sorted(places(rb[:])) == sorted(place for number in range(3) for place in taken(number, 210))
+    assert check(rb[:]).share > 0.8

@@ -97,8 +97,10 @@ def test_the_code_of_the_page_captures_the_update():
     names = {"loss": loss, "optimizer": torch.optim.Adam(loss.parameters(), lr=1e-3, capturable=True)}
     run_block("how-to/gpu", 0, names)
     names["rb"].extend(collected(600, discrete=True).to("cuda"))
-    before = [parameter.detach().clone() for parameter in loss.parameters()]
     run_block("how-to/gpu", 1, names)
+    before = [parameter.detach().clone() for parameter in loss.parameters()]
+    names["graph"].replay()
+    torch.cuda.synchronize()
     assert any((one != other).any() for one, other in zip(before, loss.parameters(), strict=True))
 
 

@@ -1,6 +1,7 @@
-"""Runs the Python blocks of the documentation. Blocks with prompts are doctests."""
+"""Runs the Python blocks of the pages in docs/. Blocks with prompts are doctests."""
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def python_blocks(page: str) -> list[str]:
     """Return the Python blocks of a page, such as ``how-to/ray``."""
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+    text = (DOCS / f"{page}.md").read_text()
+    return [textwrap.dedent(block) for block in re.findall(r"^ *```py(?:thon)?\n(.*?)^ *```", text, re.M | re.S)]
 
 
 def run_block(page: str, number: int, names: dict[str, Any]) -> None:
