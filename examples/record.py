@@ -9,9 +9,6 @@ from unittest.mock import patch
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
-from torch.distributions import Distribution
-from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 
 
@@ -30,11 +27,11 @@ class Recorded:
             return self.replay(batch)
         keys, results = list(batch.keys(True, True)), TensorDict()
 
-        def function(*tensors: Tensor) -> list[Tensor]:
+        def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
             results.update(self.function(TensorDict(dict(zip(keys, tensors, strict=True)), batch.batch_size)))
             return list(results.values(True, True))
 
-        no_checks = patch.object(Distribution, "_validate_args", False)  # they read values of tensors
+        no_checks = patch.object(torch.distributions.Distribution, "_validate_args", False)  # they read values
         no_metadata = patch.object(proxy_tensor, "extract_val", lambda *_, **__: None)  # it takes most of the time
         no_profiler = patch.object(torch.autograd.profiler, "record_function", lambda *_, **__: nullcontext())
         try:
@@ -49,7 +46,7 @@ class Recorded:
         return results
 
 
-def simplify(module: GraphModule) -> GraphModule:
+def simplify(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Compute views of weights only once, remove what has no effect, and replace operations with faster equivalents."""
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
         return module  # such an operation changes the shape of one alias, but not of the others
@@ -61,13 +58,13 @@ def simplify(module: GraphModule) -> GraphModule:
             kept[node] = node.target(kept[node.args[0]], *node.args[1:], **node.kwargs)
         elif node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
-        if isinstance(kept.get(node), Tensor):
+        if isinstance(kept.get(node), torch.Tensor):
             node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}
             module.__dict__[node.name] = kept[node]  # a faster look-up than for a parameter
     module.graph.eliminate_dead_code()
     for node in module.graph.nodes:
         name = getattr(node.target, "overloadpacket", node.target).__name__ if node.op == "call_function" else ""
-        function = getattr(torch, name, None) or getattr(Tensor, name, None)
+        function = getattr(torch, name, None) or getattr(torch.Tensor, name, None)
         if isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
             node.target = function  # torch.index_put does not accept None as an index
     module.recompile()
