@@ -218,7 +218,7 @@ def read(path: Path) -> list[Row]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Learning speed of the training scripts and of Stable-Baselines3.")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "Point" in name])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "PointReach" in name])
     parser.add_argument("--settings", nargs="+", choices=[EQUAL, TUNED], default=[EQUAL, TUNED])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="environment steps of each run (default: set by the task)")

@@ -122,7 +122,7 @@ def make_neighbours(task: str, library: str) -> list[Settings]:
 def run(task: Task, library: str, settings: Settings, seed: int, interval: int, episodes: int) -> float:
     """Return the CPU seconds of training until the success, or infinity if it is not reached."""
     torchrl_logger.setLevel("WARNING")
-    evaluations = UntilSuccess(task.env, interval, episodes)
+    evaluations = UntilSuccess(task.env, interval, episodes, task.success)
     evaluations.held = task.held
     with open(os.devnull, "w") as silence:
         sys.stdout = sys.stderr = silence
@@ -148,7 +148,7 @@ def search(candidates: list[Settings], finalists: int, measure: Callable[[Settin
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Find the settings with which each library learns fastest.")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "Point" in name])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "PointReach" in name])
     parser.add_argument("--libraries", nargs="+", choices=[OURS, SB3], default=[OURS, SB3])
     parser.add_argument("--candidates", type=int, default=12, help="candidates for each library and task")
     parser.add_argument("--around", action="store_true", help="search around the settings in learners.py")

@@ -170,7 +170,7 @@ def test_a_missing_environment_says_what_to_install():
 
 TASKS = {
     "bit_flipping_50": ["dqn"], "fetch": ["ddpg", "td3", "sac"], "fetch_ddpg": ["ddpg"], "fetch_push": ["ddpg"],
-    "fetch_reach": ["td3", "sac"],
+    "fetch_reach": ["td3", "sac"], "point_maze": ["sac", "td3"],
 }  # fmt: skip
 
 
