@@ -76,7 +76,8 @@ class HERTransform(StampingTransform):
         capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold,
             or three times as many if episodes have 64 steps or more. Default: 1,000,000.
         goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
-            environment. Required if several processes share the buffer. By default, the first write determines it.
+            environment. Required for buffers with ``shared=True`` and storages with ``shared_init=True``. By default,
+            the first write determines it.
         max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag.
         mask_key (NestedKey, optional): a flag, ``bool [*batch]``, that is False for padding. The default entry is used
             if present; any other entry must be present. With None, no transition is padding. Default:

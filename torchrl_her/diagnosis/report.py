@@ -28,11 +28,13 @@ class Report:
             transitions of one sample in 64.
         relabelled (float | None): the share of counted transitions that were relabelled.
         original_reward (float | None): the mean reward of counted transitions with their original goal.
-        original_reached (float | None): the share of these transitions that reach their goal.
+        original_reached (float | None): the share of these transitions that reach their goal; None if unknown, as with
+            n-step returns.
         relabelled_reward (float | None): the mean reward of relabelled transitions.
-        relabelled_reached (float | None): the share of relabelled transitions that reach their new goal.
-        table_size (int | None): the number of goals in the goal table.
-        capacity (int | None): the maximum number of goals in the goal table.
+        relabelled_reached (float | None): the share of relabelled transitions that reach their new goal; None if
+            unknown.
+        table_size (int | None): the number of rows of the goal table in use, including rows whose goal has left it.
+        capacity (int | None): the number of rows of the goal table.
         episode_running (float | None): of the transitions that ``her_ratio`` selected (with ``sequence_length``, of the
             sequences), the share that was not relabelled because the episode had not ended.
         evicted (float | None): of the same transitions, the share that was not relabelled because the goals had left

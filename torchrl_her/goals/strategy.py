@@ -30,8 +30,8 @@ class StrategyInput(NamedTuple):
             an empty row and negative for a row with the desired goal of an episode. Read it with
             ``owners.index_select(0, rows % len(owners))``: ``owners.take(rows)`` copies the whole column.
         size (Tensor): the number of rows written so far, from row 0 on, ``[]``. With `HindsightAugmentation`, the
-            number of goals in its reservoir, which occupy the first rows, or, if all strategies have
-            ``same_episode=True``, the number of transitions of the ended episodes.
+            number of goals in its reservoir, which is in the first rows. If all strategies have ``same_episode=True``,
+            there is no reservoir, and ``size`` is the number of transitions of the ended episodes.
         starts (Tensor or None): the start of the episode with id e, at index e modulo the number of rows, ``[rows]``.
             None with `HindsightAugmentation`.
         desired_before (int): the distance in rows from an episode's start back to the row with its desired goal; 0 if
