@@ -139,6 +139,8 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
 class Inputs(TensorDictModuleBase):
     """Sets ``"inputs"``, the vector that networks read: observation and goals, concatenated, normalized and clipped.
 
+    It is the first layer of the policy, for raw observations, and a transform of the buffer, after hindsight.
+
     Normalization follows Plappert et al. 2018 (arXiv:1802.09464). Environments and buffer keep the raw values, from
     which rewards are computed.
     """
@@ -163,7 +165,7 @@ class Inputs(TensorDictModuleBase):
         return tensordict
 
     def update(self, data: TensorDictBase) -> None:
-        """Update the statistics with transitions ``[*batch]``, with their desired and with their achieved goals."""
+        """Update the statistics with transitions ``[*batch]``, with desired and, unless mapped, with achieved goals."""
         env = self.config.env
         data = data["next"].select(*self.in_keys, env.achieved_goal_key, env.desired_goal_key).flatten()  # [n]
         if env.goal_fn is None:
@@ -205,7 +207,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
     longest = wrapped_env(make_env(env)).spec.max_episode_steps
-    # Growing episodes of 64 steps or more take up to three times as many rows. The rest is for running episodes.
+    # Growing episodes of 64 steps or more take up to three times as many rows. Running episodes need 100 more.
     capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
     return HERTransform(reward, her_ratio=her_ratio, capacity=capacity, **arguments)

@@ -93,13 +93,13 @@ class ClippedTarget(TD0Estimator):
 
 
 class PenalizedLoss(DDPGLoss):
-    """A loss whose actor also minimizes the mean square of its actions, so that its tanh does not saturate."""
+    """A loss without importance weights whose actor keeps its actions small, so that its tanh does not saturate."""
 
     def __init__(self, actor: TensorDictSequential, critic: TensorDictModule, penalty: float):
         super().__init__(actor, critic, delay_actor=True)
         self.penalty = penalty
 
-    def loss_actor(self, tensordict: TensorDictBase) -> tuple[Tensor, dict]:  # noqa: D102 (without importance weights)
+    def loss_actor(self, tensordict: TensorDictBase) -> tuple[Tensor, dict]:  # noqa: D102
         data = tensordict.select(*self.actor_in_keys)
         with self.actor_network_params.to_module(self.actor_network):
             data = self.actor_network(data)

@@ -15,7 +15,8 @@ from torch.fx.experimental import proxy_tensor
 class Recorded:
     """Records the second call of a function and replays it for later batches, which must have the same shape.
 
-    If this fails, the second call starts again from the beginning, and all calls run the function.
+    The first call creates the state of the optimizer. If recording fails, this and all later calls run the function.
+    Numbers and branches in Python are recorded with the values that they have in the second call.
     """
 
     def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
@@ -31,8 +32,8 @@ class Recorded:
             results.update(self.function(TensorDict(dict(zip(keys, tensors, strict=True)), batch.batch_size)))
             return list(results.values(True, True))
 
-        no_checks = patch.object(torch.distributions.Distribution, "_validate_args", False)  # they read values
-        no_metadata = patch.object(proxy_tensor, "extract_val", lambda *_, **__: None)  # it takes most of the time
+        no_checks = patch.object(torch.distributions.Distribution, "_validate_args", False)  # checks read values
+        no_metadata = patch.object(proxy_tensor, "extract_val", lambda *_, **__: None)  # takes most of the time
         no_profiler = patch.object(torch.autograd.profiler, "record_function", lambda *_, **__: nullcontext())
         try:
             with no_checks, no_metadata, no_profiler:

@@ -61,7 +61,8 @@ class Progress:
 
     def updates_due(self) -> Iterator[int]:
         """Yield and count the updates that are due, in groups. The batches of a group are sampled in one call."""
-        config, most = self.config, 1 if self.config.buffer.prioritized == Priority.error else 16
+        config = self.config
+        most = 1 if config.buffer.prioritized == Priority.error else 16
         due = round(config.updates_per_step * (self.steps - config.collector.random_steps), 6)
         while (count := int(min(due - self.counts["updates"], most))) > 0:
             self.counts["updates"] += count
@@ -102,7 +103,7 @@ class Log:
                 self._write(name, value, int(step))
 
     def __call__(self, group: str, metrics: Mapping[str, Any], step: int) -> None:
-        """Log the means of metrics, as ``group/name``."""
+        """Log metrics as ``group/name``, tensors as their means. Losses are those of the last update."""
         for name, values in metrics.items():
             value = float(torch.as_tensor(values).float().mean())
             self.history.setdefault(f"{group}/{name}", []).append([step, value])
@@ -137,7 +138,8 @@ class Checkpoints:
 
     def resume_or_start(self) -> None:
         """Load the last checkpoint of a resumed run, or reserve the folder for a new run."""
-        path, steps = self.folder / "config.yaml", [int(path.name[-12:]) for path in self.rotation.checkpoints()]
+        path = self.folder / "config.yaml"
+        steps = [int(checkpoint.name[-12:]) for checkpoint in self.rotation.checkpoints()]  # names end in 12 digits
         if self.config.resume is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:

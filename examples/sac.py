@@ -94,9 +94,9 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     inputs = Inputs(config, env)
     policy, actions = make_policy(config, env, inputs), env.action_spec.shape[-1]
-    values = config.quantiles if config.loss.name == "tqc" else 1
+    outputs = config.quantiles if config.loss.name == "tqc" else 1
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    critic = ValueOperator(MLP(inputs.width + actions, values, **layers), in_keys=["inputs", "action"])
+    critic = ValueOperator(MLP(inputs.width + actions, outputs, **layers), in_keys=["inputs", "action"])
 
     arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
     if config.loss.name == "tqc":
@@ -106,7 +106,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     loss.make_value_estimator(gamma=config.gamma)
     loss = loss.to(config.device)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    optimizer = make_adam(config, loss.parameters())  # no loss has gradients for the parameters of another
+    optimizer = make_adam(config, loss.parameters())  # each loss has gradients only for its own networks
 
     hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)

@@ -38,7 +38,7 @@ class Env:
 
 @dataclass
 class Collection:
-    steps_per_chunk: int = 50  # between updates
+    steps_per_chunk: int = 50  # steps that are collected before the updates for them
     random_steps: int = 500  # first steps, with uniform actions and no updates
 
 
@@ -52,7 +52,7 @@ class Exploration:
 class Buffer:
     size: int = 1_000_000
     n_steps: int = 1
-    # error: TD error of the last update; movement: of the achieved goal (collect chunks of whole episodes)
+    # error: TD error of the last update; movement: length of the achieved goal's path (needs chunks of whole episodes)
     prioritized: Priority | None = None
     alpha: float = 0.3  # exponent of priorities, which are squared errors (SAC: 0.6, absolute errors)
     beta: float = 0.4  # exponent of the importance weights
@@ -108,10 +108,10 @@ class Settings:
     device: str = "cpu"
     threads: int = 1  # number of PyTorch's threads; one is fastest for small networks
     matmul_precision: Precision = Precision.highest  # medium: bfloat16 if supported, faster for large networks
-    speedup: Speedup = Speedup.record  # how updates run; compile: for large networks; cudagraph: with device=cuda
+    speedup: Speedup = Speedup.record  # record: see record.py; compile: for large networks; cudagraph: with device=cuda
     resume: str | None = None  # the folder of a run to continue
     gamma: float = 0.95
-    tau: float = 0.05  # step of the target networks' soft update; 1 - the paper's polyak coefficient
+    tau: float = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
     batch_size: int = 256
     updates_per_step: float = 1.0
     learning_rate: float = 1e-3
@@ -177,7 +177,7 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
     """Return the saved settings with the changes of a resumed run, or exit if one of them is not allowed."""
     changed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(config)), saved))  # with types
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    task = map(str, config) if "task" in keys else []  # a task sets several settings
+    task = map(str, config) if "task" in keys else []  # it sets several; on resume, it must agree with the saved ones
     for key in [*task, *(key for key in keys if key != "task")]:
         value, kept = OmegaConf.select(config, key), OmegaConf.select(changed, key)
         if key.partition(".")[0] in CHANGEABLE:

@@ -123,8 +123,10 @@ def train(config: Config, folder: Path) -> Checkpoints:
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer
             batches = replay_buffer.sample(count * config.batch_size).split(config.batch_size)
-            for number, batch in enumerate(batches, progress.counts["updates"] - count):
-                losses.update(update_critics(batch) if number % config.actor_interval else update_all(batch))
+            first = progress.counts["updates"] - count  # they are already counted
+            for number, batch in enumerate(batches, first):
+                with_actor = number % config.actor_interval == 0
+                losses.update(update_all(batch) if with_actor else update_critics(batch))
                 if config.buffer.prioritized == Priority.error:
                     replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
         with progress.paused():
