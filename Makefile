@@ -36,8 +36,7 @@ dist: .venv/.dev  # REPOSITORY=https://... makes the links of the description ab
 clean:
 	rm -rf .venv outputs site dist
 
-# One stamp per extra: the environment is made once, and again after a change of pyproject.toml or
-# constraints.txt.
+# One stamp per extra: the environment is made once, and again after a change of pyproject.toml or constraints.txt.
 .venv/.%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --progress-bar off -c constraints.txt pip

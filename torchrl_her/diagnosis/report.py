@@ -33,7 +33,8 @@ class Report:
         relabelled_reward (float | None): the mean reward of relabelled transitions.
         relabelled_reached (float | None): the share of relabelled transitions that reach their new goal; None if
             unknown.
-        table_size (int | None): the number of rows of the goal table in use, including rows whose goal has left it.
+        table_size (int | None): the number of rows of the goal table that have been written. Some of their goals may
+            no longer be used.
         capacity (int | None): the number of rows of the goal table.
         episode_running (float | None): of the transitions that ``her_ratio`` selected (with ``sequence_length``, of the
             sequences), the share that was not relabelled because the episode had not ended.
