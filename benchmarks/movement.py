@@ -16,7 +16,8 @@ import torch
 from scripts import load
 from tensordict import TensorDictBase
 
-from compare import Run, find_runs, median_and_range  # isort: skip (`scripts` finds it)
+from compare import Run, curves, find_runs, median_and_range  # isort: skip (`scripts` finds them)
+from plots import draw_comparison  # isort: skip
 from torchrl_her import MovementPriority
 from torchrl_her.episodes.stamps import STAMP
 
@@ -45,15 +46,20 @@ def train(way: str, seed: int, steps: int, folder: Path) -> None:
         script.train(config, folder)
 
 
-def table(folder: Path, columns: list[int]) -> str:
-    """Return the success rates at some steps, medians and ranges over the seeds."""
-    lines = [["success at", *(f"{step:,} steps" for step in columns), "seeds"], ["---"] * (len(columns) + 2)]
-    for way in WAYS:
-        runs = find_runs([folder / way]) if (folder / way).exists() else []
-        finished: list[Run] = [run for run in runs if run.logs["success"][-1, 0] >= columns[-1]]
-        if finished:
-            values = [median_and_range([run.at("success", step) for run in finished]) for step in columns]
-            lines.append([way, *values, ", ".join(str(run.config.seed) for run in finished)])
+def finished_runs(folder: Path, steps: int) -> dict[str, list[Run]]:
+    """Return the runs of each way that have reached a step."""
+    found = {way: find_runs([folder / way]) for way in WAYS if (folder / way).exists()}
+    found = {way: [run for run in runs if run.logs["success"][-1, 0] >= steps] for way, runs in found.items()}
+    return {way: runs for way, runs in found.items() if runs}
+
+
+def table(groups: dict[str, list[Run]], columns: list[int]) -> str:
+    """Return the success rates at some steps and the last returns, medians and ranges over the seeds."""
+    lines = [["success at", *(f"{step:,} steps" for step in columns), "return", "seeds"], ["---"] * (len(columns) + 3)]
+    for way, runs in groups.items():
+        values = [median_and_range([run.at("success", step) for run in runs]) for step in columns]
+        returns = median_and_range([run.at("return", columns[-1]) for run in runs])
+        lines.append([way, *values, returns, ", ".join(str(run.config.seed) for run in runs)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -63,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[20, 21, 22])
     parser.add_argument("--columns", type=int, nargs="+", default=[100_000, 140_000, 180_000, 240_000], help="steps")
     parser.add_argument("--output", type=Path, default=Path("outputs/movement"))
+    parser.add_argument("--picture", type=Path, help="(default: movement.png in the output folder)")
     return parser.parse_args()
 
 
@@ -71,7 +78,11 @@ def main() -> None:
     for seed in arguments.seeds:
         for way in arguments.ways:
             train(way, seed, arguments.columns[-1], arguments.output / way / str(seed))
-    print(table(arguments.output, arguments.columns))
+    groups = finished_runs(arguments.output, arguments.columns[-1])
+    print(table(groups, arguments.columns))
+    picture = arguments.picture or arguments.output / "movement.png"
+    draw_comparison({"": {way: curves(runs) for way, runs in groups.items()}}, picture, "FetchPush, DDPG")
+    print(f"\nPicture: {picture}")
 
 
 if __name__ == "__main__":

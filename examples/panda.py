@@ -1,0 +1,35 @@
+"""Tasks of panda-gym in which every episode has 50 steps, for the training scripts.
+
+The tasks of panda-gym 3 end an episode when the goal is reached. In these, the episode goes on, as in panda-gym 1 and in
+the Fetch tasks: the policy has to stay at the goal. They are ``PandaReachFixed-v3``, ``PandaPushFixed-v3``,
+``PandaSlideFixed-v3`` and ``PandaPickAndPlaceFixed-v3``::
+
+    pip install -c constraints.txt panda-gym
+    python examples/sac.py env.name=panda:PandaReachFixed-v3
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium
+import panda_gym  # noqa: F401 (registers its tasks)
+
+
+class NotTerminated(gymnasium.Wrapper):
+    """Continues the episode when the goal is reached."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Make a step that does not terminate the episode."""
+        observation, reward, _, truncated, info = self.env.step(action)
+        return observation, reward, False, truncated, info
+
+
+def make(task: str, **kwargs: Any) -> gymnasium.Env:
+    """Make a task without its time limit, which `gymnasium.register` adds."""
+    return NotTerminated(gymnasium.make(f"{task}-v3", **kwargs).unwrapped)
+
+
+for name in ("PandaReach", "PandaPush", "PandaSlide", "PandaPickAndPlace"):
+    gymnasium.register(f"{name}Fixed-v3", partial(make, name), max_episode_steps=50)
