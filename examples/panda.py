@@ -1,7 +1,7 @@
 """Tasks of panda-gym in which every episode has 50 steps, for the training scripts.
 
-The tasks of panda-gym 3 end an episode when the goal is reached. In these, the episode goes on, as in panda-gym 1 and in
-the Fetch tasks: the policy has to stay at the goal. They are ``PandaReachFixed-v3``, ``PandaPushFixed-v3``,
+In the tasks of panda-gym 3, an episode ends when the goal is reached. Here it goes on, as in panda-gym 1 and in the
+Fetch tasks, so the policy has to stay at the goal. The tasks are ``PandaReachFixed-v3``, ``PandaPushFixed-v3``,
 ``PandaSlideFixed-v3`` and ``PandaPickAndPlaceFixed-v3``::
 
     pip install -c constraints.txt panda-gym

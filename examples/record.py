@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import getitem
 from types import BuiltinFunctionType, MethodDescriptorType
 from unittest.mock import patch
 
@@ -48,25 +47,19 @@ class Recorded:
 
 
 def simplify(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Compute views of weights only once, remove what has no effect, and replace operations with faster equivalents."""
-    if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
-        return module  # such an operation changes the shape of one alias, but not of the others
-    kept = {}  # weights, and views of them
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            kept[node] = getattr(module, node.target).detach()
-        elif (node.target == getitem or getattr(node.target, "is_view", False)) and node.args[0] in kept:
-            kept[node] = node.target(kept[node.args[0]], *node.args[1:], **node.kwargs)
-        elif node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            node.replace_all_uses_with(node.args[0])
-        if isinstance(kept.get(node), torch.Tensor):
-            node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}
-            module.__dict__[node.name] = kept[node]  # a faster look-up than for a parameter
+    """Remove what has no effect, and replace operations with faster equivalents."""
+    # An operation like `unsqueeze_` changes the shape of one alias, but not of the others.
+    reshapes = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes)
     module.graph.eliminate_dead_code()
     for node in module.graph.nodes:
-        name = getattr(node.target, "overloadpacket", node.target).__name__ if node.op == "call_function" else ""
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         function = getattr(torch, name, None) or getattr(torch.Tensor, name, None)
-        if isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
+        if node.op == "get_attr":
+            module.__dict__[node.target] = getattr(module, node.target)  # a faster look-up than for a parameter
+        elif name in ("alias", "detach") and not reshapes:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+        elif isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
             node.target = function  # torch.index_put does not accept None as an index
     module.recompile()
     return module
