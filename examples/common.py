@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from hydra.utils import get_method
 from record import Recorded
 from settings import Env, Priority, Settings, Speedup, When
 from tensordict import TensorDictBase
-from tensordict.nn import CudaGraphModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import CudaGraphModule, TensorDictModuleBase, TensorDictSequential, WrapModule
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.data import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
@@ -25,13 +24,10 @@ from torchrl.envs import (
     Compose,
     DoubleToFloat,
     EnvBase,
-    ExplorationType,
     GymEnv,
     MultiStepTransform,
     ParallelEnv,
     SerialEnv,
-    Transform,
-    TransformedEnv,
     default_info_dict_reader,
     set_exploration_type,
 )  # fmt: skip
@@ -41,9 +37,7 @@ import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
 from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, MovementPriority, PackedStorage
 
 with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # hides a notice about Adroit
-    import gymnasium_robotics
-
-    gymnasium.register_envs(gymnasium_robotics)
+    import gymnasium_robotics  # noqa: F401 (registers Fetch, PointMaze and other robots)
 
 EVALUATION_SEED = 1_000_000  # of the first episode
 LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
@@ -64,24 +58,17 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-        missing = importlib.util.find_spec("gymnasium_robotics") is None
-        robotics = "Fetch, PointMaze and other robots need: pip install -c constraints.txt gymnasium-robotics mujoco. "
         raise SystemExit(
-            f"The environment {config.name!r} cannot be made: {error}. {robotics if missing else ''}"
-            "For an environment of another package, use env.name=module:Name-v0."
+            f"The environment {config.name!r} cannot be made: {error}. For an environment of another package, use "
+            "env.name=module:Name-v0. Fetch, PointMaze and other robots of Gymnasium-Robotics need: "
+            "pip install -c constraints.txt gymnasium-robotics mujoco"
         ) from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
-    transforms: list[Transform] = []
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
-        transforms.append(DoubleToFloat())
-    if config.clip_observation is not None:
-        transforms.append(ClipTransform(["observation"], low=-config.clip_observation, high=config.clip_observation))
-    return TransformedEnv(env, Compose(*transforms)) if transforms else env  # a TransformedEnv takes time at every step
-
-
-def wrapped_env(env: EnvBase) -> GymEnv:
-    """Return the TorchRL wrapper of the Gymnasium environment in an environment of `make_env`."""
-    return env.base_env if isinstance(env, TransformedEnv) else env
+        env = env.append_transform(DoubleToFloat())  # only if needed: transforms take time at every step
+    if (limit := config.clip_observation) is not None:
+        env = env.append_transform(ClipTransform(["observation"], low=-limit, high=limit))
+    return env
 
 
 def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
@@ -108,23 +95,18 @@ def make_reward(config: Env) -> EnvReward:
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     """Return the environment, or exit if it lacks entries that the settings name or has unsupported actions."""
     env = make_env(config.env)
-    name, keys, space = config.env.name, set(env.observation_spec.keys()), wrapped_env(env).action_space
+    name, keys, space = config.env.name, set(env.observation_spec.keys()), env.action_space
     if missing := {*config.inputs, config.env.achieved_goal_key, config.env.desired_goal_key} - keys:
         raise SystemExit(
             f"Observations of {name} have no {sorted(missing)}, only {sorted(keys - {config.env.success})}: set "
             "inputs, env.achieved_goal_key and env.desired_goal_key."
         )
-    if not discrete and not (isinstance(space, gymnasium.spaces.Box) and space.is_bounded()):
-        raise SystemExit(
-            f"Actions of {name} are {space}, but this script needs a bounded Box. For Discrete actions, use dqn.py."
-        )
-    if discrete and not (isinstance(space, gymnasium.spaces.Discrete) and space.start == 0):
-        raise SystemExit(
-            f"Actions of {name} are {space}, but dqn.py needs Discrete(n). For a Box, use ddpg.py, td3.py or sac.py."
-        )
-    gym_env = wrapped_env(env).unwrapped
-    gym_env.reset(seed=config.seed)
-    info = {"terminated", *gym_env.step(space.sample())[-1]}
+    is_box = isinstance(space, gymnasium.spaces.Box) and space.is_bounded()
+    is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
+    if not (is_discrete if discrete else is_box):
+        raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the other scripts a bounded Box.")
+    env.unwrapped.reset(seed=config.seed)
+    info = {"terminated", *env.unwrapped.step(space.sample())[-1]}
     if missing := {config.env.success, *config.env.info_keys} - info:
         raise SystemExit(
             f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info)}: set env.success and "
@@ -188,10 +170,9 @@ def speed_up(update: Function, speedup: Speedup) -> Function:
 
 
 def make_adam(config: Settings, parameters: Any) -> torch.optim.Adam:
-    """Make an optimizer for the trainable parameters."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    """Make an optimizer."""
     capturable = config.speedup == Speedup.cudagraph
-    return torch.optim.Adam(trained, lr=config.learning_rate, fused=True, capturable=capturable)
+    return torch.optim.Adam(parameters, lr=config.learning_rate, fused=True, capturable=capturable)
 
 
 # Replay buffer
@@ -206,7 +187,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
-    longest = wrapped_env(make_env(env)).spec.max_episode_steps
+    longest = make_env(env).spec.max_episode_steps
     # Growing episodes of 64 steps or more take up to three times as many rows. Running episodes need 100 more.
     capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
@@ -239,17 +220,10 @@ def as_rows(config: Settings, data: TensorDictBase) -> TensorDictBase:
     return data.reshape(config.env.num_envs, -1) if config.buffer.n_steps > 1 else data.reshape(-1)
 
 
-class RecordedPolicy(TensorDictModuleBase):
-    """A policy whose operations are recorded."""
-
-    def __init__(self, policy: TensorDictModuleBase):
-        super().__init__()
-        self.in_keys, self.out_keys = list(policy.in_keys), ["action"]
-        self._act = Recorded(lambda data: policy(data).select("action"))
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the action."""
-        return tensordict.set("action", self._act(tensordict.select(*self.in_keys))["action"])
+def record_policy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
+    """Return a policy that replays the recorded operations of another policy."""
+    keys, act = list(policy.in_keys), Recorded(lambda data: policy(data).select("action"))
+    return WrapModule(lambda data: act(data.select(*keys)), inplace=True, in_keys=keys, out_keys=["action"])
 
 
 def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: bool = False) -> Collector:
@@ -262,13 +236,13 @@ def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: boo
     if gaussian:
         explorers.append(AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=device))
     explorers.append(EGreedyModule(spec, eps_init=share, eps_end=share, device=device))
-    acts = RecordedPolicy(policy) if config.speedup == Speedup.record else policy
+    acts = record_policy(policy) if config.speedup == Speedup.record else policy
     # On a CPU, leave the devices out: nothing is moved then, which is faster.
     devices = {} if device == "cpu" else {"policy_device": device, "storing_device": "cpu"}
     return Collector(
         envs, TensorDictSequential(acts, *explorers, selected_out_keys=["action"]), total_frames=config.total_steps,
         frames_per_batch=config.collector.steps_per_chunk, init_random_frames=config.collector.random_steps,
-        exploration_type=ExplorationType.RANDOM, auto_register_policy_transforms=False, **devices,
+        auto_register_policy_transforms=False, **devices,
     )  # fmt: skip
 
 
@@ -281,6 +255,7 @@ class Evaluation:
     def __init__(self, config: Settings):
         self.config, settings = config, config.evaluation
         self.envs = make_envs(config.env, min(settings.num_envs, settings.episodes), settings.parallel)
+        self.close = partial(self.envs.close, raise_if_closed=False)  # a finished run never starts them
 
     @torch.no_grad()
     def __call__(self, policy: TensorDictModuleBase) -> dict[str, Tensor]:
@@ -288,7 +263,7 @@ class Evaluation:
         seed, found, count = EVALUATION_SEED, [], self.config.evaluation.episodes
         for _ in range(0, count, self.envs.batch_size.numel()):
             seed = self.envs.set_seed(seed)
-            with set_exploration_type(ExplorationType.DETERMINISTIC):
+            with set_exploration_type("DETERMINISTIC"):
                 steps = self.envs.rollout(
                     LONGEST_EPISODE, policy, break_when_any_done=False, break_when_all_done=True,
                     auto_cast_to_device=self.config.device != "cpu",
@@ -310,7 +285,3 @@ class Evaluation:
             "distance": (achieved.float() - end[env.desired_goal_key].float()).flatten(1).norm(dim=1),
             "length": last + 1,
         }
-
-    def close(self) -> None:
-        """Close the environments."""
-        self.envs.close(raise_if_closed=False)  # never started if the resumed run was already finished

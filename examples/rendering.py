@@ -6,7 +6,6 @@ import os
 import sys
 from typing import Any
 
-from common import wrapped_env
 from torchrl.envs import EnvBase
 
 GOAL_COLOUR = (0.9, 0.1, 0.6, 0.45)  # red, green, blue and opacity
@@ -19,7 +18,7 @@ CAMERAS: dict[str, dict[str, Any]] = {  # by the prefix of the environment's nam
 
 def is_mujoco(env: EnvBase) -> bool:
     """Whether MuJoCo simulates the environment."""
-    return type(getattr(wrapped_env(env).unwrapped, "model", None)).__module__.startswith("mujoco")
+    return type(getattr(env.unwrapped, "model", None)).__module__.startswith("mujoco")
 
 
 def check_display(env: EnvBase) -> None:
@@ -36,7 +35,7 @@ def mark_goal(env: EnvBase, radius: float | None) -> str:
         env: a MuJoCo environment that has rendered a frame.
         radius: the success radius, which becomes the radius of the sphere. With None, the radius does not change.
     """
-    gym_env = wrapped_env(env).unwrapped
+    gym_env = env.unwrapped
     model, name = gym_env.model, gym_env.spec.id
     camera = getattr(gym_env, "point_env", gym_env).mujoco_renderer.viewer.cam
     for start, settings in CAMERAS.items():

@@ -100,25 +100,22 @@ class Log:
         self.loggers = [get_logger(kind.name, str(logs), kind.name) for kind in self.config.logger.kinds]
         for name, values in self.history.items():
             for step, value in values:
-                self._write(name, value, int(step))
+                for logger in self.loggers:
+                    logger.log_scalar(name, value, int(step))
 
     def __call__(self, group: str, metrics: Mapping[str, Any], step: int) -> None:
         """Log metrics as ``group/name``, tensors as their means. Losses are those of the last update."""
-        for name, values in metrics.items():
-            value = float(torch.as_tensor(values).float().mean())
-            self.history.setdefault(f"{group}/{name}", []).append([step, value])
-            self._write(f"{group}/{name}", value, step)
-
-    def _write(self, name: str, value: float, step: int) -> None:
+        means = {f"{group}/{name}": float(torch.as_tensor(values).float().mean()) for name, values in metrics.items()}
+        for name, value in means.items():
+            self.history.setdefault(name, []).append([step, value])
         for logger in self.loggers:
-            logger.log_scalar(name, value, step)
+            logger.log_metrics(means, step)
 
     def close(self) -> None:
         """Draw the curves, and print the final success."""
         draw_training(self.history, self.folder / "training.png", f"{self.config.algorithm}, {self.config.env.name}")
         for logger in self.loggers:
-            if hasattr(logger, "close"):
-                logger.close()
+            logger.close()
         step, success = self.history["evaluation/success"][-1]
         print(f"{int(step):,} steps: success {success:.2f}. See {self.folder}/")
 

@@ -178,7 +178,7 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
     changed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(config)), saved))  # with types
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
     task = map(str, config) if "task" in keys else []  # it sets several; on resume, it must agree with the saved ones
-    for key in [*task, *(key for key in keys if key != "task")]:
+    for key in [*task, *keys]:
         value, kept = OmegaConf.select(config, key), OmegaConf.select(changed, key)
         if key.partition(".")[0] in CHANGEABLE:
             OmegaConf.update(changed, key, value if key in keys else kept)

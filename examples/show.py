@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Inputs, load_function, make_env, wrapped_env
+from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Inputs, load_function, make_env
 from episode_plots import draw_episodes, draw_frames
 from omegaconf import OmegaConf
 from plots import save
@@ -66,7 +66,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
 
 def success_radius(env: EnvBase) -> float | None:
     """Return the largest distance at which a goal is reached, or None if the environment has no such attribute."""
-    gym_env = wrapped_env(env).unwrapped
+    gym_env = env.unwrapped
     default = MAZE_RADIUS if hasattr(gym_env, "maze") else None
     return getattr(gym_env, "distance_threshold", getattr(gym_env, "threshold", default))
 
@@ -117,7 +117,7 @@ def main() -> None:
     checkpoint = find_checkpoint(arguments.folder, arguments.step)
     env = make_env(config.env)
     radius, unit = success_radius(env), "m" if is_mujoco(env) else ""
-    renders = arguments.render and "rgb_array" in wrapped_env(env).unwrapped.metadata["render_modes"]
+    renders = arguments.render and "rgb_array" in env.unwrapped.metadata["render_modes"]
     if renders:
         check_display(env)
     elif arguments.render:

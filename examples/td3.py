@@ -82,8 +82,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
     )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
-    actor_optimizer = make_adam(config, loss.actor_network_params.flatten_keys().values())
-    critic_optimizer = make_adam(config, loss.qvalue_network_params.flatten_keys().values())
+    actor_optimizer = make_adam(config, loss.actor_network_params.parameters())
+    critic_optimizer = make_adam(config, loss.qvalue_network_params.parameters())
 
     hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
