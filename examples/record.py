@@ -31,13 +31,11 @@ class Recorded:
             results.update(self.function(TensorDict(dict(zip(keys, tensors, strict=True)), batch.batch_size)))
             return list(results.values(True, True))
 
-        no_checks = patch.object(torch.distributions.Distribution, "_validate_args", False)  # checks read values
+        no_checks = patch("torch.distributions.Distribution._validate_args", False)  # checks read values
         no_metadata = patch.object(proxy_tensor, "extract_val", lambda *_, **__: None)  # takes most of the time
-        no_profiler = patch.object(torch.autograd.profiler, "record_function", lambda *_, **__: nullcontext())
         try:
-            with no_checks, no_metadata, no_profiler:
-                record = proxy_tensor.make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)
-                graph = record(*map(batch.get, keys))
+            with no_checks, no_metadata, patch("torch.autograd.profiler.record_function", nullcontext):
+                graph = proxy_tensor.make_fx(function, _allow_non_fake_inputs=True)(*map(batch.get, keys))
         except Exception as error:
             warnings.warn(f"speedup=record: not recorded, so it runs as with speedup=none: {error}", stacklevel=2)
             return self.function(batch)
@@ -54,12 +52,9 @@ def simplify(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for node in module.graph.nodes:
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         function = getattr(torch, name, None) or getattr(torch.Tensor, name, None)
-        if node.op == "get_attr":
-            module.__dict__[node.target] = getattr(module, node.target)  # a faster look-up than for a parameter
-        elif name in ("alias", "detach") and not reshapes:
+        if name in ("alias", "detach") and not reshapes:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
         elif isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
             node.target = function  # torch.index_put does not accept None as an index
-    module.recompile()
-    return module
+    return torch.fx.GraphModule(module, module.graph)
