@@ -84,7 +84,7 @@ TASKS = {
 }
 INPUTS = "inputs=[observation,achieved_goal,desired_goal]"  # the inputs of Stable-Baselines3's networks
 EQUAL_TO_THEIRS = {"sac": (INPUTS,), "ddpg": (INPUTS, "clip_target=false"), "td3": (INPUTS,)}
-# Fetch is normalized, as in the original experiments (arXiv:1802.09464) and in Stable-Baselines3's own settings.
+# Fetch is normalized, as by Plappert et al. 2018 (arXiv:1802.09464) and in Stable-Baselines3's own settings.
 EQUAL_SETTINGS = {
     name: Settings(ours=EQUAL_TO_THEIRS[task.algorithm], normalize="Fetch" in task.env) for name, task in TASKS.items()
 }
@@ -93,7 +93,7 @@ EQUAL_SETTINGS["PointMaze_UMaze, SAC"] = Settings(
     ours=(INPUTS,),
 )  # fmt: skip
 TUNING_SEEDS = 10, 11, 12  # the first for all candidates, the others for the best
-# The best settings of `tuning.py`: of 24 candidates for each, and then of their neighbours (of seven on FetchReach).
+# The best settings of `tuning.py`: of 24 candidates for each, and then of their neighbours (of six on FetchReach).
 FAST = Settings(
     hidden=(64, 64), batch_size=128, learning_rate=2e-3, tau=0.1, num_envs=5, normalize=True, ours=(INPUTS,)
 )

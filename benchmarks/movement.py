@@ -27,7 +27,7 @@ NEVER = 2**40  # a step that no episode has
 
 
 class MovementFilter(MovementPriority):
-    """Keeps the goals of episodes without movement. The transform's report counts their transitions as running."""
+    """Relabels only episodes with movement. The report counts transitions of other episodes as running."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Change the steps of sampled transitions of episodes without movement, so that they are not relabelled."""

@@ -1,4 +1,4 @@
-"""DDPG with hindsight, as in the original Fetch experiments.
+"""DDPG with hindsight, as in the Fetch experiments of Plappert et al. 2018.
 
 Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) with hindsight experience replay
 (Andrychowicz et al. 2017, arXiv:1707.01495). Targets are clipped to the range of possible returns, and large actions
@@ -82,7 +82,7 @@ def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSeque
 
 
 class ClippedTarget(TD0Estimator):
-    """The one-step target, clipped to the possible returns for rewards from -1 to 0."""
+    """The temporal-difference target, clipped to the possible returns for rewards from -1 to 0."""
 
     def __init__(self, *, gamma: float, **kwargs):
         super().__init__(gamma=gamma, **kwargs)

@@ -186,7 +186,7 @@ def main() -> None:
         parser.error("--collectors must be 1 or more")
 
     torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # the collectors need the other core
+    torch.set_num_threads(1)  # leaves the other cores to the collectors
     torchrl_logger.setLevel("WARNING")
     start = time.perf_counter()
     try:

@@ -30,7 +30,7 @@ PATIENCE = 10_000
 
 
 class HindsightAugmentation(RelabelTransform):
-    """Hindsight Experience Replay at writing time, as in the original experiments.
+    """Hindsight Experience Replay at writing time, as in Algorithm 1 of the paper.
 
     The transform holds the transitions of an episode back until the episode ends. Then it stores each transition and
     ``n_sampled_goal`` copies of it with other goals, at the root and under ``"next"``, and recomputed rewards. Sampling
