@@ -1,18 +1,28 @@
 """Compares ways to sample and relabel transitions on FetchPush, where the object moves in few episodes at first.
 
 The four ways are: sample all episodes equally often, sample episodes with movement more often (`MovementPriority`),
-relabel only episodes with movement, or both. The other settings are those of ``ddpg.py +task=fetch_push``. A run that
-was interrupted continues from its last checkpoint. Several processes can train different seeds into one output folder.
-The table contains all finished runs in it.
+relabel only episodes with movement, or both. The other settings are those of ``ddpg.py +task=fetch_push``::
+
+    python benchmarks/movement.py
+    python benchmarks/movement.py --ways filter --seeds 20
+    python benchmarks/movement.py --results docs/reference/results/movement.csv
+
+A run that was interrupted continues from its last checkpoint; delete its folder if it has none. Several processes can
+train different seeds into one output folder. The table, the picture and ``movement.csv`` contain all finished runs in
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from omegaconf import OmegaConf
 from scripts import load
 from tensordict import TensorDictBase
 
@@ -53,6 +63,28 @@ def finished_runs(folder: Path, steps: int) -> dict[str, list[Run]]:
     return {way: runs for way, runs in found.items() if runs}
 
 
+def write(groups: dict[str, list[Run]], path: Path) -> None:
+    """Write the evaluations of all runs."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["way", "seed", "steps", "success", "return"])
+        for way, runs in groups.items():
+            for run in runs:
+                for (step, success), (_, total) in zip(run.logs["success"], run.logs["return"], strict=True):
+                    writer.writerow([way, run.config.seed, int(step), round(success, 2), round(total, 2)])
+
+
+def read(path: Path) -> dict[str, list[Run]]:
+    """Return the runs of each way in a file."""
+    groups: dict[str, list[Run]] = {}
+    with path.open(newline="") as file:
+        for (way, seed), rows in groupby(csv.DictReader(file), lambda row: (row["way"], row["seed"])):
+            values = np.array([[float(row[name]) for name in ("steps", "success", "return")] for row in rows])
+            logs = {"success": values[:, [0, 1]], "return": values[:, [0, 2]]}
+            groups.setdefault(way, []).append(Run(OmegaConf.create({"seed": int(seed)}), logs))
+    return groups
+
+
 def table(groups: dict[str, list[Run]], columns: list[int]) -> str:
     """Return the success rates at some steps and the last returns, medians and ranges over the seeds."""
     lines = [["success at", *(f"{step:,} steps" for step in columns), "return", "seeds"], ["---"] * (len(columns) + 3)]
@@ -68,6 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[20, 21, 22])
     parser.add_argument("--columns", type=int, nargs="+", default=[100_000, 140_000, 180_000, 240_000], help="steps")
+    parser.add_argument("--results", type=Path, help="do not train: show the runs in this movement.csv")
     parser.add_argument("--output", type=Path, default=Path("outputs/movement"))
     parser.add_argument("--picture", type=Path, help="(default: movement.png in the output folder)")
     return parser.parse_args()
@@ -75,10 +108,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    for seed in arguments.seeds:
-        for way in arguments.ways:
-            train(way, seed, arguments.columns[-1], arguments.output / way / str(seed))
-    groups = finished_runs(arguments.output, arguments.columns[-1])
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.results:
+        groups = read(arguments.results)
+    else:
+        for seed in arguments.seeds:
+            for way in arguments.ways:
+                train(way, seed, arguments.columns[-1], arguments.output / way / str(seed))
+        groups = finished_runs(arguments.output, arguments.columns[-1])
+        write(groups, arguments.output / "movement.csv")
     print(table(groups, arguments.columns))
     picture = arguments.picture or arguments.output / "movement.png"
     draw_comparison({"": {way: curves(runs) for way, runs in groups.items()}}, picture, "FetchPush, DDPG")
