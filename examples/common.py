@@ -1,7 +1,5 @@
 """Shared parts of the training scripts: environments, network inputs, replay buffer, collector and evaluation."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable
@@ -18,19 +16,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase, TensorDictSequential, WrapModule
 from torch import Tensor
 from torchrl.collectors import Collector
-from torchrl.data import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import (
-    ClipTransform,
-    Compose,
-    DoubleToFloat,
-    EnvBase,
-    GymEnv,
-    MultiStepTransform,
-    ParallelEnv,
-    SerialEnv,
-    default_info_dict_reader,
-    set_exploration_type,
-)  # fmt: skip
+from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, default_info_dict_reader, set_exploration_type
+from torchrl.envs.transforms import ClipTransform, Compose, DoubleToFloat, MultiStepTransform
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
@@ -105,8 +93,11 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
     if not (is_discrete if discrete else is_box):
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the other scripts a bounded Box.")
-    env.unwrapped.reset(seed=config.seed)
-    info = {"terminated", *env.unwrapped.step(space.sample())[-1]}
+    env.set_seed(config.seed)
+    gym_env = gymnasium.make(config.env.name, **config.env.kwargs)  # with its wrappers, which may add entries
+    gym_env.reset(seed=config.seed)
+    info = {"terminated", *gym_env.step(gym_env.action_space.sample())[-1]}
+    gym_env.close()
     if missing := {config.env.success, *config.env.info_keys} - info:
         raise SystemExit(
             f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info)}: set env.success and "
@@ -188,7 +179,8 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
     longest = make_env(env).spec.max_episode_steps
-    # Growing episodes of 64 steps or more take up to three times as many rows. Running episodes need 100 more.
+    # The goal table needs up to three rows per transition if episodes have 64 steps or more, and 100 rows more for the
+    # running episode of each environment.
     capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
     return HERTransform(reward, her_ratio=her_ratio, capacity=capacity, **arguments)
@@ -201,33 +193,28 @@ def make_replay_buffer(config: Settings, hindsight: Any, inputs: Inputs) -> Tens
     if priority == Priority.movement:
         goal_fn = load_function(env.goal_fn)
         transforms.append(MovementPriority(buffer.far, achieved_goal_key=env.achieved_goal_key, goal_fn=goal_fn))
-    arguments = {
-        # n-step windows are made along time: [environments, time].
-        "storage": PackedStorage(buffer.size, device=config.device, ndim=2 if buffer.n_steps > 1 else 1),
-        "transform": Compose(*transforms, hindsight, inputs),
-    }
-    if priority is None:
-        return TensorDictReplayBuffer(**arguments)
-    key = "movement" if priority == Priority.movement else "td_error"
-    return TensorDictPrioritizedReplayBuffer(alpha=buffer.alpha, beta=buffer.beta, priority_key=key, **arguments)
+    return TensorDictReplayBuffer(
+        storage=PackedStorage(buffer.size, device=config.device, ndim=2 if buffer.n_steps > 1 else 1),
+        sampler=PrioritizedSampler(buffer.size, buffer.alpha, buffer.beta) if priority else None,
+        priority_key="movement" if priority == Priority.movement else "td_error",
+        transform=Compose(*transforms, hindsight, inputs),
+    )
 
 
 # Collection
 
 
-def as_rows(config: Settings, data: TensorDictBase) -> TensorDictBase:
-    """Return collected transitions as they are written: ``[environments, time]`` for n-step windows, else ``[n]``."""
-    return data.reshape(config.env.num_envs, -1) if config.buffer.n_steps > 1 else data.reshape(-1)
-
-
 def record_policy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
-    """Return a policy that replays the recorded operations of another policy."""
+    """Return a policy that replays the recorded operations of another policy. These read and write tensors only."""
     keys, act = list(policy.in_keys), Recorded(lambda data: policy(data).select("action"))
     return WrapModule(lambda data: act(data.select(*keys)), inplace=True, in_keys=keys, out_keys=["action"])
 
 
 def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: bool = False) -> Collector:
-    """Make a collector that explores with uniformly random actions and, if ``gaussian``, with Gaussian noise."""
+    """Make a collector that explores with uniformly random actions and, if ``gaussian``, with Gaussian noise.
+
+    It yields transitions as they are written: ``[environments, time]`` for n-step windows, else ``[n]``.
+    """
     env, device = config.env, config.device
     noise, share = config.exploration.noise, config.exploration.random_actions
     envs = make_envs(env, env.num_envs, env.parallel) if env.num_envs > 1 else make_env(env)
@@ -239,10 +226,15 @@ def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: boo
     acts = record_policy(policy) if config.speedup == Speedup.record else policy
     # On a CPU, leave the devices out: nothing is moved then, which is faster.
     devices = {} if device == "cpu" else {"policy_device": device, "storing_device": "cpu"}
+
+    def as_rows(data: TensorDictBase) -> TensorDictBase:
+        torch.set_num_threads(config.threads)  # closing the environments, before the last chunk, changes it
+        return data.reshape(env.num_envs, -1) if config.buffer.n_steps > 1 else data.reshape(-1)
+
     return Collector(
         envs, TensorDictSequential(acts, *explorers, selected_out_keys=["action"]), total_frames=config.total_steps,
         frames_per_batch=config.collector.steps_per_chunk, init_random_frames=config.collector.random_steps,
-        auto_register_policy_transforms=False, **devices,
+        auto_register_policy_transforms=False, postproc=as_rows, **devices,
     )  # fmt: skip
 
 
@@ -255,33 +247,29 @@ class Evaluation:
     def __init__(self, config: Settings):
         self.config, settings = config, config.evaluation
         self.envs = make_envs(config.env, min(settings.num_envs, settings.episodes), settings.parallel)
-        self.close = partial(self.envs.close, raise_if_closed=False)  # a finished run never starts them
+        self.close = partial(self.envs.close, raise_if_closed=False)  # they start with the first evaluation
 
     @torch.no_grad()
+    @set_exploration_type("DETERMINISTIC")
     def __call__(self, policy: TensorDictModuleBase) -> dict[str, Tensor]:
         """Return success and distance at the last step, and return and length of the episode, ``[episodes]`` each."""
         seed, found, count = EVALUATION_SEED, [], self.config.evaluation.episodes
         for _ in range(0, count, self.envs.batch_size.numel()):
-            seed = self.envs.set_seed(seed)
-            with set_exploration_type("DETERMINISTIC"):
-                steps = self.envs.rollout(
-                    LONGEST_EPISODE, policy, break_when_any_done=False, break_when_all_done=True,
-                    auto_cast_to_device=self.config.device != "cpu",
-                )  # [envs, time]  # fmt: skip
+            seed, cast = self.envs.set_seed(seed), self.config.device != "cpu"
+            steps = self.envs.rollout(LONGEST_EPISODE, policy, break_when_all_done=True, auto_cast_to_device=cast)
             found.append(self._outcomes(steps["next"]))
         return {name: torch.cat([values[name] for values in found])[:count] for name in found[0]}
 
     def _outcomes(self, steps: TensorDictBase) -> dict[str, Tensor]:
-        env, done = self.config.env, steps["done"].squeeze(-1)  # [envs, time]
-        if not done.any(1).all():
+        env, end, running = self.config.env, steps[:, -1], ~steps["done"].squeeze(-1)  # the last step is repeated
+        if running[:, -1].any():
             raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
-        last = done.int().argmax(1)  # the first end: later steps do not count
-        end = steps[torch.arange(len(steps)), last]  # [envs]
+        length = running.sum(1) + 1  # [envs]
         achieved, goal_fn = end[env.achieved_goal_key], load_function(env.goal_fn)
         achieved = achieved if goal_fn is None else goal_fn(achieved)
         return {
             "success": end[env.success].reshape(-1),
-            "return": (steps["reward"].squeeze(-1) * (torch.arange(done.shape[1]) <= last.unsqueeze(1))).sum(1),
+            "return": (steps["reward"].squeeze(-1) * (torch.arange(steps.shape[1]) < length.unsqueeze(1))).sum(1),
             "distance": (achieved.float() - end[env.desired_goal_key].float()).flatten(1).norm(dim=1),
-            "length": last + 1,
+            "length": length,
         }

@@ -10,8 +10,6 @@ can be made costly (``action_penalty``)::
     python examples/ddpg.py resume=outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,6 @@ import torch
 from common import (
     Evaluation,
     Inputs,
-    as_rows,
     check_env,
     make_adam,
     make_collector,
@@ -31,7 +28,7 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from run import Checkpoints, Log, Progress, set_up
+from run import Checkpoints, History, Log, Progress, set_up
 from settings import Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -158,19 +155,20 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     fast_update = speed_up(update, config.speedup)
     collector = make_collector(config, policy, gaussian=True)
-    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    evaluate, progress = Evaluation(config), Progress(config)
+    history: History = {}
     save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
         progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
     with progress.paused():
         save.resume_or_start()
-        log.open()
+        log = Log(config, folder, history)
         if not progress.steps:
             log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
-        replay_buffer.extend(as_rows(config, data))
+        replay_buffer.extend(data)
         inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer

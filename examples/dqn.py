@@ -9,8 +9,6 @@ default environment, BitFlipping, is the first experiment of that paper::
     python examples/dqn.py resume=outputs/dqn/torchrl_her/BitFlipping-v0/2026-01-31_12-00-00
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import hydra
 from common import (
     Evaluation,
     Inputs,
-    as_rows,
     check_env,
     make_adam,
     make_collector,
@@ -28,7 +25,7 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from run import Checkpoints, Log, Progress, set_up
+from run import Checkpoints, History, Log, Progress, set_up
 from settings import Collection, Env, Normalizing, Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -95,19 +92,20 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     fast_update = speed_up(update, config.speedup)
     collector = make_collector(config, policy)
-    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    evaluate, progress = Evaluation(config), Progress(config)
+    history: History = {}
     save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
         progress=progress.counts, optimizer=optimizer,
     )  # fmt: skip
     with progress.paused():
         save.resume_or_start()
-        log.open()
+        log = Log(config, folder, history)
         if not progress.steps:
             log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
-        replay_buffer.extend(as_rows(config, data))
+        replay_buffer.extend(data)
         inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer

@@ -1,7 +1,5 @@
 """The folder of a training run: settings, logs and checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +20,8 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import Collector
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
+
+History = dict[str, list[list[float]]]  # of each metric: [step, value]
 
 
 def set_up(config: Settings) -> None:
@@ -55,18 +55,20 @@ class Progress:
         """Count the steps of a chunk, and the successes of the episodes that end in it."""
         self.counts["steps"] += data.numel()
         self.bar.update(self.steps - self.bar.n)
-        self._successes.append(
-            data["next", self.config.env.success].view_as(data["next", "done"])[data["next", "done"]]
-        )
+        done = data["next", "done"]
+        self._successes.append(data["next", self.config.env.success].view_as(done)[done])
 
     def updates_due(self) -> Iterator[int]:
-        """Yield and count the updates that are due, in groups. The batches of a group are sampled in one call."""
+        """Yield the updates that are due in groups, and count them. A group is sampled in one call, which is faster.
+
+        With TD errors as priorities, a group is one update, because each update changes the priorities.
+        """
         config = self.config
         most = 1 if config.buffer.prioritized == Priority.error else 16
         due = round(config.updates_per_step * (self.steps - config.collector.random_steps), 6)
         while (count := int(min(due - self.counts["updates"], most))) > 0:
-            self.counts["updates"] += count
             yield count
+            self.counts["updates"] += count
 
     def due(self, interval: int) -> bool:
         """Whether a multiple of ``interval`` steps, or the end of the run, is reached."""
@@ -88,17 +90,11 @@ class Progress:
 class Log:
     """Writes metrics to the loggers, and keeps them for resumed runs and pictures."""
 
-    def __init__(self, config: Settings, folder: Path):
-        self.config, self.folder = config, folder
-        self.history: dict[str, list[list[float]]] = {}  # of each metric: [step, value]
-        self.loggers: list[Any] = []
-
-    def open(self) -> None:
-        """Make the loggers, and write the earlier metrics of a resumed run."""
-        logs = self.folder / "logs"
-        shutil.rmtree(logs, ignore_errors=True)
-        self.loggers = [get_logger(kind.name, str(logs), kind.name) for kind in self.config.logger.kinds]
-        for name, values in self.history.items():
+    def __init__(self, config: Settings, folder: Path, history: History):
+        self.config, self.folder, self.history = config, folder, history
+        shutil.rmtree(folder / "logs", ignore_errors=True)
+        self.loggers = [get_logger(kind.name, str(folder / "logs"), kind.name) for kind in config.logger.kinds]
+        for name, values in history.items():  # of a resumed run
             for step, value in values:
                 for logger in self.loggers:
                     logger.log_scalar(name, value, int(step))

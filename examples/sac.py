@@ -9,8 +9,6 @@ arXiv:1707.01495). With ``loss=tqc``, truncated quantile critics (Kuznetsov et a
     python examples/sac.py resume=outputs/sac/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,7 +17,6 @@ import hydra
 from common import (
     Evaluation,
     Inputs,
-    as_rows,
     check_env,
     make_adam,
     make_collector,
@@ -29,7 +26,7 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from run import Checkpoints, Log, Progress, set_up
+from run import Checkpoints, History, Log, Progress, set_up
 from settings import Buffer, Exploration, Priority, Settings, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
@@ -50,7 +47,7 @@ class Config(Settings):
     num_critics: int = 2
     alpha_init: float = 0.1  # initial weight of the entropy, which is then learned
     quantiles: int = 25  # of each critic (TQC)
-    dropped_quantiles: int = 2  # the highest of each critic (TQC)
+    dropped_quantiles: int = 2  # for each critic, the highest of all critics together (TQC)
     exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
     buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
 
@@ -90,6 +87,10 @@ def bound(values: Tensor) -> Tensor | float:
 def train(config: Config, folder: Path) -> Checkpoints:
     """Train an agent, and save the run in a folder."""
     set_up(config)
+    if config.dropped_quantiles >= config.quantiles:
+        raise SystemExit(
+            f"dropped_quantiles={config.dropped_quantiles} must be less than quantiles={config.quantiles}."
+        )
     env = check_env(config)
 
     inputs = Inputs(config, env)
@@ -123,19 +124,20 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     fast_update = speed_up(update, config.speedup)
     collector = make_collector(config, policy)
-    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    evaluate, progress = Evaluation(config), Progress(config)
+    history: History = {}
     save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
         progress=progress.counts, optimizer=optimizer,
     )  # fmt: skip
     with progress.paused():
         save.resume_or_start()
-        log.open()
+        log = Log(config, folder, history)
         if not progress.steps:
             log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
-        replay_buffer.extend(as_rows(config, data))
+        replay_buffer.extend(data)
         inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer

@@ -1,7 +1,5 @@
 """The settings of the training scripts: types, defaults and checks, and the settings of a resumed run."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from dataclasses import dataclass, field
@@ -67,9 +65,10 @@ class Hindsight:
     her_ratio: float = 0.8  # k / (k + 1) for the paper's k
 
     @property
-    def copies(self) -> int:  # noqa: D102
+    def copies(self) -> int:
+        """The paper's k, or 0 if there is none for this ratio."""
         k = round(self.her_ratio / (1 - self.her_ratio)) if self.her_ratio < 1 else 0
-        return k if abs(k / (k + 1) - self.her_ratio) <= 0.005 else 0  # 0 if there is no such k
+        return k if abs(k / (k + 1) - self.her_ratio) <= 0.005 else 0
 
 
 @dataclass
@@ -139,10 +138,11 @@ class Settings:
 AT_LEAST_ONE = [
     "batch_size", "actor_interval", "num_critics", "env.num_envs", "collector.steps_per_chunk", "buffer.size",
     "buffer.n_steps", "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval",
-    "checkpoint.interval",
+    "checkpoint.interval", "checkpoint.keep", "threads", "total_steps",
 ]  # fmt: skip
+SHARES = ["hindsight.her_ratio", "exploration.random_actions"]
 CHUNK = "collector.steps_per_chunk"
-MULTIPLES = {  # so that intervals end with a chunk, and all metrics are logged before a checkpoint
+MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
     "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
 }  # fmt: skip
@@ -177,11 +177,12 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
     """Return the saved settings with the changes of a resumed run, or exit if one of them is not allowed."""
     changed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(config)), saved))  # with types
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    task = map(str, config) if "task" in keys else []  # it sets several; on resume, it must agree with the saved ones
-    for key in [*task, *keys]:
+    # A task sets several settings, so those that cannot change are compared.
+    given = [str(key) for key in config if "task" in keys and key not in CHANGEABLE]
+    for key in [*given, *keys]:
         value, kept = OmegaConf.select(config, key), OmegaConf.select(changed, key)
         if key.partition(".")[0] in CHANGEABLE:
-            OmegaConf.update(changed, key, value if key in keys else kept)
+            OmegaConf.update(changed, key, value)
         elif value != kept:
             raise SystemExit(f"A resumed run keeps {key}={kept}. It can change {', '.join(CHANGEABLE)}.")
     return changed
@@ -195,9 +196,10 @@ def check(config: DictConfig) -> Any:
     for name, unit in MULTIPLES.items():
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
             raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
+    for name in SHARES:
+        if not 0 <= OmegaConf.select(config, name) <= 1:
+            raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be from 0 to 1: it is a share.")
     settings = cast(Settings, OmegaConf.to_object(config))
-    if not 0 <= settings.hindsight.her_ratio <= 1:
-        raise SystemExit(f"hindsight.her_ratio={settings.hindsight.her_ratio} must be from 0 to 1: it is a share.")
     if not settings.inputs:
         raise SystemExit("inputs=[] must have an entry of the observations, for example [observation,desired_goal].")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:

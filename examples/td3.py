@@ -9,8 +9,6 @@ replay (Andrychowicz et al. 2017, arXiv:1707.01495)::
     python examples/td3.py resume=outputs/td3/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ import hydra
 from common import (
     Evaluation,
     Inputs,
-    as_rows,
     check_env,
     make_adam,
     make_collector,
@@ -29,7 +26,7 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from run import Checkpoints, Log, Progress, set_up
+from run import Checkpoints, History, Log, Progress, set_up
 from settings import Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -106,25 +103,25 @@ def train(config: Config, folder: Path) -> Checkpoints:
     update_critics = speed_up(partial(update, with_actor=False), config.speedup)
     update_all = speed_up(partial(update, with_actor=True), config.speedup)
     collector = make_collector(config, policy, gaussian=True)
-    evaluate, log, progress = Evaluation(config), Log(config, folder), Progress(config)
+    evaluate, progress = Evaluation(config), Progress(config)
+    history: History = {}
     save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=log.history,
+        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
         progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
     with progress.paused():
         save.resume_or_start()
-        log.open()
+        log = Log(config, folder, history)
         if not progress.steps:
             log("evaluation", evaluate(policy), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
-        replay_buffer.extend(as_rows(config, data))
+        replay_buffer.extend(data)
         inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer
             batches = replay_buffer.sample(count * config.batch_size).split(config.batch_size)
-            first = progress.counts["updates"] - count  # they are already counted
-            for number, batch in enumerate(batches, first):
+            for number, batch in enumerate(batches, progress.counts["updates"]):
                 with_actor = number % config.actor_interval == 0
                 losses.update(update_all(batch) if with_actor else update_critics(batch))
                 if config.buffer.prioritized == Priority.error:

@@ -33,6 +33,19 @@ def test_td3_updates_its_actor_with_every_third_update_of_its_critics_if_the_int
     assert steps == {"critic": {75}, "actor": {25}}
 
 
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="PyTorch has one thread on this machine")
+def test_updates_keep_the_number_of_threads_when_the_environments_are_closed(tmp_path, monkeypatch):
+    threads = []
+
+    def count_threads(function):
+        return lambda batch: threads.append(torch.get_num_threads()) or function(batch)
+
+    monkeypatch.setattr("common.Recorded", count_threads)
+    train("ddpg env.num_envs=5", tmp_path)
+    assert len(threads) > 150
+    assert set(threads) == {1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("her_ratio", "lowest", "highest"), [(0.8, 0.95, 1.0), (0.0, 0.0, 0.1)])
 def test_dqn_flips_15_bits_with_hindsight_and_not_without(her_ratio, lowest, highest, tmp_path):

@@ -62,6 +62,14 @@ class OtherScale(gymnasium.Wrapper):
         return self.scale * self.unwrapped.compute_reward(*goals_and_info) + self.shift
 
 
+class Arrived(gymnasium.Wrapper):
+    """Adds the success under another name."""
+
+    def step(self, action):
+        *transition, info = super().step(action)
+        return *transition, info | {"arrived": info["is_success"]}
+
+
 ACTIONS = {
     "wide": gymnasium.spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32)),
     "boundless": gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32),
@@ -71,6 +79,7 @@ ACTIONS = {
 gymnasium.register("OtherRewards-v0", OtherRewards, max_episode_steps=50)
 gymnasium.register("OtherSpaces-v0", OtherSpaces, max_episode_steps=50)
 gymnasium.register("OtherScale-v0", OtherScale, max_episode_steps=50)
+gymnasium.register("Arrived-v0", lambda: Arrived(PointReach()), max_episode_steps=50)
 gymnasium.register("Endless-v0", PointReach)
 
 
@@ -90,6 +99,8 @@ REFUSED = [
     ("ddpg env.goal_fn=numpy", r"'numpy' must name a function as module:function"),
     ("ddpg env.terminated_fn=numpy:no_such", r"'numpy:no_such' must name a function as module:function"),
     ("ddpg hindsight.her_ratio=8", "hindsight.her_ratio=8.0 must be from 0 to 1"),
+    ("ddpg exploration.random_actions=20", "exploration.random_actions=20.0 must be from 0 to 1"),
+    ("sac loss=tqc dropped_quantiles=25", "dropped_quantiles=25 must be less than quantiles=25"),
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
     ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
@@ -228,6 +239,7 @@ def test_an_evaluation_that_does_not_end_is_refused(tmp_path, monkeypatch):
         "env.name=OtherScale-v0 +env.kwargs.shift=1.0",
         "env.name=OtherScale-v0 +env.kwargs.scale=10.0",
         "env.name=OtherRewards-v0 env.success=at_goal",
+        "env.name=Arrived-v0 env.success=arrived",
     ],
 )
 def test_other_rewards_and_names_of_success_work_without_clipped_targets(rewards, tmp_path):
@@ -235,7 +247,7 @@ def test_other_rewards_and_names_of_success_work_without_clipped_targets(rewards
     assert 0 <= run.components["log"]["evaluation/success"][-1][1] <= 1
     batch = run.components["buffer"].sample(1000)
     reached = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) <= 0.05
-    reward_at_goal = 0.0 if "scale" in rewards else 1.0
+    reward_at_goal = 1.0 if "shift" in rewards or "OtherRewards" in rewards else 0.0
     assert torch.equal(batch["next", "reward"] == reward_at_goal, reached)
 
 
