@@ -81,6 +81,7 @@ TASKS = {
     "FetchReach, SAC": Task("FetchReach-v4", "sac", 3_000, held=3),
     "FetchReach, TD3": Task("FetchReach-v4", "td3", 3_000, held=3),
     "PointMaze_UMaze, SAC": Task("PointMaze_UMaze-v3", "sac", 100_000, success="success"),
+    "PointMaze_Medium, SAC": Task("PointMaze_Medium-v3", "sac", 500_000, success="success"),
 }
 INPUTS = "inputs=[observation,achieved_goal,desired_goal]"  # the inputs of Stable-Baselines3's networks
 EQUAL_TO_THEIRS = {"sac": (INPUTS,), "ddpg": (INPUTS, "clip_target=false"), "td3": (INPUTS,)}
@@ -88,17 +89,19 @@ EQUAL_TO_THEIRS = {"sac": (INPUTS,), "ddpg": (INPUTS, "clip_target=false"), "td3
 EQUAL_SETTINGS = {
     name: Settings(ours=EQUAL_TO_THEIRS[task.algorithm], normalize="Fetch" in task.env) for name, task in TASKS.items()
 }
-EQUAL_SETTINGS["PointMaze_UMaze, SAC"] = Settings(
+MAZES = [name for name in TASKS if name.startswith("PointMaze")]
+MAZE_SETTINGS = Settings(
     gamma=0.99, updates_per_step=0.5, random_steps=2_000, num_envs=8, normalize=True, steps_per_chunk=400,
     ours=(INPUTS,),
 )  # fmt: skip
+EQUAL_SETTINGS |= dict.fromkeys(MAZES, MAZE_SETTINGS)
 TUNING_SEEDS = 10, 11, 12  # the first for all candidates, the others for the best
 # The best settings of `tuning.py`: of 24 candidates for each, and then of their neighbours (of six on FetchReach).
 FAST = Settings(
     hidden=(64, 64), batch_size=128, learning_rate=2e-3, tau=0.1, num_envs=5, normalize=True, ours=(INPUTS,)
 )
 BEST = {name: replace(FAST, **({"alpha": 0.05} if "SAC" in name else {"noise": 0.4})) for name in TASKS}
-SEARCHED = [name for name in TASKS if name not in ("FetchReach, SAC", "PointMaze_UMaze, SAC")]
+SEARCHED = [name for name in TASKS if name not in ("FetchReach, SAC", *MAZES)]
 TUNED_SETTINGS = {(name, library): BEST[name] for name in SEARCHED for library in (OURS, SB3)}
 TUNED_SETTINGS["PointReach, DDPG", SB3] = replace(BEST["PointReach, DDPG"], num_envs=10)
 TUNED_SETTINGS["PointReach, TD3", SB3] = replace(BEST["PointReach, TD3"], learning_rate=3e-3)
