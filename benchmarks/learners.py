@@ -85,7 +85,7 @@ TASKS = {
 }
 INPUTS = "inputs=[observation,achieved_goal,desired_goal]"  # the inputs of Stable-Baselines3's networks
 EQUAL_TO_THEIRS = {"sac": (INPUTS,), "ddpg": (INPUTS, "clip_target=false"), "td3": (INPUTS,)}
-# Fetch is normalized, as by Plappert et al. 2018 (arXiv:1802.09464) and in Stable-Baselines3's own settings.
+# Fetch is normalized, as in Plappert et al. 2018 (arXiv:1802.09464) and in Stable-Baselines3's own settings.
 EQUAL_SETTINGS = {
     name: Settings(ours=EQUAL_TO_THEIRS[task.algorithm], normalize="Fetch" in task.env) for name, task in TASKS.items()
 }

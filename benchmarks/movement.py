@@ -5,7 +5,7 @@ relabel only episodes with movement, or both. The other settings are those of ``
 
     python benchmarks/movement.py
     python benchmarks/movement.py --ways filter --seeds 20
-    python benchmarks/movement.py --results docs/reference/results/movement.csv
+    python benchmarks/movement.py --results outputs/movement/movement.csv
 
 A run that was interrupted continues from its last checkpoint; delete its folder if it has none. Several processes can
 train different seeds into one output folder. The table, the picture and ``movement.csv`` contain all finished runs in
@@ -71,7 +71,7 @@ def write(groups: dict[str, list[Run]], path: Path) -> None:
         for way, runs in groups.items():
             for run in runs:
                 for (step, success), (_, total) in zip(run.logs["success"], run.logs["return"], strict=True):
-                    writer.writerow([way, run.config.seed, int(step), round(success, 2), round(total, 2)])
+                    writer.writerow([way, run.config.seed, int(step), float(success), float(total)])
 
 
 def read(path: Path) -> dict[str, list[Run]]:

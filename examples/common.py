@@ -61,7 +61,8 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
 
 def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
     """Make a batch of environments, ``[num_envs]``."""
-    return (ParallelEnv if parallel else SerialEnv)(num_envs, partial(make_env, config))
+    kind = ParallelEnv if parallel else SerialEnv
+    return kind(num_envs, partial(make_env, config), num_threads=torch.get_num_threads())
 
 
 def load_function(name: str | None) -> Callable | None:
@@ -93,7 +94,7 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
     if not (is_discrete if discrete else is_box):
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the other scripts a bounded Box.")
-    env.set_seed(config.seed)
+    env.set_seed(config.seed)  # for `check_rewards` of ddpg.py
     gym_env = gymnasium.make(config.env.name, **config.env.kwargs)  # with its wrappers, which may add entries
     gym_env.reset(seed=config.seed)
     info = {"terminated", *gym_env.step(gym_env.action_space.sample())[-1]}
@@ -226,15 +227,13 @@ def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: boo
     acts = record_policy(policy) if config.speedup == Speedup.record else policy
     # On a CPU, leave the devices out: nothing is moved then, which is faster.
     devices = {} if device == "cpu" else {"policy_device": device, "storing_device": "cpu"}
-
-    def as_rows(data: TensorDictBase) -> TensorDictBase:
-        torch.set_num_threads(config.threads)  # closing the environments, before the last chunk, changes it
-        return data.reshape(env.num_envs, -1) if config.buffer.n_steps > 1 else data.reshape(-1)
-
+    rows = (env.num_envs, -1) if config.buffer.n_steps > 1 else (-1,)
     return Collector(
         envs, TensorDictSequential(acts, *explorers, selected_out_keys=["action"]), total_frames=config.total_steps,
         frames_per_batch=config.collector.steps_per_chunk, init_random_frames=config.collector.random_steps,
-        auto_register_policy_transforms=False, postproc=as_rows, **devices,
+        auto_register_policy_transforms=False, postproc=lambda data: data.reshape(rows),
+        # TorchRL changes the number of threads when it closes environments, before the last chunk.
+        post_collect_hook=lambda _: torch.set_num_threads(config.threads), **devices,
     )  # fmt: skip
 
 
@@ -254,8 +253,9 @@ class Evaluation:
     def __call__(self, policy: TensorDictModuleBase) -> dict[str, Tensor]:
         """Return success and distance at the last step, and return and length of the episode, ``[episodes]`` each."""
         seed, found, count = EVALUATION_SEED, [], self.config.evaluation.episodes
+        cast = self.config.device != "cpu"
         for _ in range(0, count, self.envs.batch_size.numel()):
-            seed, cast = self.envs.set_seed(seed), self.config.device != "cpu"
+            seed = self.envs.set_seed(seed)
             steps = self.envs.rollout(LONGEST_EPISODE, policy, break_when_all_done=True, auto_cast_to_device=cast)
             found.append(self._outcomes(steps["next"]))
         return {name: torch.cat([values[name] for values in found])[:count] for name in found[0]}

@@ -59,7 +59,7 @@ class Progress:
         self._successes.append(data["next", self.config.env.success].view_as(done)[done])
 
     def updates_due(self) -> Iterator[int]:
-        """Yield the updates that are due in groups, and count them. A group is sampled in one call, which is faster.
+        """Yield the sizes of groups of updates that are due, and count them. A group is sampled in one call.
 
         With TD errors as priorities, a group is one update, because each update changes the priorities.
         """
@@ -88,7 +88,10 @@ class Progress:
 
 
 class Log:
-    """Writes metrics to the loggers, and keeps them for resumed runs and pictures."""
+    """Writes metrics to the loggers, and keeps them for resumed runs and pictures.
+
+    Make it after the checkpoint of a resumed run is loaded: it writes the logs again.
+    """
 
     def __init__(self, config: Settings, folder: Path, history: History):
         self.config, self.folder, self.history = config, folder, history

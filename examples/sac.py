@@ -47,7 +47,7 @@ class Config(Settings):
     num_critics: int = 2
     alpha_init: float = 0.1  # initial weight of the entropy, which is then learned
     quantiles: int = 25  # of each critic (TQC)
-    dropped_quantiles: int = 2  # for each critic, the highest of all critics together (TQC)
+    dropped_quantiles: int = 2  # per critic; the highest quantiles of all critics together are dropped (TQC)
     exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
     buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
 
@@ -87,7 +87,7 @@ def bound(values: Tensor) -> Tensor | float:
 def train(config: Config, folder: Path) -> Checkpoints:
     """Train an agent, and save the run in a folder."""
     set_up(config)
-    if config.dropped_quantiles >= config.quantiles:
+    if config.loss == Loss.tqc and config.dropped_quantiles >= config.quantiles:
         raise SystemExit(
             f"dropped_quantiles={config.dropped_quantiles} must be less than quantiles={config.quantiles}."
         )
@@ -95,12 +95,12 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     inputs = Inputs(config, env)
     policy, actions = make_policy(config, env, inputs), env.action_spec.shape[-1]
-    outputs = config.quantiles if config.loss.name == "tqc" else 1
+    outputs = config.quantiles if config.loss == Loss.tqc else 1
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
     critic = ValueOperator(MLP(inputs.width + actions, outputs, **layers), in_keys=["inputs", "action"])
 
     arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
-    if config.loss.name == "tqc":
+    if config.loss == Loss.tqc:
         loss = TQCLoss(policy[1], critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **arguments)
     else:
         loss = SACLoss(policy[1], critic, **arguments)

@@ -11,7 +11,7 @@ from torchrl.envs import Compose, MultiStepTransform, TransformedEnv
 
 from support.refused import transitions
 from support.tape import make_tape
-from torchrl_her import CompactGoals, HERTransform, MovementPriority
+from torchrl_her import CompactGoals, HERTransform, HindsightAugmentation, MovementPriority, SparseReward
 
 
 def episodes(lengths, moves, goal=(2,), seed=0):
@@ -128,7 +128,8 @@ def test_samples_have_the_priorities_and_are_relabelled():
 
 
 def test_without_stamps_the_error_says_where_to_place_it():
-    for order in ([hindsight(), MovementPriority(far=1.0)], [MovementPriority(far=1.0)]):
+    movement, augmentation = MovementPriority(far=1.0), HindsightAugmentation(SparseReward(0.1))
+    for order in ([hindsight(), movement], [movement], [movement, augmentation], [augmentation, movement]):
         rb = buffer(*order)
         with pytest.raises(KeyError, match=r"Compose\(MovementPriority\(\.\.\.\), HERTransform\(\.\.\.\)\)"):
             rb.extend(transitions())

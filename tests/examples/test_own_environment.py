@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 
-from script_runs import EXAMPLES
+from script_runs import EXAMPLES, logged
 
 from support.pages import DOCS, python_blocks
 
@@ -28,3 +28,7 @@ def test_the_command_of_the_page_trains_on_the_cart(tmp_path):
     )  # fmt: skip
     assert not done.returncode, done.stderr
     assert "1,000 steps: success" in done.stdout.splitlines()[-1]
+    (folder,) = (tmp_path / "outputs/dqn/cart:Cart-v0").iterdir()
+    step, distance = logged(folder, "evaluation/distance")[-1]
+    assert step == 1000
+    assert 0 < distance < 2  # between positions of the cart, from -1 to 1

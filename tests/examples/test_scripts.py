@@ -73,11 +73,13 @@ def make_rewarded_bits():
 gymnasium.register("RewardedBits-v0", make_rewarded_bits)
 
 
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])  # starts processes
 @pytest.mark.parametrize("script", ["dqn", "ddpg"])
-def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environments_plays(script):
+def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environments_plays(script, parallel):
     """Each episode is compared with an episode of a single Gymnasium environment with the same seed."""
-    kwargs = ["env.name=RewardedBits-v0"] if script == "dqn" else ["+env.kwargs.max_episode_steps=15"]
-    config = configure(script, *kwargs, "evaluation.episodes=7", "evaluation.num_envs=3")
+    kwargs = [f"env.name={__name__}:RewardedBits-v0"] if script == "dqn" else ["+env.kwargs.max_episode_steps=15"]
+    parallel = f"evaluation.parallel={parallel}"
+    config = configure(script, *kwargs, "evaluation.episodes=7", "evaluation.num_envs=3", parallel)
 
     def act(observation, goal):
         if script == "ddpg":

@@ -78,10 +78,11 @@ class MovementPriority(BufferTransform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if tensordict.get(STAMP, None) is None:
+        if tensordict is None or tensordict.get(STAMP, None) is None:  # HindsightAugmentation can return None
             raise KeyError(
                 "MovementPriority needs the stamps of HERTransform, which these transitions lack. Place it before "
-                "HERTransform: Compose(MovementPriority(...), HERTransform(...))."
+                "HERTransform: Compose(MovementPriority(...), HERTransform(...)). It does not work with "
+                "HindsightAugmentation."
             )
         ids, _ = read_stamps(tensordict)
         found, episode = ids.unique(return_inverse=True)
