@@ -5,7 +5,7 @@ relabel only episodes with movement, or both. The other settings are those of ``
 
     python benchmarks/movement.py
     python benchmarks/movement.py --ways filter --seeds 20
-    python benchmarks/movement.py --results outputs/movement/movement.csv
+    python benchmarks/movement.py --results docs/reference/results/movement.csv
 
 A run that was interrupted continues from its last checkpoint; delete its folder if it has none. Several processes can
 train different seeds into one output folder. The table, the picture and ``movement.csv`` contain all finished runs in
@@ -71,7 +71,7 @@ def write(groups: dict[str, list[Run]], path: Path) -> None:
         for way, runs in groups.items():
             for run in runs:
                 for (step, success), (_, total) in zip(run.logs["success"], run.logs["return"], strict=True):
-                    writer.writerow([way, run.config.seed, int(step), float(success), float(total)])
+                    writer.writerow([way, run.config.seed, int(step), round(success, 4), round(total, 4)])
 
 
 def read(path: Path) -> dict[str, list[Run]]:
@@ -90,7 +90,7 @@ def table(groups: dict[str, list[Run]], columns: list[int]) -> str:
     lines = [["success at", *(f"{step:,} steps" for step in columns), "return", "seeds"], ["---"] * (len(columns) + 3)]
     for way, runs in groups.items():
         values = [median_and_range([run.at("success", step) for run in runs]) for step in columns]
-        returns = median_and_range([run.at("return", columns[-1]) for run in runs])
+        returns = median_and_range([run.at("return", columns[-1]) for run in runs], digits=1)
         lines.append([way, *values, returns, ", ".join(str(run.config.seed) for run in runs)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -80,9 +80,10 @@ def _is_run(folder: Path) -> bool:
     return all(path.exists() for path in paths(folder).values())
 
 
-def median_and_range(values: list[float]) -> str:
+def median_and_range(values: list[float], digits: int = 2) -> str:
     """Write ``0.97 (0.95 to 1.00)``."""
-    return f"{np.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    median, lowest, highest = (f"{value:.{digits}f}" for value in (np.median(values), min(values), max(values)))
+    return f"{median} ({lowest} to {highest})"
 
 
 def table(groups: dict[str, list[Run]], step: int) -> str:
