@@ -94,11 +94,8 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
     if not (is_discrete if discrete else is_box):
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the other scripts a bounded Box.")
-    env.set_seed(config.seed)  # for `check_rewards` of ddpg.py
-    gym_env = gymnasium.make(config.env.name, **config.env.kwargs)  # with its wrappers, which may add entries
-    gym_env.reset(seed=config.seed)
-    info = {"terminated", *gym_env.step(gym_env.action_space.sample())[-1]}
-    gym_env.close()
+    env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
+    info = {"terminated", *env.get_wrapper_attr("step")(space.sample())[-1]}
     if missing := {config.env.success, *config.env.info_keys} - info:
         raise SystemExit(
             f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info)}: set env.success and "
