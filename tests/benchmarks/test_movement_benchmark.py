@@ -1,10 +1,7 @@
 """The comparison of ways to sample and relabel transitions leaves goals alone where it should."""
 
-import numpy as np
 import torch
-from compare import Run
-from movement import MovementFilter, read, table, write
-from omegaconf import OmegaConf
+from movement import MovementFilter
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import Compose
@@ -35,14 +32,3 @@ def test_the_filter_relabels_only_episodes_with_movement():
     assert 0.7 < relabelled[moved].float().mean() < 0.9
     assert not relabelled[~moved].any()
     assert (~moved).sum() > 300
-
-
-def test_a_file_of_results_gives_the_same_table(tmp_path):
-    steps, groups, draws = np.array([0.0, 100.0, 200.0]), {}, np.random.default_rng(0)
-    for way, seeds in (("neither", [1]), ("both", [1, 2])):
-        logs = [{name: np.stack([steps, draws.random(3)], 1) for name in ("success", "return")} for _ in seeds]
-        groups[way] = [Run(OmegaConf.create({"seed": seed}), log) for seed, log in zip(seeds, logs, strict=True)]
-    write(groups, tmp_path / "movement.csv")
-    expected = table(groups, [100, 200])
-    assert "1, 2 |" in expected
-    assert table(read(tmp_path / "movement.csv"), [100, 200]) == expected
