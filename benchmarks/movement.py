@@ -1,7 +1,7 @@
 """Compares ways to sample and relabel transitions on FetchPush, where the object moves in few episodes at first.
 
 The four ways are: sample all episodes equally often, sample episodes with movement more often (`MovementPriority`),
-relabel only episodes with movement, or both. The other settings are those of ``ddpg.py +task=fetch_push``::
+relabel only episodes with movement, or both. The other settings are those of ``ddpg.py +task=fetch_push average=0``::
 
     python benchmarks/movement.py
     python benchmarks/movement.py --ways filter --seeds 20
@@ -45,8 +45,9 @@ class MovementFilter(MovementPriority):
 def train_way(way: str, seed: int, folder: Path, steps: int) -> None:
     """Train, or continue a run."""
     alpha, filters = WAYS[way]
+    settings = ["average=0", f"seed={seed}", f"total_steps={steps}", f"buffer.alpha={alpha}"]
     with patch("common.MovementPriority", MovementFilter if filters else MovementPriority):
-        train("ddpg", ["+task=fetch_push", f"seed={seed}", f"total_steps={steps}", f"buffer.alpha={alpha}"], folder)
+        train("ddpg", ["+task=fetch_push", *settings], folder)
 
 
 def table(groups: Groups, columns: list[int]) -> str:

@@ -1,15 +1,14 @@
 """DDPG with hindsight, as in the Fetch experiments of Plappert et al. 2018.
 
-Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971) with hindsight experience replay
-(Andrychowicz et al. 2017, arXiv:1707.01495). Targets are clipped to the range of possible returns, and large actions
-can be made costly (``action_penalty``)::
+Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971). Targets are clipped to the range of
+possible returns. Options make large actions costly (``action_penalty``) and average the policy (``average``)::
 
     python examples/ddpg.py
-    python examples/ddpg.py hindsight.enabled=false
     python examples/ddpg.py +task=fetch_push
     python examples/ddpg.py resume=outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +45,7 @@ class Config(Settings):
     algorithm: str = "ddpg"
     clip_target: bool = True  # to [-1 / (1 - gamma), 0]: for rewards from -1 to 0
     action_penalty: float = 0.0  # weight of the mean square of the actor's actions in its loss
+    average: float = 0.0  # decay of the moving average of the actor's weights, which is evaluated; 0: the actor itself
 
 
 ConfigStore.instance().store("ddpg", Config)
@@ -133,6 +133,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
     actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples already contain
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
     critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
+    averaged = TensorDictSequential(inputs, deepcopy(actor))  # the policy that is evaluated and saved
+    weights, average = TensorDict.from_module(actor).data, TensorDict.from_module(averaged[1]).data
 
     loss = make_loss(config, actor, critic)
     target_updater = SoftUpdate(loss, tau=config.tau)
@@ -147,9 +149,9 @@ def train(config: Config, folder: Path) -> Checkpoints:
         (losses["loss_actor"] + losses["loss_value"]).backward()  # neither has gradients for the network of the other
         actor_optimizer.step()
         critic_optimizer.step()
-        actor_optimizer.zero_grad()
-        critic_optimizer.zero_grad()
+        loss.zero_grad()
         target_updater.step()
+        average.lerp_(weights, 1 - config.average)
         losses = losses.select("loss_actor", "loss_value", "pred_value", "target_value")
         return losses.rename_key_("pred_value", "q_value").set("td_error", batch["td_error"]).detach()
 
@@ -158,14 +160,14 @@ def train(config: Config, folder: Path) -> Checkpoints:
     evaluate, progress = Evaluation(config), Progress(config)
     history: History = {}
     save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
+        config, folder, collector, hindsight, policy=averaged, loss=loss, buffer=replay_buffer, log=history,
         progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
     )  # fmt: skip
     with progress.paused():
         save.resume_or_start()
         log = Log(config, folder, history)
         if not progress.steps:
-            log("evaluation", evaluate(policy), 0)
+            log("evaluation", evaluate(averaged), 0)
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(data)
@@ -181,7 +183,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
                 log("train", progress.metrics() | losses, progress.steps)
                 losses.clear()
             if progress.due(config.evaluation.interval):
-                log("evaluation", evaluate(policy), progress.steps)
+                log("evaluation", evaluate(averaged), progress.steps)
             if progress.due(config.checkpoint.interval):
                 save(progress.steps)
     for tool in (evaluate, progress, log):

@@ -199,6 +199,8 @@ def check(config: DictConfig) -> Any:
     for name in SHARES:
         if not 0 <= OmegaConf.select(config, name) <= 1:
             raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be from 0 to 1: it is a share.")
+    if not 0 <= (average := OmegaConf.select(config, "average", default=0)) < 1:
+        raise SystemExit(f"average={average} must be at least 0 and less than 1: it is a decay, for example 0.999.")
     settings = cast(Settings, OmegaConf.to_object(config))
     if not settings.inputs:
         raise SystemExit("inputs=[] must have an entry of the observations, for example [observation,desired_goal].")

@@ -12,7 +12,9 @@ from tensordict import TensorDict
 from torch import nn
 
 
-@pytest.mark.parametrize("run", ["sac", "sac loss=tqc", "td3 buffer.prioritized=error", "ddpg action_penalty=1", "dqn"])
+@pytest.mark.parametrize(
+    "run", ["sac", "sac loss=tqc", "td3 buffer.prioritized=error", "ddpg action_penalty=1 average=0.9", "dqn"]
+)
 def test_a_recorded_update_is_bit_for_bit_the_eager_one(run, tmp_path):
     steps = "total_steps=100 buffer.size=100"
     expected = state_of(train(f"{run} {steps} speedup=none", tmp_path / "eager"))

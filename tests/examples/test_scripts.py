@@ -155,6 +155,42 @@ def test_the_action_penalty_adds_the_gradient_of_the_mean_square_of_the_actions(
     assert all(gradient is None for gradient in critic_gradients)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_the_average_of_the_policy_is_evaluated_and_saved(decay, tmp_path, monkeypatch):
+    ddpg, actors, weights, evaluated = importlib.import_module("ddpg"), [], [], []
+    make_loss, evaluate = ddpg.make_loss, ddpg.Evaluation.__call__
+
+    def keep_actor(config, actor, critic):
+        actors.append([parameter.detach() for parameter in actor.parameters()])
+        weights.append([parameter.clone() for parameter in actors[0]])
+        return make_loss(config, actor, critic)
+
+    def keep_weights(update, speedup):
+        def updated(batch):
+            losses = update(batch)
+            weights.append([parameter.clone() for parameter in actors[0]])
+            return losses
+
+        return updated
+
+    def keep_evaluated(self, policy):
+        evaluated.append([parameter.detach().clone() for parameter in policy.parameters()])
+        return evaluate(self, policy)
+
+    monkeypatch.setattr(ddpg, "make_loss", keep_actor)
+    monkeypatch.setattr(ddpg, "speed_up", keep_weights)
+    monkeypatch.setattr(ddpg.Evaluation, "__call__", keep_evaluated)
+    run = train(f"ddpg average={decay}", tmp_path)
+    averages = weights[:1]
+    for new in weights[1:]:
+        averages.append([decay * old + (1 - decay) * value for old, value in zip(averages[-1], new, strict=True)])
+    assert len(averages) == 151
+    assert (weights[150][0] - weights[140][0]).abs().max() > 1e-3  # so that a wrong average shows
+    policy = run.components["policy"]
+    for found, update in zip([*evaluated, list(policy.parameters())], (0, 50, 150, 150), strict=True):
+        torch.testing.assert_close(found, averages[update], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(("when", "copies"), [("writing", 4), ("sampling", 0)])
 def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(when, copies, tmp_path):
     command = f"ddpg speedup=none buffer.size=2000 hindsight.when={when}"

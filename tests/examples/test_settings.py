@@ -99,6 +99,7 @@ REFUSED = [
     ("ddpg env.goal_fn=numpy", r"'numpy' must name a function as module:function"),
     ("ddpg env.terminated_fn=numpy:no_such", r"'numpy:no_such' must name a function as module:function"),
     ("ddpg hindsight.her_ratio=8", "hindsight.her_ratio=8.0 must be from 0 to 1"),
+    ("ddpg average=1", "average=1.0 must be at least 0 and less than 1"),
     ("ddpg exploration.random_actions=20", "exploration.random_actions=20.0 must be from 0 to 1"),
     ("sac loss=tqc dropped_quantiles=25", "dropped_quantiles=25 must be less than quantiles=25"),
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
