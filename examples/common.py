@@ -208,30 +208,44 @@ def record_policy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
     return WrapModule(lambda data: act(data.select(*keys)), inplace=True, in_keys=keys, out_keys=["action"])
 
 
+def anneal(policy: TensorDictSequential, chunks: int = 1) -> None:
+    """Reduce the exploration of a policy, as `Exploration.final` says, after chunks of steps."""
+    for module in policy:
+        if isinstance(module, AdditiveGaussianModule | EGreedyModule):
+            module.step(chunks)
+
+
 def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: bool = False) -> Collector:
     """Make a collector that explores with uniformly random actions and, if ``gaussian``, with Gaussian noise.
 
     It yields transitions as they are written: ``[environments, time]`` for n-step windows, else ``[n]``.
     """
-    env, device = config.env, config.device
-    noise, share = config.exploration.noise, config.exploration.random_actions
+    env, device, exploration = config.env, config.device, config.exploration
+    noise, share = exploration.noise, exploration.random_actions
+    chunks = -(-exploration.anneal_steps // config.collector.steps_per_chunk)
+    anneals: dict[str, Any] = {"annealing_num_steps": chunks, "device": device}
     envs = make_envs(env, env.num_envs, env.parallel) if env.num_envs > 1 else make_env(env)
     envs.set_seed(config.seed)
     spec, explorers = envs.action_spec.to(device), []
     if gaussian:
-        explorers.append(AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise, device=device))
-    explorers.append(EGreedyModule(spec, eps_init=share, eps_end=share, device=device))
+        explorers.append(AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise * exploration.final, **anneals))
+    explorers.append(EGreedyModule(spec, eps_init=share, eps_end=share * exploration.final, **anneals))
     acts = record_policy(policy) if config.speedup == Speedup.record else policy
     # On a CPU, leave the devices out: nothing is moved then, which is faster.
     devices = {} if device == "cpu" else {"policy_device": device, "storing_device": "cpu"}
     rows = (env.num_envs, -1) if config.buffer.n_steps > 1 else (-1,)
-    return Collector(
+
+    def after_chunk(_: Any) -> None:
+        torch.set_num_threads(config.threads)  # TorchRL changes it when it closes environments, before the last chunk
+        anneal(collector.policy)
+
+    collector = Collector(
         envs, TensorDictSequential(acts, *explorers, selected_out_keys=["action"]), total_frames=config.total_steps,
         frames_per_batch=config.collector.steps_per_chunk, init_random_frames=config.collector.random_steps,
         auto_register_policy_transforms=False, postproc=lambda data: data.reshape(rows),
-        # TorchRL changes the number of threads when it closes environments, before the last chunk.
-        post_collect_hook=lambda _: torch.set_num_threads(config.threads), **devices,
+        post_collect_hook=after_chunk, **devices,
     )  # fmt: skip
+    return collector
 
 
 # Evaluation

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import anneal
 from omegaconf import OmegaConf
 from plots import draw_training
 from settings import Priority, Settings
@@ -156,6 +157,7 @@ class Checkpoints:
             # Only these numbers: the policy is saved separately, exploration may change, and other state breaks a
             # ParallelEnv.
             self.collector.load_state_dict({"frames": steps[-1], "iter": 0}, strict=False)
+            anneal(self.collector.policy, steps[-1] // self.config.collector.steps_per_chunk)
             self._end_episodes(steps[-1])
         OmegaConf.save(OmegaConf.structured(replace(self.config, resume=None, hydra=None)), path)
 

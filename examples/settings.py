@@ -44,6 +44,8 @@ class Collection:
 class Exploration:
     noise: float = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
     random_actions: float = 0.2  # share of uniformly random actions
+    final: float = 1.0  # factor of both after anneal_steps; until then, it falls linearly from 1
+    anneal_steps: int = "${total_steps}"  # type: ignore[assignment]
 
 
 @dataclass
@@ -138,9 +140,9 @@ class Settings:
 AT_LEAST_ONE = [
     "batch_size", "actor_interval", "num_critics", "env.num_envs", "collector.steps_per_chunk", "buffer.size",
     "buffer.n_steps", "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval",
-    "checkpoint.interval", "checkpoint.keep", "threads", "total_steps",
+    "checkpoint.interval", "checkpoint.keep", "threads", "total_steps", "exploration.anneal_steps",
 ]  # fmt: skip
-SHARES = ["hindsight.her_ratio", "exploration.random_actions"]
+SHARES = ["hindsight.her_ratio", "exploration.random_actions", "exploration.final"]
 CHUNK = "collector.steps_per_chunk"
 MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,

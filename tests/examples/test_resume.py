@@ -14,7 +14,7 @@ RUNS = [
     "dqn env.num_envs=5 buffer.prioritized=error buffer.n_steps=3 double=true",
     "dqn env.num_envs=5 buffer.prioritized=error hindsight.when=writing",
     "ddpg buffer.prioritized=movement matmul_precision=medium",
-    "ddpg hindsight.enabled=false action_penalty=1.0 average=0.99",
+    "ddpg hindsight.enabled=false action_penalty=1.0 average=0.99 exploration.final=0.1",
     "ddpg env.num_envs=5 normalization.enabled=true buffer.n_steps=3 hindsight.strategy=final"
     " inputs=[observation,desired_goal]",
     "td3 buffer.prioritized=error hindsight.strategy=episode",

@@ -263,3 +263,32 @@ def test_without_normalization_inputs_are_the_observations():
     inputs.update(data)
     found = inputs(TensorDict(observation=data["observation"], desired_goal=data["desired_goal"], batch_size=len(data)))
     assert torch.equal(found["inputs"], torch.cat([data["observation"], data["desired_goal"]], -1).float())
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_exploration_falls_linearly_to_its_final_share(resumes, tmp_path, monkeypatch):
+    run, found = importlib.import_module("run"), []
+    command = "ddpg exploration.noise=0.4 exploration.random_actions=0.8 exploration.final=0.25"
+    command += " exploration.anneal_steps=150"
+    if resumes:
+        train(f"{command} total_steps=100", tmp_path)
+        command += f" resume={tmp_path}"
+
+    def keep_exploration(self, data):
+        noise, share = list(self.collector.policy)[-2:]
+        found.append((float(noise.sigma), float(share.eps)))
+        return add(self, data)
+
+    collectors, make_collector, add = [], importlib.import_module("ddpg").make_collector, run.Progress.add
+
+    def keep_collector(*arguments, **options):
+        collectors.append(make_collector(*arguments, **options))
+        run.Progress.collector = collectors[-1]
+        return collectors[-1]
+
+    monkeypatch.setattr(run.Progress, "collector", None, raising=False)
+    monkeypatch.setattr(importlib.import_module("ddpg"), "make_collector", keep_collector)
+    monkeypatch.setattr(run.Progress, "add", keep_exploration)
+    train(command, tmp_path)
+    expected = [(0.3, 0.6), (0.2, 0.4), (0.1, 0.2), (0.1, 0.2)]  # after 50, 100, 150 and 200 steps
+    assert found == [pytest.approx(pair) for pair in expected[2 * resumes :]]
