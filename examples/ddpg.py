@@ -133,8 +133,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
     actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples already contain
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
     critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
-    averaged = TensorDictSequential(inputs, deepcopy(actor))  # the policy that is evaluated and saved
-    weights, average = TensorDict.from_module(actor).data, TensorDict.from_module(averaged[1]).data
+    averaged = TensorDictSequential(inputs, *deepcopy(actor))  # the policy that is evaluated and saved
+    weights, average = TensorDict.from_module(actor).data, TensorDict.from_module(averaged[1:]).data
 
     loss = make_loss(config, actor, critic)
     target_updater = SoftUpdate(loss, tau=config.tau)
