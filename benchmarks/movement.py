@@ -1,7 +1,8 @@
 """Compares ways to sample and relabel transitions on FetchPush, where the object moves in few episodes at first.
 
 The four ways are: sample all episodes equally often, sample episodes with movement more often (`MovementPriority`),
-relabel only episodes with movement, or both. The other settings are those of ``ddpg.py +task=fetch_push average=0``::
+relabel only episodes with movement, or both. The other settings are those of ``ddpg.py +task=fetch_push average=0
+exploration.final=1``::
 
     python benchmarks/movement.py
     python benchmarks/movement.py --ways filter --seeds 20
@@ -19,7 +20,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from runs import Groups, at, make_parser, markdown, seeds, train, train_or_read
+from runs import Groups, at, make_parser, markdown, seeds_of, train, train_or_read
 from tensordict import TensorDictBase
 
 from compare import curves  # isort: skip (`runs` finds it)
@@ -45,7 +46,7 @@ class MovementFilter(MovementPriority):
 def train_way(way: str, seed: int, folder: Path, steps: int) -> None:
     """Train, or continue a run."""
     alpha, filters = WAYS[way]
-    settings = ["average=0", f"seed={seed}", f"total_steps={steps}", f"buffer.alpha={alpha}"]
+    settings = ["average=0", "exploration.final=1", f"seed={seed}", f"total_steps={steps}", f"buffer.alpha={alpha}"]
     with patch("common.MovementPriority", MovementFilter if filters else MovementPriority):
         train("ddpg", ["+task=fetch_push", *settings], folder)
 
@@ -55,12 +56,12 @@ def table(groups: Groups, columns: list[int]) -> str:
     rows = [["success at", *(f"{step:,} steps" for step in columns), "return", "seeds"]]
     for way, runs in groups.items():
         success = [at(runs, "success", step) for step in columns]
-        rows.append([way, *success, at(runs, "return", columns[-1], digits=1), seeds(runs)])
+        rows.append([way, *success, at(runs, "return", columns[-1], digits=1), seeds_of(runs)])
     return markdown(rows)
 
 
 def main() -> None:
-    parser = make_parser("Ways to sample and relabel transitions on FetchPush.", "ways", WAYS, "movement")
+    parser = make_parser("Ways to sample and relabel transitions on FetchPush.", "ways", WAYS, "movement", [20, 21, 22])
     parser.add_argument("--columns", type=int, nargs="+", default=[100_000, 140_000, 180_000, 240_000], help="steps")
     arguments = parser.parse_args()
     steps = arguments.columns[-1]

@@ -18,11 +18,13 @@ Groups = dict[str, list[Run]]
 METRICS = "success", "return", "seconds"
 
 
-def make_parser(description: str, what: str, groups: Iterable[str], name: str) -> argparse.ArgumentParser:
+def make_parser(
+    description: str, what: str, groups: Iterable[str], name: str, seeds: list[int]
+) -> argparse.ArgumentParser:
     """Make a parser of the arguments of `train_or_read`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(f"--{what}", nargs="+", choices=groups, default=list(groups))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[20, 21, 22])
+    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
     parser.add_argument("--results", type=Path, help="do not train: show the runs in this CSV file")
     parser.add_argument("--output", type=Path, default=Path("outputs", name))
     parser.add_argument("--picture", type=Path, default=Path("outputs", name, f"{name}.png"))
@@ -90,7 +92,7 @@ def at(runs: list[Run], metric: str, step: int, digits: int = 2, scale: float = 
     return median_and_range([scale * run.at(metric, step) for run in runs], digits)
 
 
-def seeds(runs: list[Run]) -> str:
+def seeds_of(runs: list[Run]) -> str:
     """Return the seeds of runs as text."""
     return ", ".join(str(run.config.seed) for run in runs)
 

@@ -3,7 +3,7 @@
 The table shows success and return of 100 episodes without exploration, by the policy at exactly the last step, beside
 published returns. Training all seeds of all tasks takes about 20 hours of one core; tasks and seeds can be given::
 
-    python benchmarks/suite.py --tasks FetchPush --seeds 20
+    python benchmarks/suite.py --tasks FetchPush --seeds 21
     python benchmarks/suite.py --results docs/reference/results/suite.csv
 
 The tasks of panda-gym need ``pip install -c constraints.txt panda-gym``. A run that was interrupted continues from its
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import Groups, at, make_parser, markdown, seeds, train, train_or_read
+from runs import Groups, at, make_parser, markdown, seeds_of, train, train_or_read
 
 from compare import curves  # isort: skip (`runs` finds it)
 from plots import draw_comparison  # isort: skip
@@ -54,7 +54,7 @@ def table(groups: Groups) -> str:
         task = TASKS[name]
         success, total = at(runs, "success", task.steps), at(runs, "return", task.steps, digits=1)
         hours = at(runs, "seconds", task.steps, scale=1 / 3600)
-        rows.append([name, f"{task.steps:,}", success, total, task.published, hours, seeds(runs)])
+        rows.append([name, f"{task.steps:,}", success, total, task.published, hours, seeds_of(runs)])
     return markdown(rows)
 
 
@@ -65,7 +65,9 @@ def train_task(name: str, seed: int, folder: Path) -> None:
 
 
 def main() -> None:
-    arguments = make_parser("The training scripts on Fetch and panda-gym.", "tasks", TASKS, "suite").parse_args()
+    arguments = make_parser(
+        "The training scripts on Fetch and panda-gym.", "tasks", TASKS, "suite", [21, 22, 23]
+    ).parse_args()
     if not arguments.results and any("Panda" in name for name in arguments.tasks) and not find_spec("panda_gym"):
         raise SystemExit("The tasks of panda-gym need: pip install -c constraints.txt panda-gym")
     groups = train_or_read(arguments, arguments.tasks, train_task, {name: task.steps for name, task in TASKS.items()})
