@@ -27,7 +27,7 @@ def make_parser(
     parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
     parser.add_argument("--results", type=Path, help="do not train: show the runs in this CSV file")
     parser.add_argument("--output", type=Path, default=Path("outputs", name))
-    parser.add_argument("--picture", type=Path, default=Path("outputs", name, f"{name}.png"))
+    parser.add_argument("--picture", type=Path, help="(default: results.png in the output folder)")
     return parser
 
 
@@ -36,6 +36,7 @@ def train_or_read(
     steps: dict[str, int],
 ) -> Groups:  # fmt: skip
     """Train a run for each group and seed, and return all finished runs in the output folder, or read ``--results``."""
+    arguments.picture = arguments.picture or arguments.output / "results.png"
     arguments.picture.parent.mkdir(parents=True, exist_ok=True)
     if arguments.results:
         return read(arguments.results)

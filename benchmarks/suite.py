@@ -1,10 +1,10 @@
 """Trains the tasks of Fetch and panda-gym with the training scripts, several seeds each.
 
 The table shows success and return of 100 episodes without exploration, by the policy at exactly the last step, beside
-published returns. Training all seeds of all tasks takes about 20 hours of one core; tasks and seeds can be given::
+published returns. FetchSlide takes about two hours of one core for each seed; tasks and seeds can be given::
 
     python benchmarks/suite.py --tasks FetchPush --seeds 21
-    python benchmarks/suite.py --results docs/reference/results/suite.csv
+    python benchmarks/suite.py --results outputs/suite/results.csv
 
 The tasks of panda-gym need ``pip install -c constraints.txt panda-gym``. A run that was interrupted continues from its
 last checkpoint; delete its folder if it has none. Several processes can train different seeds into one output folder.

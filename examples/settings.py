@@ -45,7 +45,7 @@ class Exploration:
     noise: float = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
     random_actions: float = 0.2  # share of uniformly random actions
     final: float = 1.0  # factor of both after anneal_steps; until then, it falls linearly from 1
-    anneal_steps: int = "${total_steps}"  # type: ignore[assignment]
+    anneal_steps: int = "${total_steps}"  # type: ignore[assignment]  # steps until final
 
 
 @dataclass

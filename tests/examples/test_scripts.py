@@ -275,7 +275,7 @@ def test_exploration_falls_linearly_to_its_final_share(resumes, tmp_path, monkey
         command += f" resume={tmp_path}"
 
     def keep_exploration(self, data):
-        noise, share = list(self.collector.policy)[-2:]
+        noise, share = list(collectors[-1].policy)[-2:]
         found.append((float(noise.sigma), float(share.eps)))
         return add(self, data)
 
@@ -283,10 +283,8 @@ def test_exploration_falls_linearly_to_its_final_share(resumes, tmp_path, monkey
 
     def keep_collector(*arguments, **options):
         collectors.append(make_collector(*arguments, **options))
-        run.Progress.collector = collectors[-1]
         return collectors[-1]
 
-    monkeypatch.setattr(run.Progress, "collector", None, raising=False)
     monkeypatch.setattr(importlib.import_module("ddpg"), "make_collector", keep_collector)
     monkeypatch.setattr(run.Progress, "add", keep_exploration)
     train(command, tmp_path)
