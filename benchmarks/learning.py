@@ -41,11 +41,12 @@ from learners import (
     settings_of,
     smaller,
 )
+from runs import markdown
 from torchrl import torchrl_logger
 from tqdm import tqdm
 
 SUCCESS = 0.95
-TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # ratio of our time to that success to theirs
+TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # the largest ratio of our time to this success to theirs
 COLOURS = {OURS: "#0072B2", SB3: "#D55E00"}  # blue and vermilion of Okabe and Ito
 
 Row = dict[str, Any]
@@ -162,13 +163,6 @@ def summarize(rows: list[Row]) -> list[dict[str, str]]:
     )
 
 
-def markdown(table: list[dict[str, str]]) -> str:
-    """Return the table in Markdown."""
-    header = list(table[0])
-    lines = [header, ["---"] * len(header), *(list(line.values()) for line in table)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def draw(rows: list[Row], path: Path) -> None:
     """Draw success against steps and against training seconds, a row of panels for each task and way."""
     found = curves(rows)
@@ -256,10 +250,11 @@ def main() -> None:
         sys.exit(f"{arguments.results} has no seed with which both libraries were trained.")
     table = summarize(rows)
     write(arguments.output / "learning-summary.csv", table)
-    (arguments.output / "learning.md").write_text(markdown(table) + "\n")
+    text = markdown([list(table[0]), *(list(line.values()) for line in table)])
+    (arguments.output / "learning.md").write_text(text + "\n")
     draw(rows, arguments.picture or arguments.output / "learning.png")
 
-    print(markdown(table))
+    print(text)
     found = curves(rows)
     print("\nTargets for the median ratio of CPU seconds to a success of 0.95")
     for task, way in dict.fromkeys((row["task"], row["settings"]) for row in rows):

@@ -20,11 +20,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from runs import Groups, at, make_parser, markdown, seeds_of, train, train_or_read
+from runs import Groups, at, make_parser, markdown, seeds_of, show, train, train_or_read
 from tensordict import TensorDictBase
 
-from compare import curves  # isort: skip (`runs` finds it)
-from plots import draw_comparison  # isort: skip
 from torchrl_her import MovementPriority
 from torchrl_her.episodes.stamps import STAMP
 
@@ -34,7 +32,7 @@ NEVER = 2**40  # a step that no episode has
 
 
 class MovementFilter(MovementPriority):
-    """Relabels only episodes with movement. The report counts transitions of other episodes as running."""
+    """Relabels only episodes with movement. `report` counts the transitions of all other episodes as running."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Change the steps of sampled transitions of episodes without movement, so that they are not relabelled."""
@@ -66,9 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     steps = arguments.columns[-1]
     groups = train_or_read(arguments, arguments.ways, partial(train_way, steps=steps), dict.fromkeys(WAYS, steps))
-    print(table(groups, arguments.columns))
-    draw_comparison({"": {way: curves(runs) for way, runs in groups.items()}}, arguments.picture, "FetchPush, DDPG")
-    print(f"\nPicture: {arguments.picture}")
+    show(table(groups, arguments.columns), {"": groups}, arguments.picture, "FetchPush, DDPG")
 
 
 if __name__ == "__main__":

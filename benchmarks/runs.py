@@ -12,7 +12,9 @@ import numpy as np
 from omegaconf import OmegaConf
 from scripts import load
 
-from compare import Run, find_runs, median_and_range  # isort: skip (`scripts` finds it)
+from compare import Run, curves, find_runs, median_and_range  # isort: skip (`scripts` finds it)
+from plots import draw_comparison  # isort: skip
+from run import saved_text  # isort: skip
 
 Groups = dict[str, list[Run]]
 METRICS = "success", "return", "seconds"
@@ -51,14 +53,26 @@ def train_or_read(
 def train(name: str, overrides: list[str], folder: Path) -> None:
     """Train with a script, or continue a run that was interrupted."""
     script, config = load(name, overrides)
-    if any(folder.glob("checkpoints/checkpoint-*")):
+    if checkpoints := [path.name for path in folder.glob("checkpoints/checkpoint-*")]:
+        if (folder / "config.yaml").read_text() != saved_text(config):
+            raise SystemExit(f"The run in {folder}/ has other settings: delete it, or choose another --output.")
+        if f"checkpoint-{config.total_steps:012}" in checkpoints:
+            return  # it is finished
         config.resume = str(folder)
     script.train(config, folder)
 
 
+def show(table: str, panels: dict[str, Groups], picture: Path, title: str) -> None:
+    """Print a table, and draw the success of groups of runs, a panel for each entry."""
+    print(table)
+    lines = {panel: {name: curves(runs) for name, runs in groups.items()} for panel, groups in panels.items()}
+    draw_comparison(lines, picture, title)
+    print(f"\nPicture: {picture}")
+
+
 def finished_runs(folder: Path, steps: dict[str, int]) -> Groups:
     """Return the runs of each group that have reached the group's last step. A group is a subfolder."""
-    found = {group: find_runs([folder / group]) for group in steps if (folder / group).exists()}
+    found = {group: find_runs([folder / group]) for group in steps}
     found = {
         group: [run for run in runs if run.logs["success"][-1, 0] >= steps[group]] for group, runs in found.items()
     }

@@ -17,10 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import Groups, at, make_parser, markdown, seeds_of, train, train_or_read
-
-from compare import curves  # isort: skip (`runs` finds it)
-from plots import draw_comparison  # isort: skip
+from runs import Groups, at, make_parser, markdown, seeds_of, show, train, train_or_read
 
 
 class Task(NamedTuple):
@@ -71,9 +68,7 @@ def main() -> None:
     if not arguments.results and any("Panda" in name for name in arguments.tasks) and not find_spec("panda_gym"):
         raise SystemExit("The tasks of panda-gym need: pip install -c constraints.txt panda-gym")
     groups = train_or_read(arguments, arguments.tasks, train_task, {name: task.steps for name, task in TASKS.items()})
-    print(table(groups))
-    draw_comparison({name: {"": curves(runs)} for name, runs in groups.items()}, arguments.picture, "")
-    print(f"\nPicture: {arguments.picture}")
+    show(table(groups), {name: {"": runs} for name, runs in groups.items()}, arguments.picture, "")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,12 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
             f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info)}: set env.success and "
             "env.info_keys."
         )
+    whole = (env.spec.max_episode_steps or 1) * config.env.num_envs
+    if config.buffer.prioritized == Priority.movement and config.collector.steps_per_chunk % whole:
+        raise SystemExit(
+            "buffer.prioritized=movement measures paths of whole episodes: collector.steps_per_chunk="
+            f"{config.collector.steps_per_chunk} must be a multiple of {whole}."
+        )
     return env
 
 
@@ -136,7 +142,7 @@ class Inputs(TensorDictModuleBase):
         return tensordict
 
     def update(self, data: TensorDictBase) -> None:
-        """Update the statistics with transitions ``[*batch]``, with desired and, unless mapped, with achieved goals."""
+        """Update the statistics with transitions ``[*batch]``. Achieved goals also count as desired, unless mapped."""
         env = self.config.env
         data = data["next"].select(*self.in_keys, env.achieved_goal_key, env.desired_goal_key).flatten()  # [n]
         if env.goal_fn is None:
@@ -167,19 +173,18 @@ def make_adam(config: Settings, parameters: Any) -> torch.optim.Adam:
 # Replay buffer
 
 
-def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
+def make_hindsight(config: Settings, env: EnvBase) -> HERTransform | HindsightAugmentation:
     """Make the transform that relabels transitions. If hindsight is disabled, it relabels none."""
-    env, hindsight, reward = config.env, config.hindsight, make_reward(config.env)
+    hindsight, reward, longest = config.hindsight, make_reward(config.env), env.spec.max_episode_steps
     arguments: dict[str, Any] = {
-        "strategy": hindsight.strategy.name, "goal_fn": load_function(env.goal_fn),
-        "achieved_goal_key": env.achieved_goal_key, "desired_goal_key": env.desired_goal_key,
+        "strategy": hindsight.strategy.name, "goal_fn": load_function(config.env.goal_fn),
+        "achieved_goal_key": config.env.achieved_goal_key, "desired_goal_key": config.env.desired_goal_key,
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
-    longest = make_env(env).spec.max_episode_steps
     # The goal table needs up to three rows per transition if episodes have 64 steps or more, and 100 rows more for the
     # running episode of each environment.
-    capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * env.num_envs
+    capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * config.env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
     return HERTransform(reward, her_ratio=her_ratio, capacity=capacity, **arguments)
 
@@ -203,16 +208,15 @@ def make_replay_buffer(config: Settings, hindsight: Any, inputs: Inputs) -> Tens
 
 
 def record_policy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
-    """Return a policy that replays the recorded operations of another policy. These read and write tensors only."""
+    """Return a policy that replays the recorded operations of another policy, which must be operations on tensors."""
     keys, act = list(policy.in_keys), Recorded(lambda data: policy(data).select("action"))
     return WrapModule(lambda data: act(data.select(*keys)), inplace=True, in_keys=keys, out_keys=["action"])
 
 
 def anneal(policy: TensorDictSequential, chunks: int = 1) -> None:
-    """Reduce the exploration of a policy, as `Exploration.final` says, after chunks of steps."""
-    for module in policy:
-        if isinstance(module, AdditiveGaussianModule | EGreedyModule):
-            module.step(chunks)
+    """Reduce the exploration of a collector's policy by a number of chunks of steps (see `Exploration.final`)."""
+    for explorer in list(policy)[1:]:  # after the greedy policy
+        explorer.step(chunks)
 
 
 def make_collector(config: Settings, policy: TensorDictModuleBase, gaussian: bool = False) -> Collector:
@@ -255,7 +259,7 @@ class Evaluation:
     """Plays greedy episodes, with the same starts and goals every time."""
 
     def __init__(self, config: Settings):
-        self.config, settings = config, config.evaluation
+        self.config, self.goal_fn, settings = config, load_function(config.env.goal_fn), config.evaluation
         self.envs = make_envs(config.env, min(settings.num_envs, settings.episodes), settings.parallel)
         self.close = partial(self.envs.close, raise_if_closed=False)  # they start with the first evaluation
 
@@ -276,8 +280,8 @@ class Evaluation:
         if running[:, -1].any():
             raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
         length = running.sum(1) + 1  # [envs]
-        achieved, goal_fn = end[env.achieved_goal_key], load_function(env.goal_fn)
-        achieved = achieved if goal_fn is None else goal_fn(achieved)
+        achieved = end[env.achieved_goal_key]
+        achieved = achieved if self.goal_fn is None else self.goal_fn(achieved)
         return {
             "success": end[env.success].reshape(-1),
             "return": (steps["reward"].squeeze(-1) * (torch.arange(steps.shape[1]) < length.unsqueeze(1))).sum(1),

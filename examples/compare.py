@@ -64,8 +64,6 @@ def paths(folder: Path) -> dict[str, Path]:
 def find_runs(folders: list[Path]) -> list[Run]:
     """Read all runs in folders and their subfolders."""
     found = sorted({path.parent for folder in folders for path in folder.rglob("config.yaml") if _is_run(path.parent)})
-    if not found:
-        raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, folders))}.")
     return [Run.read(folder) for folder in tqdm(found, desc="runs", leave=False)]
 
 
@@ -118,6 +116,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     found = find_runs(arguments.folders)
+    if not found:
+        raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, arguments.folders))}.")
     check_entries(found, [*arguments.by, *arguments.panels])
     runs = sorted(found, key=lambda run: run.group([*arguments.panels, *arguments.by]))
     groups: dict[str, list[Run]] = {}

@@ -1,7 +1,7 @@
 """DDPG with hindsight, as in the Fetch experiments of Plappert et al. 2018.
 
 Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971). Targets are clipped to the range of
-possible returns. Options make large actions costly (``action_penalty``) and average the policy (``average``)::
+possible returns. ``action_penalty`` makes large actions costly; ``average`` evaluates an average of the policy::
 
     python examples/ddpg.py
     python examples/ddpg.py +task=fetch_push
@@ -90,7 +90,7 @@ class ClippedTarget(TD0Estimator):
 
 
 class PenalizedLoss(DDPGLoss):
-    """A loss without importance weights whose actor keeps its actions small, so that its tanh does not saturate."""
+    """DDPG with a penalty on large actions. The loss of the actor has no importance weights."""
 
     def __init__(self, actor: TensorDictSequential, critic: TensorDictModule, penalty: float):
         super().__init__(actor, critic, delay_actor=True)
@@ -141,7 +141,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     actor_optimizer = make_adam(config, actor.parameters())
     critic_optimizer = make_adam(config, critic.parameters())
 
-    hindsight = make_hindsight(config)
+    hindsight = make_hindsight(config, env)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase) -> TensorDictBase:

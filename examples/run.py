@@ -13,7 +13,7 @@ import torch
 from common import anneal
 from omegaconf import OmegaConf
 from plots import draw_training
-from settings import Priority, Settings
+from settings import LoggerKind, Priority, Settings
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl import torchrl_logger
@@ -32,6 +32,11 @@ def set_up(config: Settings) -> None:
     torch.set_float32_matmul_precision(config.matmul_precision.name)
     torch.manual_seed(config.seed)
     np.random.seed(config.seed)  # noqa: NPY002 (prioritized sampling draws from it)
+
+
+def saved_text(config: Settings) -> str:
+    """Return the text of ``config.yaml``, which has no settings of a single command."""
+    return OmegaConf.to_yaml(OmegaConf.structured(replace(config, resume=None, hydra=None)))
 
 
 class Progress:
@@ -91,13 +96,14 @@ class Progress:
 class Log:
     """Writes metrics to the loggers, and keeps them for resumed runs and pictures.
 
-    Make it after the checkpoint of a resumed run is loaded: it writes the logs again.
+    Create it after a resumed run has loaded its checkpoint: it writes the logs of the earlier steps again.
     """
 
     def __init__(self, config: Settings, folder: Path, history: History):
         self.config, self.folder, self.history = config, folder, history
         shutil.rmtree(folder / "logs", ignore_errors=True)
-        self.loggers = [get_logger(kind.name, str(folder / "logs"), kind.name) for kind in config.logger.kinds]
+        names = {kind: kind.name for kind in config.logger.kinds} | {LoggerKind.wandb: folder.name}
+        self.loggers = [get_logger(kind.name, str(folder / "logs"), names[kind]) for kind in config.logger.kinds]
         for name, values in history.items():  # of a resumed run
             for step, value in values:
                 for logger in self.loggers:
@@ -159,7 +165,7 @@ class Checkpoints:
             self.collector.load_state_dict({"frames": steps[-1], "iter": 0}, strict=False)
             anneal(self.collector.policy, steps[-1] // self.config.collector.steps_per_chunk)
             self._end_episodes(steps[-1])
-        OmegaConf.save(OmegaConf.structured(replace(self.config, resume=None, hydra=None)), path)
+        path.write_text(saved_text(self.config))
 
     def __call__(self, step: int) -> None:
         """Save a checkpoint."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -44,8 +45,8 @@ class Collection:
 class Exploration:
     noise: float = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
     random_actions: float = 0.2  # share of uniformly random actions
-    final: float = 1.0  # factor of both after anneal_steps; until then, it falls linearly from 1
-    anneal_steps: int = "${total_steps}"  # type: ignore[assignment]  # steps until final
+    final: float = 1.0  # share of both that is left after anneal_steps; until then, both fall linearly
+    anneal_steps: int = "${total_steps}"  # type: ignore[assignment]  # from the start; a resumed run keeps it
 
 
 @dataclass
@@ -54,8 +55,8 @@ class Buffer:
     n_steps: int = 1
     # error: TD error of the last update; movement: length of the achieved goal's path (needs chunks of whole episodes)
     prioritized: Priority | None = None
-    alpha: float = 0.3  # exponent of priorities, which are squared errors (SAC: 0.6, absolute errors)
-    beta: float = 0.4  # exponent of the importance weights
+    alpha: float = 0.3  # exponent of priorities, for squared errors (absolute errors of SAC: 0.6, movement: 1)
+    beta: float = 0.4  # exponent of the importance weights (movement: 0)
     far: float = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
 
 
@@ -137,12 +138,22 @@ class Settings:
     )
 
 
-AT_LEAST_ONE = [
-    "batch_size", "actor_interval", "num_critics", "env.num_envs", "collector.steps_per_chunk", "buffer.size",
-    "buffer.n_steps", "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval",
-    "checkpoint.interval", "checkpoint.keep", "threads", "total_steps", "exploration.anneal_steps",
+Range = tuple[str, Callable[[float], bool], list[str]]  # in words, whether it contains a value, and the settings
+RANGES: list[Range] = [
+    ("1 or more", lambda value: value >= 1, [
+        "batch_size", "actor_interval", "num_critics", "env.num_envs", "collector.steps_per_chunk", "buffer.size",
+        "buffer.n_steps", "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval",
+        "checkpoint.interval", "checkpoint.keep", "threads", "total_steps", "exploration.anneal_steps",
+    ]),
+    ("0 or more", lambda value: value >= 0, ["collector.random_steps", "exploration.noise", "action_penalty"]),
+    ("more than 0", lambda value: value > 0, [
+        "updates_per_step", "learning_rate", "normalization.clip", "buffer.far", "env.clip_observation",
+    ]),
+    ("from 0 to 1", lambda value: 0 <= value <= 1, [
+        "gamma", "tau", "hindsight.her_ratio", "exploration.random_actions", "exploration.final",
+    ]),
+    ("at least 0 and less than 1", lambda value: 0 <= value < 1, ["average"]),
 ]  # fmt: skip
-SHARES = ["hindsight.her_ratio", "exploration.random_actions", "exploration.final"]
 CHUNK = "collector.steps_per_chunk"
 MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
@@ -186,24 +197,29 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
         if key.partition(".")[0] in CHANGEABLE:
             OmegaConf.update(changed, key, value)
         elif value != kept:
-            raise SystemExit(f"A resumed run keeps {key}={kept}. It can change {', '.join(CHANGEABLE)}.")
+            raise SystemExit(f"A resumed run keeps {key}={kept}. It can change {', '.join(CHANGEABLE[:-1])}.")
     return changed
 
 
 def check(config: DictConfig) -> Any:
     """Return the settings as a dataclass, or exit if they cannot work."""
-    for name in AT_LEAST_ONE:
-        if OmegaConf.select(config, name, default=1) < 1:
-            raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be 1 or more.")
+    for words, contains, names in RANGES:
+        for name in names:  # some are settings of some scripts only
+            if (value := OmegaConf.select(config, name)) is not None and not contains(value):
+                raise SystemExit(f"{name}={value} must be {words}.")
     for name, unit in MULTIPLES.items():
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
             raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
-    for name in SHARES:
-        if not 0 <= OmegaConf.select(config, name) <= 1:
-            raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be from 0 to 1: it is a share.")
-    if not 0 <= (average := OmegaConf.select(config, "average", default=0)) < 1:
-        raise SystemExit(f"average={average} must be at least 0 and less than 1: it is a decay, for example 0.999.")
     settings = cast(Settings, OmegaConf.to_object(config))
+    random_steps, n_steps = settings.collector.random_steps, settings.buffer.n_steps
+    if random_steps >= settings.total_steps:
+        raise SystemExit(f"collector.random_steps={random_steps} must be less than total_steps={settings.total_steps}.")
+    if settings.exploration.final < 1 and settings.exploration.anneal_steps <= random_steps:
+        raise SystemExit(f"exploration.anneal_steps must be more than collector.random_steps={random_steps}.")
+    if n_steps > 1 and settings.env.info_keys:
+        raise SystemExit("buffer.n_steps > 1 needs rewards that depend only on goals: env.info_keys must be empty.")
+    if n_steps > 1 and settings.collector.steps_per_chunk <= (waiting := n_steps * settings.env.num_envs):
+        raise SystemExit(f"collector.steps_per_chunk must be more than buffer.n_steps * env.num_envs = {waiting}.")
     if not settings.inputs:
         raise SystemExit("inputs=[] must have an entry of the observations, for example [observation,desired_goal].")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
@@ -213,7 +229,7 @@ def check(config: DictConfig) -> Any:
     if settings.speedup == Speedup.cudagraph and not settings.device.startswith("cuda"):
         raise SystemExit(f"speedup=cudagraph needs device=cuda, not {settings.device}.")
     if settings.hindsight.when == When.writing and settings.hindsight.enabled:
-        if settings.buffer.n_steps > 1 or settings.buffer.prioritized == Priority.movement:
+        if n_steps > 1 or settings.buffer.prioritized == Priority.movement:
             raise SystemExit("buffer.n_steps and buffer.prioritized=movement need hindsight.when=sampling.")
         if not settings.hindsight.copies:
             raise SystemExit("hindsight.when=writing stores k copies: hindsight.her_ratio must be k / (k + 1).")

@@ -1,11 +1,14 @@
 """The benchmarks that train several seeds write and read their runs, and their tables show the right numbers."""
 
+import shutil
+
 import movement
 import numpy as np
+import pytest
 import suite
 from compare import Run
 from omegaconf import OmegaConf
-from runs import METRICS, finished_runs, read, write
+from runs import METRICS, finished_runs, read, train, write
 
 
 def make_run(seed, steps, **values):
@@ -50,5 +53,26 @@ def test_runs_that_have_not_reached_the_last_step_are_left_out(tmp_path):
     for seed, last in ((1, 200), (2, 100)):
         write_run(tmp_path / "a" / str(seed), {"seed": seed}, [[0, 0.0], [last, 1.0]])
     write_run(tmp_path / "b" / "1", {"seed": 1}, [[0, 0.0], [100, 1.0]])
-    found = finished_runs(tmp_path, {"a": 200, "b": 200, "c": 200})
+    (tmp_path / "c").mkdir()
+    found = finished_runs(tmp_path, {"a": 200, "b": 200, "c": 200, "d": 200})
     assert {group: [run.config.seed for run in runs] for group, runs in found.items()} == {"a": [1]}
+
+
+def test_a_run_continues_only_with_its_own_settings(tmp_path):
+    folder = tmp_path / "run"
+    settings = [
+        "total_steps=100", "collector.random_steps=50", "hidden=[8]", "evaluation.interval=50", "logger.interval=50",
+        "checkpoint.interval=50", "evaluation.episodes=1", "logger.kinds=[csv]",
+    ]  # fmt: skip
+    train("dqn", settings, folder)
+    (finished,) = finished_runs(tmp_path, {"run": 100})["run"]
+    assert finished.logs["success"][:, 0].tolist() == [0, 50, 100]
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    train("dqn", settings, folder)  # it is finished
+    with pytest.raises(SystemExit, match="has other settings: delete it, or choose another --output"):
+        train("dqn", [*settings, "gamma=0.9"], folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-000000000100")  # as if it were interrupted
+    train("dqn", settings, folder)
+    (continued,) = finished_runs(tmp_path, {"run": 100})["run"]
+    np.testing.assert_array_equal(continued.logs["return"], finished.logs["return"])

@@ -13,7 +13,7 @@ import updates
 def test_the_comparison_of_both_ways_has_a_buffer_for_each_task(task, way):
     _, config = both_ways.configure(task, way, seed=0)
     env = common.make_env(config.env)
-    hindsight = common.make_hindsight(config)
+    hindsight = common.make_hindsight(config, env)
     rb = common.make_replay_buffer(config, hindsight, common.Inputs(config, env))
     assert type(hindsight).__name__ == both_ways.WAYS[way][0]
     assert ("Prioritized" in type(rb.sampler).__name__) == ("prioritized" in task)

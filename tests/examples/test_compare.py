@@ -56,6 +56,6 @@ def test_a_setting_that_no_run_has_is_refused():
         compare.check_entries(runs, ["hindsight.stragety"])
 
 
-def test_without_runs_a_comparison_says_so(tmp_path):
+def test_without_runs_a_comparison_says_so(run_script, tmp_path):
     with pytest.raises(SystemExit, match="There is no run with CSV logs below"):
-        compare.find_runs([tmp_path])
+        run_script("compare", tmp_path)

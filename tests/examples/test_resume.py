@@ -5,15 +5,16 @@ import multiprocessing
 import shutil
 
 import pytest
+import run
 import torch
 from hydra.errors import ConfigCompositionException
-from script_runs import differences, drawn, logged, state_of, train
-from settings import read_settings
+from script_runs import configure, differences, drawn, logged, state_of, train
+from settings import LoggerKind, read_settings
 
 RUNS = [
     "dqn env.num_envs=5 buffer.prioritized=error buffer.n_steps=3 double=true",
     "dqn env.num_envs=5 buffer.prioritized=error hindsight.when=writing",
-    "ddpg buffer.prioritized=movement matmul_precision=medium",
+    "ddpg buffer.prioritized=movement ++env.kwargs.max_episode_steps=25 matmul_precision=medium",
     "ddpg hindsight.enabled=false action_penalty=1.0 average=0.99 exploration.final=0.1",
     "ddpg env.num_envs=5 normalization.enabled=true buffer.n_steps=3 hindsight.strategy=final"
     " inputs=[observation,desired_goal]",
@@ -91,7 +92,7 @@ def folder(finished_run, tmp_path):
 
 def test_a_folder_with_a_run_takes_no_other(folder):
     with pytest.raises(SystemExit, match=r"has a run: continue with resume="):
-        train("dqn total_steps=50 seed=1", folder)
+        train("dqn total_steps=100 seed=1", folder)
     resumed = train(f"dqn total_steps=300 resume={folder}", folder)
     assert (resumed.components["progress"]["steps"], resumed.config.seed) == (300, 0)
 
@@ -123,6 +124,15 @@ def test_a_logger_that_is_not_installed_leaves_a_run_as_it_is(folder):
     with pytest.raises(SystemExit, match="pip install wandb"):
         train(f"dqn resume={folder} logger.kinds=[csv,wandb]", folder)
     assert before == files_in(folder)
+
+
+def test_runs_in_weights_and_biases_are_named_after_their_folders(tmp_path, monkeypatch):
+    names = {}
+    monkeypatch.setattr(run, "get_logger", lambda kind, folder, name: names.update({kind: name}))
+    config = configure("dqn")
+    config.logger.kinds = [LoggerKind.csv, LoggerKind.wandb]
+    run.Log(config, tmp_path / "seed_7", {})
+    assert names == {"csv": "csv", "wandb": "seed_7"}
 
 
 def test_a_resumed_run_explores_with_the_given_share_of_random_actions(folder):

@@ -204,7 +204,8 @@ def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(when, copie
 
 
 def test_what_moves_is_sampled_more_often(tmp_path):
-    command = "ddpg speedup=none buffer.prioritized=movement buffer.alpha=1 buffer.beta=0 buffer.far=10"
+    command = "ddpg speedup=none buffer.prioritized=movement buffer.alpha=1 buffer.beta=0 buffer.far=1"
+    command += " ++env.kwargs.max_episode_steps=5"  # a chunk has whole episodes
     buffer = train(command, tmp_path).components["buffer"]
     stored = buffer.storage[:]["movement"].flatten()
     assert stored.max() > 2 * stored.min()
@@ -218,7 +219,7 @@ def test_inputs_are_normalized_alike_when_acting_and_at_both_ends_of_sampled_tra
     config = configure("ddpg", "buffer.size=300", f"inputs=[{names}]", "normalization.clip=1.5")
     env = common.make_env(config.env)
     inputs = common.Inputs(config, env)
-    buffer = common.make_replay_buffer(config, common.make_hindsight(config), inputs)
+    buffer = common.make_replay_buffer(config, common.make_hindsight(config, env), inputs)
     collected = []
     for seed in range(4):
         env.set_seed(seed)

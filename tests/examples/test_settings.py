@@ -10,7 +10,7 @@ import pytest
 import torch
 from hydra.errors import ConfigCompositionException
 from script_runs import EXAMPLES, configure, small_settings, train
-from settings import AT_LEAST_ONE, CHUNK, MULTIPLES
+from settings import CHUNK, MULTIPLES, RANGES
 from tensordict.nn import TensorDictModule
 
 from torchrl_her.envs import PointReach
@@ -83,9 +83,18 @@ gymnasium.register("Arrived-v0", lambda: Arrived(PointReach()), max_episode_step
 gymnasium.register("Endless-v0", PointReach)
 
 
+SCRIPTS = {"actor_interval": "td3", "num_critics": "sac"}  # of settings that ddpg.py lacks
+OUTSIDE = {
+    "1 or more": [0], "0 or more": [-50], "more than 0": [0, -1], "from 0 to 1": [-0.1, 1.1],
+    "at least 0 and less than 1": [-0.1, 1],
+}  # fmt: skip
 REFUSED = [
-    *((f"td3 {name}=0", rf"{name}=0 must be 1 or more") for name in AT_LEAST_ONE if name != "num_critics"),
-    ("sac num_critics=0", "num_critics=0 must be 1 or more"),
+    *(
+        (f"{SCRIPTS.get(name, 'ddpg')} {name}={value}", rf"{name}={value}(\.0)? must be {words}\.")
+        for words, _, names in RANGES
+        for name in names
+        for value in OUTSIDE[words]
+    ),
     ("ddpg +env.kwargs.n_bits=5", r"'torchrl_her/PointReach-v0' cannot be made: .*unexpected keyword argument"),
     *((f"td3 {name}=120", rf"{name}=120 must be a multiple of") for name in MULTIPLES if name != CHUNK),
     ("td3 env.num_envs=3", r"collector\.steps_per_chunk=50 must be a multiple of env\.num_envs=3"),
@@ -98,9 +107,14 @@ REFUSED = [
     ("ddpg env.goal_fn=no_such_module:goal", r"(?s)'no_such_module:goal' must name a function .*PYTHONPATH"),
     ("ddpg env.goal_fn=numpy", r"'numpy' must name a function as module:function"),
     ("ddpg env.terminated_fn=numpy:no_such", r"'numpy:no_such' must name a function as module:function"),
-    ("ddpg hindsight.her_ratio=8", "hindsight.her_ratio=8.0 must be from 0 to 1"),
-    ("ddpg average=1", "average=1.0 must be at least 0 and less than 1"),
-    ("ddpg exploration.random_actions=20", "exploration.random_actions=20.0 must be from 0 to 1"),
+    ("ddpg collector.random_steps=200", "collector.random_steps=200 must be less than total_steps=200"),
+    ("ddpg exploration.final=0.5 exploration.anneal_steps=50", "anneal_steps must be more than .*random_steps=50"),
+    (
+        "ddpg buffer.n_steps=3 env.info_keys=[is_success]",
+        r"buffer\.n_steps > 1 needs rewards .*info_keys must be empty",
+    ),
+    ("ddpg buffer.n_steps=5 env.num_envs=10", r"must be more than buffer\.n_steps \* env\.num_envs = 50"),
+    ("ddpg buffer.prioritized=movement", r"whole episodes: collector\.steps_per_chunk=50 must be a multiple of 15"),
     ("sac loss=tqc dropped_quantiles=25", "dropped_quantiles=25 must be less than quantiles=25"),
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
@@ -200,10 +214,12 @@ def test_a_task_is_a_whole_configuration(task, script):
 
 
 def test_environments_of_other_packages_are_named_with_their_module():
-    config = configure("ddpg", "env.name=torchrl_her.envs:torchrl_her/PointReach-v0", "buffer.size=1000")
-    assert common.make_hindsight(config).capacity == 1000 + 100  # episodes of 50 steps
-    config = configure("ddpg", "env.name=OtherRewards-v0", "+env.kwargs.max_episode_steps=64", "buffer.size=1000")
-    assert common.make_hindsight(config).capacity == 3000 + 100
+    for name, capacity in (
+        ("env.name=torchrl_her.envs:torchrl_her/PointReach-v0", 1000 + 100),  # episodes of 50 steps
+        ("env.name=OtherRewards-v0 +env.kwargs.max_episode_steps=64", 3000 + 100),
+    ):
+        config = configure("ddpg", *name.split(), "buffer.size=1000")
+        assert common.make_hindsight(config, common.make_env(config.env)).capacity == capacity
 
 
 @pytest.mark.parametrize("script", ["ddpg", "td3", "sac"])
