@@ -79,9 +79,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def median_and_range(values: list[float], digits: int = 2) -> str:
-    """Write ``0.97 (0.95 to 1.00)``."""
+    """Write ``0.97 (0.95 to 1.00)``, or ``0.97`` for a single value."""
     median, lowest, highest = (f"{value:.{digits}f}" for value in (np.median(values), min(values), max(values)))
-    return f"{median} ({lowest} to {highest})"
+    return median if len(values) == 1 else f"{median} ({lowest} to {highest})"
 
 
 def table(groups: dict[str, list[Run]], step: int) -> str:

@@ -32,6 +32,7 @@ def test_the_table_has_medians_and_the_range_of_success_at_a_step():
     assert header == "| | runs | success: median (range) | return | final distance | training, s |"
     assert row == "| group | 3 | 0.50 (0.25 to 1.00) | 0.5 | 0.500 | 0 |"
     assert "| group | 3 | 1.00 (1.00 to 1.00) | 1.0 | 1.000 | 1 |" in compare.table({"group": runs}, 200)
+    assert "| group | 1 | 0.25 | 0.2 |" in compare.table({"group": runs[:1]}, 150)
     steps, success = compare.curves(runs)
     assert steps.tolist() == [0, 100, 200]
     assert success.tolist() == [[0.1, 0.25, 1.0], [0.1, 0.5, 1.0], [0.1, 1.0, 1.0]]
