@@ -143,11 +143,15 @@ RANGES: list[Range] = [
     ("1 or more", lambda value: value >= 1, [
         "batch_size", "actor_interval", "num_critics", "env.num_envs", "collector.steps_per_chunk", "buffer.size",
         "buffer.n_steps", "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval",
-        "checkpoint.interval", "checkpoint.keep", "threads", "total_steps", "exploration.anneal_steps",
+        "checkpoint.interval", "checkpoint.keep", "threads", "total_steps", "exploration.anneal_steps", "quantiles",
     ]),
-    ("0 or more", lambda value: value >= 0, ["collector.random_steps", "exploration.noise", "action_penalty"]),
+    ("0 or more", lambda value: value >= 0, [
+        "seed", "collector.random_steps", "exploration.noise", "buffer.alpha", "buffer.beta", "action_penalty",
+        "target_noise", "target_noise_clip", "dropped_quantiles",
+    ]),
     ("more than 0", lambda value: value > 0, [
         "updates_per_step", "learning_rate", "normalization.clip", "buffer.far", "env.clip_observation",
+        "alpha_init",
     ]),
     ("from 0 to 1", lambda value: 0 <= value <= 1, [
         "gamma", "tau", "hindsight.her_ratio", "exploration.random_actions", "exploration.final",
@@ -211,15 +215,15 @@ def check(config: DictConfig) -> Any:
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
             raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
     settings = cast(Settings, OmegaConf.to_object(config))
-    random_steps, n_steps = settings.collector.random_steps, settings.buffer.n_steps
+    random_steps, n_steps, exploration = settings.collector.random_steps, settings.buffer.n_steps, settings.exploration
     if random_steps >= settings.total_steps:
         raise SystemExit(f"collector.random_steps={random_steps} must be less than total_steps={settings.total_steps}.")
-    if settings.exploration.final < 1 and settings.exploration.anneal_steps <= random_steps:
-        raise SystemExit(f"exploration.anneal_steps must be more than collector.random_steps={random_steps}.")
+    if exploration.final < 1 and (steps := exploration.anneal_steps) <= random_steps:
+        raise SystemExit(f"exploration.anneal_steps={steps} must be more than collector.random_steps={random_steps}.")
     if n_steps > 1 and settings.env.info_keys:
-        raise SystemExit("buffer.n_steps > 1 needs rewards that depend only on goals: env.info_keys must be empty.")
-    if n_steps > 1 and settings.collector.steps_per_chunk <= (waiting := n_steps * settings.env.num_envs):
-        raise SystemExit(f"collector.steps_per_chunk must be more than buffer.n_steps * env.num_envs = {waiting}.")
+        raise SystemExit(f"buffer.n_steps={n_steps} needs rewards that depend only on goals: set env.info_keys=[].")
+    if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) <= (least := n_steps * settings.env.num_envs):
+        raise SystemExit(f"{CHUNK}={chunk} must be more than buffer.n_steps * env.num_envs = {least}.")
     if not settings.inputs:
         raise SystemExit("inputs=[] must have an entry of the observations, for example [observation,desired_goal].")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
