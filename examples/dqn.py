@@ -26,7 +26,7 @@ from common import (
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Collection, Env, Normalizing, Priority, Settings, start
+from settings import Collection, Env, Normalizing, PositiveInt, Priority, Settings, Share, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -41,9 +41,9 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 class Config(Settings):
     algorithm: str = "dqn"
     double: bool = False
-    gamma: float = 0.98
-    batch_size: int = 128
-    hidden: list[int] = field(default_factory=lambda: [256])
+    gamma: Share = 0.98
+    batch_size: PositiveInt = 128
+    hidden: list[PositiveInt] = field(default_factory=lambda: [256])
     inputs: list[str] = field(default_factory=lambda: ["observation", "desired_goal"])  # observation = achieved goal
     env: Env = field(default_factory=lambda: Env(name="torchrl_her/BitFlipping-v0"))  # 30 bits: +env.kwargs.n_bits=30
     collector: Collection = field(default_factory=lambda: Collection(steps_per_chunk=25, random_steps=0))

@@ -27,7 +27,7 @@ from common import (
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Buffer, Exploration, Priority, Settings, start
+from settings import Buffer, Exploration, NonNegativeInt, PositiveFloat, PositiveInt, Priority, Settings, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -44,10 +44,10 @@ Loss = Enum("Loss", "sac tqc")
 class Config(Settings):
     algorithm: str = "sac"
     loss: Loss = Loss.sac
-    num_critics: int = 2
-    alpha_init: float = 0.1  # initial weight of the entropy, which is then learned
-    quantiles: int = 25  # of each critic (TQC)
-    dropped_quantiles: int = 2  # per critic; the highest quantiles of all critics together are dropped (TQC)
+    num_critics: PositiveInt = 2
+    alpha_init: PositiveFloat = 0.1  # initial weight of the entropy, which is then learned
+    quantiles: PositiveInt = 25  # of each critic (TQC)
+    dropped_quantiles: NonNegativeInt = 2  # per critic; the highest quantiles of all critics together are dropped (TQC)
     exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
     buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
 

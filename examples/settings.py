@@ -3,10 +3,10 @@
 import contextlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -20,14 +20,29 @@ Strategy = Enum("Strategy", "future final episode random")
 LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
 
 
+class Range(NamedTuple):
+    """The values that a number can have, in words and as a function."""
+
+    words: str
+    contains: Callable[[float], bool]
+
+
+PositiveInt = Annotated[int, Range("1 or more", lambda value: value >= 1)]
+NonNegativeInt = Annotated[int, Range("0 or more", lambda value: value >= 0)]
+PositiveFloat = Annotated[float, Range("more than 0", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, Range("0 or more", lambda value: value >= 0)]
+Share = Annotated[float, Range("from 0 to 1", lambda value: 0 <= value <= 1)]
+Decay = Annotated[float, Range("at least 0 and less than 1", lambda value: 0 <= value < 1)]
+
+
 @dataclass
 class Env:
     name: str = "torchrl_her/PointReach-v0"  # a Gymnasium id, or module:id
     kwargs: dict[str, Any] = field(default_factory=dict)  # for gymnasium.make: +env.kwargs.max_episode_steps=100
-    num_envs: int = 1
+    num_envs: PositiveInt = 1
     parallel: bool = False  # a process for each environment
     success: str = "is_success"  # the entry of info that is true at the goal, or terminated
-    clip_observation: float | None = None
+    clip_observation: PositiveFloat | None = None
     achieved_goal_key: str = "achieved_goal"
     desired_goal_key: str = "desired_goal"
     goal_fn: str | None = None  # module:function, maps the entry under achieved_goal_key to a goal
@@ -37,27 +52,27 @@ class Env:
 
 @dataclass
 class Collection:
-    steps_per_chunk: int = 50  # steps that are collected before the updates for them
-    random_steps: int = 500  # first steps, with uniform actions and no updates
+    steps_per_chunk: PositiveInt = 50  # steps that are collected before the updates for them
+    random_steps: NonNegativeInt = 500  # first steps, with uniform actions and no updates
 
 
 @dataclass
 class Exploration:
-    noise: float = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
-    random_actions: float = 0.2  # share of uniformly random actions
-    final: float = 1.0  # share of both that is left after anneal_steps; until then, both fall linearly
-    anneal_steps: int = "${total_steps}"  # type: ignore[assignment]  # from the start; a resumed run keeps it
+    noise: NonNegativeFloat = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
+    random_actions: Share = 0.2  # share of uniformly random actions
+    final: Share = 1.0  # share of both that is left after anneal_steps; until then, both fall linearly
+    anneal_steps: PositiveInt = "${total_steps}"  # type: ignore[assignment]  # from the start; a resumed run keeps it
 
 
 @dataclass
 class Buffer:
-    size: int = 1_000_000
-    n_steps: int = 1
+    size: PositiveInt = 1_000_000
+    n_steps: PositiveInt = 1
     # error: TD error of the last update; movement: length of the achieved goal's path (needs chunks of whole episodes)
     prioritized: Priority | None = None
-    alpha: float = 0.3  # exponent of priorities, for squared errors (absolute errors of SAC: 0.6, movement: 1)
-    beta: float = 0.4  # exponent of the importance weights (movement: 0)
-    far: float = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
+    alpha: NonNegativeFloat = 0.3  # exponent of priorities; for squared errors (absolute ones, SAC: 0.6, movement: 1)
+    beta: NonNegativeFloat = 0.4  # exponent of the importance weights (movement: 0)
+    far: PositiveFloat = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
 
 
 @dataclass
@@ -65,7 +80,7 @@ class Hindsight:
     enabled: bool = True
     when: When = When.sampling  # writing: stores k relabelled copies of each transition
     strategy: Strategy = Strategy.future
-    her_ratio: float = 0.8  # k / (k + 1) for the paper's k
+    her_ratio: Share = 0.8  # k / (k + 1) for the paper's k
 
     @property
     def copies(self) -> int:
@@ -77,27 +92,27 @@ class Hindsight:
 @dataclass
 class Normalizing:
     enabled: bool = True
-    clip: float = 5.0
+    clip: PositiveFloat = 5.0
 
 
 @dataclass
 class Evaluating:
-    interval: int = 500
-    episodes: int = 100
-    num_envs: int = 20
+    interval: PositiveInt = 500
+    episodes: PositiveInt = 100
+    num_envs: PositiveInt = 20
     parallel: bool = "${env.parallel}"  # type: ignore[assignment]
 
 
 @dataclass
 class Logging:
-    interval: int = 500
+    interval: PositiveInt = 500
     kinds: list[LoggerKind] = field(default_factory=lambda: [LoggerKind.csv, LoggerKind.tensorboard])
 
 
 @dataclass
 class Saving:
-    interval: int = 5_000  # steps; running episodes are cut at a checkpoint
-    keep: int = 2
+    interval: PositiveInt = 5_000  # steps; running episodes are cut at a checkpoint
+    keep: PositiveInt = 2
 
 
 @dataclass
@@ -105,19 +120,19 @@ class Settings:
     """The settings of all scripts. Steps are environment steps, over all environments together."""
 
     algorithm: str = ""
-    seed: int = 0
-    total_steps: int = 5_000
+    seed: NonNegativeInt = 0
+    total_steps: PositiveInt = 5_000
     device: str = "cpu"
-    threads: int = 1  # number of PyTorch's threads; one is fastest for small networks
+    threads: PositiveInt = 1  # number of PyTorch's threads; one is fastest for small networks
     matmul_precision: Precision = Precision.highest  # medium: bfloat16 if supported, faster for large networks
     speedup: Speedup = Speedup.record  # record: see record.py; compile: for large networks; cudagraph: with device=cuda
     resume: str | None = None  # the folder of a run to continue
-    gamma: float = 0.95
-    tau: float = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
-    batch_size: int = 256
-    updates_per_step: float = 1.0
-    learning_rate: float = 1e-3
-    hidden: list[int] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
+    gamma: Share = 0.95
+    tau: Share = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
+    batch_size: PositiveInt = 256
+    updates_per_step: PositiveFloat = 1.0
+    learning_rate: PositiveFloat = 1e-3
+    hidden: list[PositiveInt] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
     inputs: list[str] = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
     env: Env = field(default_factory=Env)
     collector: Collection = field(default_factory=Collection)
@@ -138,26 +153,6 @@ class Settings:
     )
 
 
-Range = tuple[str, Callable[[float], bool], list[str]]  # in words, whether it contains a value, and the settings
-RANGES: list[Range] = [
-    ("1 or more", lambda value: value >= 1, [
-        "batch_size", "actor_interval", "num_critics", "env.num_envs", "collector.steps_per_chunk", "buffer.size",
-        "buffer.n_steps", "evaluation.interval", "evaluation.episodes", "evaluation.num_envs", "logger.interval",
-        "checkpoint.interval", "checkpoint.keep", "threads", "total_steps", "exploration.anneal_steps", "quantiles",
-    ]),
-    ("0 or more", lambda value: value >= 0, [
-        "seed", "collector.random_steps", "exploration.noise", "buffer.alpha", "buffer.beta", "action_penalty",
-        "target_noise", "target_noise_clip", "dropped_quantiles",
-    ]),
-    ("more than 0", lambda value: value > 0, [
-        "updates_per_step", "learning_rate", "normalization.clip", "buffer.far", "env.clip_observation",
-        "alpha_init",
-    ]),
-    ("from 0 to 1", lambda value: 0 <= value <= 1, [
-        "gamma", "tau", "hindsight.her_ratio", "exploration.random_actions", "exploration.final",
-    ]),
-    ("at least 0 and less than 1", lambda value: 0 <= value < 1, ["average"]),
-]  # fmt: skip
 CHUNK = "collector.steps_per_chunk"
 MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
@@ -205,16 +200,26 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
     return changed
 
 
+def check_ranges(settings: Any, prefix: str = "") -> None:
+    """Exit if a number is outside its range."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        if is_dataclass(value):
+            check_ranges(value, f"{prefix}{name}.")
+        for kind in (hint, *get_args(hint)):  # also of `PositiveInt | None` and `list[PositiveInt]`
+            for allowed in getattr(kind, "__metadata__", ()):
+                numbers = value if isinstance(value, list) else [value]
+                if not all(number is None or allowed.contains(number) for number in numbers):
+                    raise SystemExit(f"{prefix}{name}={value} must be {allowed.words}.")
+
+
 def check(config: DictConfig) -> Any:
     """Return the settings as a dataclass, or exit if they cannot work."""
-    for words, contains, names in RANGES:
-        for name in names:  # some are settings of some scripts only
-            if (value := OmegaConf.select(config, name)) is not None and not contains(value):
-                raise SystemExit(f"{name}={value} must be {words}.")
+    settings = cast(Settings, OmegaConf.to_object(config))
+    check_ranges(settings)
     for name, unit in MULTIPLES.items():
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
             raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
-    settings = cast(Settings, OmegaConf.to_object(config))
     random_steps, n_steps, exploration = settings.collector.random_steps, settings.buffer.n_steps, settings.exploration
     if random_steps >= settings.total_steps:
         raise SystemExit(f"collector.random_steps={random_steps} must be less than total_steps={settings.total_steps}.")

@@ -27,7 +27,7 @@ from common import (
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Priority, Settings, start
+from settings import NonNegativeFloat, PositiveInt, Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -41,9 +41,9 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 @dataclass
 class Config(Settings):
     algorithm: str = "td3"
-    target_noise: float = 0.2  # smooths the target policy
-    target_noise_clip: float = 0.5
-    actor_interval: int = 2  # updates of the critics per update of the actor
+    target_noise: NonNegativeFloat = 0.2  # smooths the target policy
+    target_noise_clip: NonNegativeFloat = 0.5
+    actor_interval: PositiveInt = 2  # updates of the critics per update of the actor
 
 
 ConfigStore.instance().store("td3", Config)
