@@ -1,7 +1,7 @@
 """Learning speed with hindsight: the training scripts in `examples/` and Stable-Baselines3, side by side.
 
 Each run is a separate process on one thread, one after the other. The two libraries take turns within a seed, and the
-first one alternates, so that a drift of the machine affects both. They are compared in two ways: `equal` uses the same
+order alternates, so that a drift of the machine affects both. They are compared in two ways: `equal` uses the same
 network, batch size, updates per step, learning rate, gamma, tau, random steps and noise, and `each tuned` uses the best
 settings that were found for each library. All settings are in `learners.py`. Both libraries are evaluated on the same
 episodes, and evaluations do not count as training time. CPU seconds measure the cost of a run even if other processes
@@ -46,7 +46,7 @@ from torchrl import torchrl_logger
 from tqdm import tqdm
 
 SUCCESS = 0.95
-TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # the largest ratio of our time to this success to theirs
+TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # the largest accepted ratio of our CPU time to this success to theirs
 COLOURS = {OURS: "#0072B2", SB3: "#D55E00"}  # blue and vermilion of Okabe and Ito
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hydra.utils import get_method
 from record import Recorded
-from settings import Env, Priority, Settings, Speedup, When
+from settings import CHUNK, Env, Priority, Settings, Speedup, When
 from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase, TensorDictSequential, WrapModule
 from torch import Tensor
@@ -46,11 +46,12 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-        raise SystemExit(
-            f"The environment {config.name!r} cannot be made: {error}. For an environment of another package, use "
-            "env.name=module:Name-v0. Fetch, PointMaze and other robots of Gymnasium-Robotics need: "
-            "pip install -c constraints.txt gymnasium-robotics mujoco"
-        ) from None
+        unknown = (
+            " For an environment of another package, use env.name=module:Name-v0. Fetch, PointMaze and other robots of "
+            "Gymnasium-Robotics need: pip install -c constraints.txt gymnasium-robotics mujoco"
+        )
+        hint = unknown if isinstance(error, gymnasium.error.UnregisteredEnv) else ""
+        raise SystemExit(f"The environment {config.name!r} cannot be made: {error}.{hint}") from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
         env = env.append_transform(DoubleToFloat())  # only if needed: transforms take time at every step
@@ -84,24 +85,40 @@ def make_reward(config: Env) -> EnvReward:
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     """Return the environment, or exit if it lacks entries that the settings name or has unsupported actions."""
     env = make_env(config.env)
-    name, keys, space = config.env.name, set(env.observation_spec.keys()), env.action_space
-    if missing := {*config.inputs, config.env.achieved_goal_key, config.env.desired_goal_key} - keys:
+    name, spec, space = config.env.name, env.observation_spec, env.action_space
+    goals, clipped = [config.env.achieved_goal_key, config.env.desired_goal_key], config.env.clip_observation
+    keys = set(spec.keys()) - {config.env.success, *config.env.info_keys}
+    if missing := {*config.inputs, *goals, *(["observation"] if clipped else [])} - keys:
         raise SystemExit(
-            f"Observations of {name} have no {sorted(missing)}, only {sorted(keys - {config.env.success})}: set "
-            "inputs, env.achieved_goal_key and env.desired_goal_key."
+            f"Observations of {name} have no {sorted(missing)}, only {sorted(keys)}: set inputs, "
+            "env.achieved_goal_key, env.desired_goal_key and env.clip_observation."
         )
-    is_box = isinstance(space, gymnasium.spaces.Box) and space.is_bounded()
+    if config.hindsight.enabled and goals[1] not in config.inputs:
+        raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
+    goal_fn = load_function(config.env.goal_fn) or (lambda goal: goal)
+    achieved, desired = goal_fn(spec[goals[0]].zero((1,))).shape[1:], spec[goals[1]].shape
+    if achieved != desired:
+        raise SystemExit(
+            f"Achieved goals of {name} have the shape {[*achieved]}, desired goals {[*desired]}: set env.goal_fn."
+        )
+    is_box = isinstance(space, gymnasium.spaces.Box) and space.is_bounded() and len(space.shape) == 1
     is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
     if not (is_discrete if discrete else is_box):
-        raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the other scripts a bounded Box.")
+        raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
     env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
     info = {"terminated", *env.get_wrapper_attr("step")(space.sample())[-1]}
     if missing := {config.env.success, *config.env.info_keys} - info:
         raise SystemExit(
-            f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info)}: set env.success and "
-            "env.info_keys."
+            f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info - {'terminated'})}: set "
+            "env.info_keys and env.success (terminated, if the episode ends at the goal)."
         )
     whole = (env.spec.max_episode_steps or 1) * config.env.num_envs
+    before = config.collector.random_steps + config.collector.steps_per_chunk  # the first update
+    if config.hindsight.enabled and config.hindsight.when == When.writing and before < whole:
+        raise SystemExit(
+            f"hindsight.when=writing stores whole episodes: collector.random_steps + {CHUNK} = {before} must be at "
+            f"least {whole}, so that the first update finds some."
+        )
     if config.buffer.prioritized == Priority.movement and config.collector.steps_per_chunk % whole:
         raise SystemExit(
             "buffer.prioritized=movement measures paths of whole episodes: collector.steps_per_chunk="
@@ -156,7 +173,7 @@ class Inputs(TensorDictModuleBase):
 
 
 def speed_up(update: Function, speedup: Speedup) -> Function:
-    """Return a faster update with the same results."""
+    """Return the update, sped up as `Settings.speedup` says. Only ``record`` has equal results, bit for bit."""
     if speedup == Speedup.cudagraph:
         return CudaGraphModule(update, in_keys=[], out_keys=[])
     if speedup == Speedup.compile:
@@ -166,7 +183,7 @@ def speed_up(update: Function, speedup: Speedup) -> Function:
 
 def make_adam(config: Settings, parameters: Any) -> torch.optim.Adam:
     """Make an optimizer."""
-    capturable = config.speedup == Speedup.cudagraph
+    capturable = config.device.startswith("cuda")  # also without CUDA graphs: a resumed run can turn them on
     return torch.optim.Adam(parameters, lr=config.learning_rate, fused=True, capturable=capturable)
 
 
@@ -182,9 +199,9 @@ def make_hindsight(config: Settings, env: EnvBase) -> HERTransform | HindsightAu
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
-    # The goal table needs up to three rows per transition if episodes have 64 steps or more, and 100 rows more for the
-    # running episode of each environment.
-    capacity = (3 if longest and longest >= 64 else 1) * config.buffer.size + 100 * config.env.num_envs
+    # The goal table needs up to three rows per transition if episodes can have 64 steps or more, and 100 rows more for
+    # the running episode of each environment.
+    capacity = (1 if longest and longest < 64 else 3) * config.buffer.size + 100 * config.env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
     return HERTransform(reward, her_ratio=her_ratio, capacity=capacity, **arguments)
 
@@ -215,7 +232,7 @@ def record_policy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
 
 def anneal(policy: TensorDictSequential, chunks: int = 1) -> None:
     """Reduce the exploration of a collector's policy by a number of chunks of steps (see `Exploration.final`)."""
-    for explorer in list(policy)[1:]:  # after the greedy policy
+    for explorer in list(policy)[1:]:  # after the recorded policy
         explorer.step(chunks)
 
 

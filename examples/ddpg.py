@@ -27,8 +27,9 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
+from pydantic import NonNegativeFloat
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Decay, NonNegativeFloat, Priority, Settings, start
+from settings import Decay, Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -106,10 +107,8 @@ class PenalizedLoss(DDPGLoss):
 
 
 def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
-    if config.action_penalty:
-        loss = PenalizedLoss(actor, critic, config.action_penalty)
-    else:
-        loss = DDPGLoss(actor, critic, delay_actor=True)
+    penalty = config.action_penalty
+    loss = PenalizedLoss(actor, critic, penalty) if penalty else DDPGLoss(actor, critic, delay_actor=True)
     if config.clip_target:
         estimator = ClippedTarget(gamma=config.gamma, value_network=loss.actor_critic, device=config.device)
         estimator.set_keys(value=loss.tensor_keys.state_action_value)

@@ -25,8 +25,9 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
+from pydantic import PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Collection, Env, Normalizing, PositiveInt, Priority, Settings, Share, start
+from settings import Collection, Env, Normalizing, Priority, Settings, Share, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn

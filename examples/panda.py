@@ -1,6 +1,6 @@
 """Tasks of panda-gym in which every episode has 50 steps, for the training scripts.
 
-In the tasks of panda-gym 3, an episode ends when the goal is reached. Here it goes on, as in panda-gym 1 and in the
+In the tasks of panda-gym 3, an episode ends when the goal is reached. Here it continues, as in panda-gym 2 and in the
 Fetch tasks, so the policy has to stay at the goal. The tasks are ``PandaReachFixed-v3``, ``PandaPushFixed-v3``,
 ``PandaSlideFixed-v3`` and ``PandaPickAndPlaceFixed-v3``::
 
@@ -27,7 +27,7 @@ class NotTerminated(gymnasium.Wrapper):
 
 
 def make(task: str, **kwargs: Any) -> gymnasium.Env:
-    """Make a task without its time limit, which `gymnasium.register` adds."""
+    """Make a task without a time limit. `gymnasium.register` below adds one of 50 steps."""
     return NotTerminated(gymnasium.make(f"{task}-v3", **kwargs).unwrapped)
 
 

@@ -45,7 +45,7 @@ class Recorded:
 
 
 def simplify(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove what has no effect, and replace operations with faster equivalents."""
+    """Remove operations without effect, and replace others with faster equivalents."""
     # An operation like `unsqueeze_` changes the shape of one alias, but not of the others.
     reshapes = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes)
     module.graph.eliminate_dead_code()

@@ -110,7 +110,7 @@ class Log:
                     logger.log_scalar(name, value, int(step))
 
     def __call__(self, group: str, metrics: Mapping[str, Any], step: int) -> None:
-        """Log metrics as ``group/name``, tensors as their means. Losses are those of the last update."""
+        """Log metrics as ``group/name``, tensors as their means. Losses are from the last update."""
         means = {f"{group}/{name}": float(torch.as_tensor(values).float().mean()) for name, values in metrics.items()}
         for name, value in means.items():
             self.history.setdefault(name, []).append([step, value])

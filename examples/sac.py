@@ -26,8 +26,9 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Buffer, Exploration, NonNegativeInt, PositiveFloat, PositiveInt, Priority, Settings, start
+from settings import Buffer, Exploration, Priority, Settings, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn

@@ -2,15 +2,15 @@
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast, get_args, get_type_hints
+from typing import Annotated, Any, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
@@ -18,21 +18,10 @@ Priority = Enum("Priority", "error movement")
 When = Enum("When", "sampling writing")
 Strategy = Enum("Strategy", "future final episode random")
 LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
-
-
-class Range(NamedTuple):
-    """The values that a number can have, in words and as a function."""
-
-    words: str
-    contains: Callable[[float], bool]
-
-
-PositiveInt = Annotated[int, Range("1 or more", lambda value: value >= 1)]
-NonNegativeInt = Annotated[int, Range("0 or more", lambda value: value >= 0)]
-PositiveFloat = Annotated[float, Range("more than 0", lambda value: value > 0)]
-NonNegativeFloat = Annotated[float, Range("0 or more", lambda value: value >= 0)]
-Share = Annotated[float, Range("from 0 to 1", lambda value: 0 <= value <= 1)]
-Decay = Annotated[float, Range("at least 0 and less than 1", lambda value: 0 <= value < 1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Names = Annotated[list[str], Field(min_length=1)]
 
 
 @dataclass
@@ -42,7 +31,7 @@ class Env:
     num_envs: PositiveInt = 1
     parallel: bool = False  # a process for each environment
     success: str = "is_success"  # the entry of info that is true at the goal, or terminated
-    clip_observation: PositiveFloat | None = None
+    clip_observation: PositiveFloat | None = None  # bound of the absolute values of the entry `observation`
     achieved_goal_key: str = "achieved_goal"
     desired_goal_key: str = "desired_goal"
     goal_fn: str | None = None  # module:function, maps the entry under achieved_goal_key to a goal
@@ -70,8 +59,8 @@ class Buffer:
     n_steps: PositiveInt = 1
     # error: TD error of the last update; movement: length of the achieved goal's path (needs chunks of whole episodes)
     prioritized: Priority | None = None
-    alpha: NonNegativeFloat = 0.3  # exponent of priorities; for squared errors (absolute ones, SAC: 0.6, movement: 1)
-    beta: NonNegativeFloat = 0.4  # exponent of the importance weights (movement: 0)
+    alpha: NonNegativeFloat = 0.3  # exponent of priorities: squared errors 0.3, absolute ones (SAC) 0.6, movement 1
+    beta: NonNegativeFloat = 0.4  # exponent of importance weights; movement: 0
     far: PositiveFloat = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
 
 
@@ -128,12 +117,12 @@ class Settings:
     speedup: Speedup = Speedup.record  # record: see record.py; compile: for large networks; cudagraph: with device=cuda
     resume: str | None = None  # the folder of a run to continue
     gamma: Share = 0.95
-    tau: Share = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
+    tau: PositiveShare = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
     batch_size: PositiveInt = 256
     updates_per_step: PositiveFloat = 1.0
     learning_rate: PositiveFloat = 1e-3
     hidden: list[PositiveInt] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
-    inputs: list[str] = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
+    inputs: Names = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
     env: Env = field(default_factory=Env)
     collector: Collection = field(default_factory=Collection)
     exploration: Exploration = field(default_factory=Exploration)
@@ -200,23 +189,14 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
     return changed
 
 
-def check_ranges(settings: Any, prefix: str = "") -> None:
-    """Exit if a number is outside its range."""
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
-        if is_dataclass(value):
-            check_ranges(value, f"{prefix}{name}.")
-        for kind in (hint, *get_args(hint)):  # also of `PositiveInt | None` and `list[PositiveInt]`
-            for allowed in getattr(kind, "__metadata__", ()):
-                numbers = value if isinstance(value, list) else [value]
-                if not all(number is None or allowed.contains(number) for number in numbers):
-                    raise SystemExit(f"{prefix}{name}={value} must be {allowed.words}.")
-
-
 def check(config: DictConfig) -> Any:
     """Return the settings as a dataclass, or exit if they cannot work."""
-    settings = cast(Settings, OmegaConf.to_object(config))
-    check_ranges(settings)
+    kind, values = cast(type, OmegaConf.get_type(config)), OmegaConf.to_container(config, resolve=True)
+    try:
+        settings: Any = TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        refused = [f"{'.'.join(map(str, each['loc']))}={each['input']}: {each['msg']}." for each in error.errors()]
+        raise SystemExit("\n".join(refused)) from None
     for name, unit in MULTIPLES.items():
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
             raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
@@ -229,12 +209,10 @@ def check(config: DictConfig) -> Any:
         raise SystemExit(f"buffer.n_steps={n_steps} needs rewards that depend only on goals: set env.info_keys=[].")
     if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) <= (least := n_steps * settings.env.num_envs):
         raise SystemExit(f"{CHUNK}={chunk} must be more than buffer.n_steps * env.num_envs = {least}.")
-    if not settings.inputs:
-        raise SystemExit("inputs=[] must have an entry of the observations, for example [observation,desired_goal].")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
         raise SystemExit("logger.kinds contains wandb, which is not installed: pip install wandb")
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SystemExit(f"device={settings.device}, but PyTorch finds no CUDA device: use device=cpu.")
+        raise SystemExit(f"device={settings.device}, but PyTorch finds no CUDA device: use device=cpu in a new run.")
     if settings.speedup == Speedup.cudagraph and not settings.device.startswith("cuda"):
         raise SystemExit(f"speedup=cudagraph needs device=cuda, not {settings.device}.")
     if settings.hindsight.when == When.writing and settings.hindsight.enabled:

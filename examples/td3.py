@@ -26,8 +26,9 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
+from pydantic import NonNegativeFloat, PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import NonNegativeFloat, PositiveInt, Priority, Settings, start
+from settings import Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn

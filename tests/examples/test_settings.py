@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import re
 from dataclasses import is_dataclass
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 import common
 import gymnasium
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from hydra.errors import ConfigCompositionException
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from script_runs import EXAMPLES, configure, small_settings, train
-from settings import CHUNK, MULTIPLES
+from settings import CHUNK, MULTIPLES, Decay, PositiveShare, Share
 from tensordict.nn import TensorDictModule
 
 from torchrl_her.envs import PointReach
@@ -75,6 +76,7 @@ class Arrived(gymnasium.Wrapper):
 
 ACTIONS = {
     "wide": gymnasium.spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32)),
+    "square": gymnasium.spaces.Box(-1, 1, (2, 2)),
     "boundless": gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32),
     "pairs": gymnasium.spaces.MultiDiscrete([3, 3]),
     "from one": gymnasium.spaces.Discrete(4, start=1),
@@ -84,219 +86,6 @@ gymnasium.register("OtherSpaces-v0", OtherSpaces, max_episode_steps=50)
 gymnasium.register("OtherScale-v0", OtherScale, max_episode_steps=50)
 gymnasium.register("Arrived-v0", lambda: Arrived(PointReach()), max_episode_steps=50)
 gymnasium.register("Endless-v0", PointReach)
-
-
-def numbers(settings, prefix=""):
-    """Yield the name of each setting that is a number or a list of numbers, and its range, or None if it has none."""
-    hints = get_type_hints(settings, include_extras=True)
-    for name, plain in get_type_hints(settings).items():
-        kinds = [plain, *get_args(plain)]
-        ranges = [
-            kind.__metadata__[0] for kind in (hints[name], *get_args(hints[name])) if get_origin(kind) is Annotated
-        ]
-        if is_dataclass(plain):
-            yield from numbers(plain, f"{prefix}{name}.")
-        elif int in kinds or float in kinds:
-            yield prefix + name, ranges[0] if ranges else None
-
-
-OUTSIDE = {
-    "1 or more": [0], "0 or more": [-50], "more than 0": [0, -1], "from 0 to 1": [-0.1, 1.1],
-    "at least 0 and less than 1": [-0.1, 1],
-}  # fmt: skip
-NUMBERS = {
-    name: (script, allowed)
-    for script in ("sac", "td3", "dqn", "ddpg")
-    for name, allowed in numbers(importlib.import_module(script).Config)
-}
-REFUSED = [
-    *(
-        (f"{script} {name}={value}", rf"^{re.escape(f'{name}={value}')}(\.0)? must be {allowed.words}\.")
-        for name, (script, allowed) in NUMBERS.items()
-        if allowed and name != "hidden"
-        for value in OUTSIDE[allowed.words]
-    ),
-    ("td3 hidden=[128,0]", r"hidden=\[128, 0\] must be 1 or more"),
-    ("ddpg +env.kwargs.n_bits=5", r"'torchrl_her/PointReach-v0' cannot be made: .*unexpected keyword argument"),
-    *((f"td3 {name}=120", rf"{name}=120 must be a multiple of") for name in MULTIPLES if name != CHUNK),
-    ("td3 env.num_envs=3", r"collector\.steps_per_chunk=50 must be a multiple of env\.num_envs=3"),
-    ("td3 checkpoint.interval=150", r"checkpoint\.interval=150 must be a multiple of logger\.interval=100"),
-    ("ddpg inputs=[]", r"inputs=\[\] must have an entry"),
-    ("ddpg inputs=[observation,desired]", r"Observations of torchrl_her/PointReach-v0 have no \['desired'\], only"),
-    ("ddpg env.achieved_goal_key=achieved", r"have no \['achieved'\], only \['achieved_goal', "),
-    ("ddpg env.desired_goal_key=desired", r"have no \['desired'\], only \['achieved_goal', "),
-    ("ddpg env.info_keys=[fuel]", r"A step of .* has no info entry \['fuel'\], only \['is_success', 'terminated'\]"),
-    ("ddpg env.goal_fn=no_such_module:goal", r"(?s)'no_such_module:goal' must name a function .*PYTHONPATH"),
-    ("ddpg env.goal_fn=numpy", r"'numpy' must name a function as module:function"),
-    ("ddpg env.terminated_fn=numpy:no_such", r"'numpy:no_such' must name a function as module:function"),
-    ("ddpg collector.random_steps=200", "collector.random_steps=200 must be less than total_steps=200"),
-    ("ddpg exploration.final=0.5 exploration.anneal_steps=50", "anneal_steps=50 must be more than .*random_steps=50"),
-    (
-        "ddpg buffer.n_steps=3 env.info_keys=[is_success]",
-        r"buffer\.n_steps=3 needs rewards .*: set env\.info_keys=\[\]",
-    ),
-    (
-        "ddpg buffer.n_steps=5 env.num_envs=10",
-        r"steps_per_chunk=50 must be more than buffer\.n_steps \* env\.num_envs = 50",
-    ),
-    ("ddpg buffer.prioritized=movement", r"whole episodes: collector\.steps_per_chunk=50 must be a multiple of 15"),
-    ("sac loss=tqc dropped_quantiles=25", "dropped_quantiles=25 must be less than quantiles=25"),
-    ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
-    ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
-    ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
-    ("ddpg buffer.n_steps=3 hindsight.when=writing", "buffer.n_steps and .* need hindsight.when=sampling"),
-    *(
-        (f"ddpg hindsight.when=writing hindsight.her_ratio={share}", r"her_ratio must be k / \(k \+ 1\)")
-        for share in (0.0, 0.3, 0.7, 1.0)
-    ),
-    ("ddpg env.name=CartPole-v1", r"Observations of CartPole-v1 have no \['achieved_goal', 'desired_goal'\]"),
-    ("ddpg env.name=torchrl_her/PointReach-v7", r"'torchrl_her/PointReach-v7' cannot be made: .*"),
-    ("ddpg env.name=no_such_module:Env-v0", r"'no_such_module:Env-v0' cannot be made: No module named"),
-    ("sac env.name=torchrl_her/BitFlipping-v0", r"are Discrete\(15\)\. .*the other scripts a bounded Box"),
-    ("dqn env.name=torchrl_her/PointReach-v0", r"are Box\(.*\. dqn\.py needs Discrete\(n\), the other scripts"),
-    ("dqn env.name=OtherSpaces-v0 +env.kwargs.actions=pairs", r"MultiDiscrete.*\. dqn\.py needs Discrete\(n\)"),
-    ("dqn env.name=OtherSpaces-v0 '+env.kwargs.actions=from one'", r"Discrete\(4, start=1\)\. dqn\.py needs"),
-    ("ddpg env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "the other scripts a bounded Box"),
-    ("td3 env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "the other scripts a bounded Box"),
-    (
-        "ddpg env.name=OtherScale-v0 +env.kwargs.shift=1.0",
-        r"OtherScale-v0 gives 0 to 1 \(gamma=0.95\): use",
-    ),
-    ("ddpg env.name=OtherScale-v0 +env.kwargs.scale=10.0", "OtherScale-v0 gives -10 to 0 .*: use clip_target=false"),
-    ("ddpg env.name=OtherRewards-v0 env.success=at_goal", "OtherRewards-v0 gives 0 to 1 .*: use clip_target=false"),
-    (
-        "ddpg env.name=OtherRewards-v0 clip_target=false",
-        r"no info entry \['is_success'\], only \['at_goal', .*env\.s",
-    ),
-]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="device=cuda, but PyTorch finds no CUDA device: use device=cpu"):
-        train("ddpg device=cuda", tmp_path)
-
-
-@pytest.mark.parametrize(("command", "message"), REFUSED)
-def test_impossible_settings_are_refused_with_their_name_and_nothing_is_written(command, message, tmp_path):
-    with pytest.raises(SystemExit, match=message):
-        train(command, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("command", "cause"),
-    [
-        ("ddpg batch_size=null", "field 'batch_size' is not Optional"),
-        ("ddpg env.num_envs=two", "Value 'two' of type 'str' could not be converted to Integer"),
-        ("ddpg inputs=observation", "str is not a ListConfig, list or tuple"),
-        ("ddpg logger.kinds=null", "field 'logger.kinds' is not Optional"),
-        ("ddpg logger.kinds=[table]", r"expected one of \[csv, tensorboard, wandb\]"),
-        ("sac loss=tcq", r"expected one of \[sac, tqc\]"),
-        ("ddpg buffer.prioritized=true", r"expected one of \[error, movement\]"),
-        ("ddpg hindsight.when=write", r"expected one of \[sampling, writing\]"),
-        ("ddpg hindsight.strategy=futur", r"expected one of \[future, final, episode, random\]"),
-        ("ddpg speedup=capture", r"expected one of \[none, record, compile, cudagraph\]"),
-        ("ddpg compile=true", "Key 'compile' not in 'Config'"),
-        ("ddpg actor_interval=2", "Key 'actor_interval' not in 'Config'"),  # of td3.py
-    ],
-)
-def test_wrong_types_and_names_are_refused_by_hydra(command, cause, tmp_path):
-    with pytest.raises(ConfigCompositionException) as refused:
-        train(command, tmp_path)
-    assert re.search(cause, str(refused.value.__cause__))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("script", ["ddpg", "td3", "sac", "dqn"])
-def test_every_number_has_a_range(script):
-    ranges = dict(numbers(importlib.import_module(script).Config))
-    assert len(ranges) >= 30
-    assert None not in ranges.values()
-
-
-def test_a_missing_environment_says_what_to_install():
-    env = configure("sac", "+task=fetch").env
-    try:
-        gymnasium.spec("FetchReach-v4")
-    except gymnasium.error.Error:
-        with pytest.raises(SystemExit, match="gymnasium-robotics mujoco"):
-            common.make_env(env)
-    else:
-        assert common.make_env(env).action_spec.shape == (4,)
-
-
-TASKS = {
-    "bit_flipping_50": ["dqn"], "fetch": ["ddpg", "td3", "sac"], "fetch_ddpg": ["ddpg"], "fetch_push": ["ddpg"],
-    "fetch_reach": ["td3", "sac"], "point_maze": ["sac", "td3"],
-}  # fmt: skip
-
-
-def test_all_tasks_are_tested():
-    assert sorted(TASKS) == sorted(path.stem for path in (EXAMPLES / "config" / "task").glob("*.yaml"))
-
-
-@pytest.mark.parametrize(("task", "script"), [(task, script) for task, scripts in TASKS.items() for script in scripts])
-def test_a_task_is_a_whole_configuration(task, script):
-    config = configure(script, f"+task={task}")
-    assert config.total_steps % config.evaluation.interval == 0
-
-
-# Other environments
-
-
-def test_environments_of_other_packages_are_named_with_their_module():
-    for name, capacity in (
-        ("env.name=torchrl_her.envs:torchrl_her/PointReach-v0", 1000 + 100),  # episodes of 50 steps
-        ("env.name=OtherRewards-v0 +env.kwargs.max_episode_steps=64", 3000 + 100),
-    ):
-        config = configure("ddpg", *name.split(), "buffer.size=1000")
-        assert common.make_hindsight(config, common.make_env(config.env)).capacity == capacity
-
-
-@pytest.mark.parametrize("script", ["ddpg", "td3", "sac"])
-def test_actions_may_have_bounds_of_their_own(script, tmp_path):
-    command = f"{script} env.name=OtherSpaces-v0 +env.kwargs.actions=wide"
-    refused = "speedup=record: not recorded" if script == "sac" else None
-    with pytest.warns(UserWarning, match=refused) if refused else contextlib.nullcontext():
-        run = train(command, tmp_path)
-    assert run.components["progress"]["updates"] == 150
-    actions = run.components["buffer"].storage[:]["action"]
-    assert (actions >= torch.tensor([-2.0, 0.0])).all()
-    assert (actions <= torch.tensor([2.0, 1.0])).all()
-    assert (actions[:, 0] > 1).any(), "none is outside the usual bounds"
-
-
-@pytest.mark.parametrize("dtype", ["float64", "int64", "uint8"])
-def test_goals_may_be_of_any_dtype(dtype, tmp_path):
-    run = train(f"ddpg speedup=none env.name=OtherSpaces-v0 +env.kwargs.dtype={dtype}", tmp_path)
-    history = run.components["log"]
-    assert history["evaluation/distance"][-1][1] > 0
-    assert history["evaluation/success"][-1][0] == 200
-
-
-def test_an_evaluation_that_does_not_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "LONGEST_EPISODE", 60)
-    with pytest.raises(SystemExit, match=r"do not end in 60 steps: set \+env\.kwargs\.max_episode_steps="):
-        train("ddpg env.name=Endless-v0 ~env.kwargs.max_episode_steps", tmp_path)
-    train("ddpg speedup=none env.name=Endless-v0", tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("rewards", "reward_at_goal"),
-    [
-        ("env.name=OtherScale-v0 +env.kwargs.shift=1.0", 1.0),
-        ("env.name=OtherScale-v0 +env.kwargs.scale=10.0", 0.0),
-        ("env.name=OtherRewards-v0 env.success=at_goal", 1.0),
-        ("env.name=Arrived-v0 env.success=arrived", 0.0),
-    ],
-)
-def test_other_rewards_and_names_of_success_work_without_clipped_targets(rewards, reward_at_goal, tmp_path):
-    run = train(f"ddpg speedup=none {rewards} clip_target=false", tmp_path)
-    assert 0 <= run.components["log"]["evaluation/success"][-1][1] <= 1
-    batch = run.components["buffer"].sample(1000)
-    reached = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) <= 0.05
-    assert torch.equal(batch["next", "reward"] == reward_at_goal, reached)
 
 
 # An environment of one's own, docs/tutorials/your-own-environment.md
@@ -345,6 +134,237 @@ CART = (
     f" env.goal_fn={__name__}:position env.terminated_fn={__name__}:at_target env.info_keys=[fuel]"
     " env.success=terminated inputs=[cart,target] normalization.enabled=true ~env.kwargs.max_episode_steps"
 )
+
+
+# Refusals
+
+OUTSIDE = [  # values outside the range of each type
+    (PositiveInt, [0]), (NonNegativeInt, [-50]), (PositiveFloat, [0, -1]), (NonNegativeFloat, [-1]),
+    (Share, [-0.1, 1.1]), (PositiveShare, [0, 1.1]), (Decay, [-0.1, 1]),
+]  # fmt: skip
+
+
+def outside(settings, prefix=""):
+    """Yield the name of each setting that is a number or a list of numbers, and values outside its range."""
+    hints = get_type_hints(settings, include_extras=True)
+    for name, plain in get_type_hints(settings).items():
+        if is_dataclass(plain):
+            yield from outside(plain, f"{prefix}{name}.")
+        elif {int, float} & {plain, *get_args(plain)}:
+            hint = hints[name]
+            yield (
+                prefix + name,
+                [value for kind, values in OUTSIDE if kind in (hint, *get_args(hint)) for value in values],
+            )
+
+
+NUMBERS = {
+    name: (script, values)
+    for script in ("sac", "td3", "dqn", "ddpg")
+    for name, values in outside(importlib.import_module(script).Config)
+}
+REFUSED = [
+    *(
+        (f"{script} {name}={value}", rf"^{re.escape(f'{name}={value}')}(\.0)?: Input should be (greater|less) than ")
+        for name, (script, values) in NUMBERS.items()
+        if name != "hidden"
+        for value in values
+    ),
+    ("sac tau=0", r"tau=0\.0: Input should be greater than 0\."),
+    ("td3 hidden=[128,0]", r"hidden\.1=0: Input should be greater than 0\."),
+    ("td3 gamma=2 seed=-1", r"seed=-1: Input should be .*\ngamma=2\.0: Input should be less than or equal to 1\."),
+    ("ddpg +env.kwargs.n_bits=5", r"'torchrl_her/PointReach-v0' cannot be made: .*unexpected keyword argument"),
+    *((f"td3 {name}=120", rf"{name}=120 must be a multiple of") for name in MULTIPLES if name != CHUNK),
+    ("td3 env.num_envs=3", r"collector\.steps_per_chunk=50 must be a multiple of env\.num_envs=3"),
+    ("td3 checkpoint.interval=150", r"checkpoint\.interval=150 must be a multiple of logger\.interval=100"),
+    ("ddpg inputs=[]", r"inputs=\[\]: List should have at least 1 item"),
+    ("ddpg inputs=[observation]", r"inputs=\['observation'\] must contain the desired goal, 'desired_goal'"),
+    ("ddpg inputs=[observation,desired]", r"Observations of torchrl_her/PointReach-v0 have no \['desired'\], only"),
+    (
+        "ddpg env.achieved_goal_key=observation",
+        r"Achieved goals of .* have the shape \[4\], desired goals \[2\]: set env\.goal_fn",
+    ),
+    (f"{CART} env.clip_observation=5", r"have no \['observation'\], only \['cart', 'target'\]"),
+    ("ddpg env.achieved_goal_key=achieved", r"have no \['achieved'\], only \['achieved_goal', "),
+    ("ddpg env.desired_goal_key=desired", r"have no \['desired'\], only \['achieved_goal', "),
+    ("ddpg env.info_keys=[fuel]", r"A step of .* has no info entry \['fuel'\], only \['is_success'\]: set env"),
+    ("ddpg env.goal_fn=no_such_module:goal", r"(?s)'no_such_module:goal' must name a function .*PYTHONPATH"),
+    ("ddpg env.goal_fn=numpy", r"'numpy' must name a function as module:function"),
+    ("ddpg env.terminated_fn=numpy:no_such", r"'numpy:no_such' must name a function as module:function"),
+    ("ddpg collector.random_steps=200", "collector.random_steps=200 must be less than total_steps=200"),
+    ("ddpg exploration.final=0.5 exploration.anneal_steps=50", "anneal_steps=50 must be more than .*random_steps=50"),
+    (
+        "ddpg buffer.n_steps=3 env.info_keys=[is_success]",
+        r"buffer\.n_steps=3 needs rewards .*: set env\.info_keys=\[\]",
+    ),
+    (
+        "ddpg buffer.n_steps=5 env.num_envs=10",
+        r"steps_per_chunk=50 must be more than buffer\.n_steps \* env\.num_envs = 50",
+    ),
+    ("ddpg buffer.prioritized=movement", r"whole episodes: collector\.steps_per_chunk=50 must be a multiple of 15"),
+    ("sac loss=tqc dropped_quantiles=25", "dropped_quantiles=25 must be less than quantiles=25"),
+    ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
+    ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
+    ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
+    (
+        "ddpg hindsight.when=writing env.num_envs=10",
+        r"collector\.random_steps \+ collector\.steps_per_chunk = 100 must be at least 150",
+    ),
+    ("ddpg buffer.n_steps=3 hindsight.when=writing", "buffer.n_steps and .* need hindsight.when=sampling"),
+    *(
+        (f"ddpg hindsight.when=writing hindsight.her_ratio={share}", r"her_ratio must be k / \(k \+ 1\)")
+        for share in (0.0, 0.3, 0.7, 1.0)
+    ),
+    ("ddpg env.name=CartPole-v1", r"Observations of CartPole-v1 have no \['achieved_goal', 'desired_goal'\]"),
+    ("ddpg env.name=torchrl_her/PointReach-v7", r"'torchrl_her/PointReach-v7' cannot be made: .*"),
+    ("ddpg env.name=no_such_module:Env-v0", r"'no_such_module:Env-v0' cannot be made: No module named"),
+    ("sac env.name=torchrl_her/BitFlipping-v0", r"are Discrete\(15\)\. .*the others a bounded, flat Box"),
+    ("dqn env.name=torchrl_her/PointReach-v0", r"are Box\(.*\. dqn\.py needs Discrete\(n\), the others"),
+    ("dqn env.name=OtherSpaces-v0 +env.kwargs.actions=pairs", r"MultiDiscrete.*\. dqn\.py needs Discrete\(n\)"),
+    ("dqn env.name=OtherSpaces-v0 '+env.kwargs.actions=from one'", r"Discrete\(4, start=1\)\. dqn\.py needs"),
+    ("ddpg env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "the others a bounded, flat Box"),
+    ("ddpg env.name=OtherSpaces-v0 +env.kwargs.actions=square", "the others a bounded, flat Box"),
+    ("td3 env.name=OtherSpaces-v0 +env.kwargs.actions=boundless", "the others a bounded, flat Box"),
+    (
+        "ddpg env.name=OtherScale-v0 +env.kwargs.shift=1.0",
+        r"OtherScale-v0 gives 0 to 1 \(gamma=0.95\): use",
+    ),
+    ("ddpg env.name=OtherScale-v0 +env.kwargs.scale=10.0", "OtherScale-v0 gives -10 to 0 .*: use clip_target=false"),
+    ("ddpg env.name=OtherRewards-v0 env.success=at_goal", "OtherRewards-v0 gives 0 to 1 .*: use clip_target=false"),
+    (
+        "ddpg env.name=OtherRewards-v0 clip_target=false",
+        r"no info entry \['is_success'\], only \['at_goal'\]: set .*env\.s",
+    ),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="device=cuda, but PyTorch finds no CUDA device: use device=cpu in a new run"):
+        train("ddpg device=cuda", tmp_path)
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED)
+def test_impossible_settings_are_refused_with_their_name_and_nothing_is_written(command, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train(command, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        ("ddpg batch_size=null", "field 'batch_size' is not Optional"),
+        ("ddpg env.num_envs=two", "Value 'two' of type 'str' could not be converted to Integer"),
+        ("ddpg inputs=observation", "str is not a ListConfig, list or tuple"),
+        ("ddpg logger.kinds=null", "field 'logger.kinds' is not Optional"),
+        ("ddpg logger.kinds=[table]", r"expected one of \[csv, tensorboard, wandb\]"),
+        ("sac loss=tcq", r"expected one of \[sac, tqc\]"),
+        ("ddpg buffer.prioritized=true", r"expected one of \[error, movement\]"),
+        ("ddpg hindsight.when=write", r"expected one of \[sampling, writing\]"),
+        ("ddpg hindsight.strategy=futur", r"expected one of \[future, final, episode, random\]"),
+        ("ddpg speedup=capture", r"expected one of \[none, record, compile, cudagraph\]"),
+        ("ddpg compile=true", "Key 'compile' not in 'Config'"),
+        ("ddpg actor_interval=2", "Key 'actor_interval' not in 'Config'"),  # of td3.py
+    ],
+)
+def test_wrong_types_and_names_are_refused_by_hydra(command, cause, tmp_path):
+    with pytest.raises(ConfigCompositionException) as refused:
+        train(command, tmp_path)
+    assert re.search(cause, str(refused.value.__cause__))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["ddpg", "td3", "sac", "dqn"])
+def test_every_number_has_a_range(script):
+    values = dict(outside(importlib.import_module(script).Config))
+    assert len(values) >= 30
+    assert all(values.values())
+
+
+def test_a_missing_environment_says_what_to_install():
+    env = configure("sac", "+task=fetch").env
+    try:
+        gymnasium.spec("FetchReach-v4")
+    except gymnasium.error.Error:
+        with pytest.raises(SystemExit, match="gymnasium-robotics mujoco"):
+            common.make_env(env)
+    else:
+        assert common.make_env(env).action_spec.shape == (4,)
+
+
+TASKS = {
+    "bit_flipping_50": ["dqn"], "fetch": ["ddpg", "td3", "sac"], "fetch_ddpg": ["ddpg"], "fetch_push": ["ddpg"],
+    "fetch_reach": ["td3", "sac"], "point_maze": ["sac", "td3"],
+}  # fmt: skip
+
+
+def test_all_tasks_are_tested():
+    assert sorted(TASKS) == sorted(path.stem for path in (EXAMPLES / "config" / "task").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(("task", "script"), [(task, script) for task, scripts in TASKS.items() for script in scripts])
+def test_a_task_is_a_whole_configuration(task, script):
+    config = configure(script, f"+task={task}")
+    assert config.total_steps % config.evaluation.interval == 0
+
+
+# Other environments
+
+
+def test_environments_of_other_packages_are_named_with_their_module():
+    for name, capacity in (
+        ("env.name=torchrl_her.envs:torchrl_her/PointReach-v0", 1000 + 100),  # episodes of 50 steps
+        ("env.name=OtherRewards-v0 +env.kwargs.max_episode_steps=64", 3000 + 100),
+        ("env.name=Endless-v0", 3000 + 100),  # of unknown length
+    ):
+        config = configure("ddpg", *name.split(), "buffer.size=1000")
+        assert common.make_hindsight(config, common.make_env(config.env)).capacity == capacity
+
+
+@pytest.mark.parametrize("script", ["ddpg", "td3", "sac"])
+def test_actions_may_have_bounds_of_their_own(script, tmp_path):
+    command = f"{script} env.name=OtherSpaces-v0 +env.kwargs.actions=wide"
+    refused = "speedup=record: not recorded" if script == "sac" else None
+    with pytest.warns(UserWarning, match=refused) if refused else contextlib.nullcontext():
+        run = train(command, tmp_path)
+    assert run.components["progress"]["updates"] == 150
+    actions = run.components["buffer"].storage[:]["action"]
+    assert (actions >= torch.tensor([-2.0, 0.0])).all()
+    assert (actions <= torch.tensor([2.0, 1.0])).all()
+    assert (actions[:, 0] > 1).any(), "none is outside the usual bounds"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint8"])
+def test_goals_may_be_of_any_dtype(dtype, tmp_path):
+    run = train(f"ddpg speedup=none env.name=OtherSpaces-v0 +env.kwargs.dtype={dtype}", tmp_path)
+    history = run.components["log"]
+    assert history["evaluation/distance"][-1][1] > 0
+    assert history["evaluation/success"][-1][0] == 200
+
+
+def test_an_evaluation_that_does_not_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "LONGEST_EPISODE", 60)
+    with pytest.raises(SystemExit, match=r"do not end in 60 steps: set \+env\.kwargs\.max_episode_steps="):
+        train("ddpg env.name=Endless-v0 ~env.kwargs.max_episode_steps", tmp_path)
+    train("ddpg speedup=none env.name=Endless-v0", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reward_at_goal"),
+    [
+        ("env.name=OtherScale-v0 +env.kwargs.shift=1.0", 1.0),
+        ("env.name=OtherScale-v0 +env.kwargs.scale=10.0", 0.0),
+        ("env.name=OtherRewards-v0 env.success=at_goal", 1.0),
+        ("env.name=Arrived-v0 env.success=arrived", 0.0),
+    ],
+)
+def test_other_rewards_and_names_of_success_work_without_clipped_targets(rewards, reward_at_goal, tmp_path):
+    run = train(f"ddpg speedup=none {rewards} clip_target=false", tmp_path)
+    assert 0 <= run.components["log"]["evaluation/success"][-1][1] <= 1
+    batch = run.components["buffer"].sample(1000)
+    reached = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) <= 0.05
+    assert torch.equal(batch["next", "reward"] == reward_at_goal, reached)
 
 
 @pytest.mark.parametrize("more", ["buffer.prioritized=movement", "env.num_envs=5", "hindsight.when=writing"])
