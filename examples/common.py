@@ -83,24 +83,10 @@ def make_reward(config: Env) -> EnvReward:
 
 
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
-    """Return the environment, or exit if it lacks entries that the settings name or has unsupported actions."""
+    """Return the environment, or exit if it cannot be trained on with these settings."""
     env = make_env(config.env)
-    name, spec, space = config.env.name, env.observation_spec, env.action_space
-    goals, clipped = [config.env.achieved_goal_key, config.env.desired_goal_key], config.env.clip_observation
-    keys = set(spec.keys()) - {config.env.success, *config.env.info_keys}
-    if missing := {*config.inputs, *goals, *(["observation"] if clipped else [])} - keys:
-        raise SystemExit(
-            f"Observations of {name} have no {sorted(missing)}, only {sorted(keys)}: set inputs, "
-            "env.achieved_goal_key, env.desired_goal_key and env.clip_observation."
-        )
-    if config.hindsight.enabled and goals[1] not in config.inputs:
-        raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
-    goal_fn = load_function(config.env.goal_fn) or (lambda goal: goal)
-    achieved, desired = goal_fn(spec[goals[0]].zero((1,))).shape[1:], spec[goals[1]].shape
-    if achieved != desired:
-        raise SystemExit(
-            f"Achieved goals of {name} have the shape {[*achieved]}, desired goals {[*desired]}: set env.goal_fn."
-        )
+    check_goals(config, env)
+    name, space = config.env.name, env.action_space
     is_box = isinstance(space, gymnasium.spaces.Box) and space.is_bounded() and len(space.shape) == 1
     is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
     if not (is_discrete if discrete else is_box):
@@ -119,12 +105,32 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
             f"hindsight.when=writing stores whole episodes: collector.random_steps + {CHUNK} = {before} must be at "
             f"least {whole}, so that the first update finds some."
         )
-    if config.buffer.prioritized == Priority.movement and config.collector.steps_per_chunk % whole:
+    if config.buffer.prioritized == Priority.movement and (chunk := config.collector.steps_per_chunk) % whole:
         raise SystemExit(
-            "buffer.prioritized=movement measures paths of whole episodes: collector.steps_per_chunk="
-            f"{config.collector.steps_per_chunk} must be a multiple of {whole}."
+            f"buffer.prioritized=movement measures paths of whole episodes: {CHUNK}={chunk} must be a multiple of "
+            f"{whole}."
         )
     return env
+
+
+def check_goals(config: Settings, env: EnvBase) -> None:
+    """Exit if observations lack entries that the settings name, or if networks or hindsight cannot use the goals."""
+    name, spec = config.env.name, env.observation_spec
+    goals, clipped = [config.env.achieved_goal_key, config.env.desired_goal_key], config.env.clip_observation
+    keys = set(spec.keys()) - {config.env.success, *config.env.info_keys}
+    if missing := {*config.inputs, *goals, *(["observation"] if clipped else [])} - keys:
+        raise SystemExit(
+            f"Observations of {name} have no {sorted(missing)}, only {sorted(keys)}: set inputs, "
+            "env.achieved_goal_key, env.desired_goal_key and env.clip_observation."
+        )
+    if config.hindsight.enabled and goals[1] not in config.inputs:
+        raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
+    goal_fn = load_function(config.env.goal_fn) or (lambda goal: goal)
+    achieved, desired = goal_fn(spec[goals[0]].zero((1,))).shape[1:], spec[goals[1]].shape
+    if achieved != desired:
+        raise SystemExit(
+            f"Achieved goals of {name} have the shape {[*achieved]}, desired goals {[*desired]}: set env.goal_fn."
+        )
 
 
 # Networks
