@@ -98,13 +98,14 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
             f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info - {'terminated'})}: set "
             "env.info_keys and env.success (terminated, if the episode ends at the goal)."
         )
+    if config.hindsight.enabled and config.hindsight.when == When.writing:
+        steps = (config.collector.random_steps + config.collector.steps_per_chunk) // config.env.num_envs
+        if not env.rollout(steps)["next", "done"].any():
+            raise SystemExit(
+                f"hindsight.when=writing stores whole episodes, but none ends in the {steps} steps of each environment "
+                "before the first update: increase collector.random_steps."
+            )
     whole = (env.spec.max_episode_steps or 1) * config.env.num_envs
-    before = config.collector.random_steps + config.collector.steps_per_chunk  # the first update
-    if config.hindsight.enabled and config.hindsight.when == When.writing and before < whole:
-        raise SystemExit(
-            f"hindsight.when=writing stores whole episodes: collector.random_steps + {CHUNK} = {before} must be at "
-            f"least {whole}, so that the first update finds some."
-        )
     if config.buffer.prioritized == Priority.movement and (chunk := config.collector.steps_per_chunk) % whole:
         raise SystemExit(
             f"buffer.prioritized=movement measures paths of whole episodes: {CHUNK}={chunk} must be a multiple of "

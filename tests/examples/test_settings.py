@@ -206,10 +206,8 @@ REFUSED = [
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
     ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
-    (
-        "ddpg hindsight.when=writing env.num_envs=10",
-        r"collector\.random_steps \+ collector\.steps_per_chunk = 100 must be at least 150",
-    ),
+    ("ddpg hindsight.when=writing env.num_envs=10", "none ends in the 10 steps of each environment before the first"),
+    ("dqn hindsight.when=writing env.num_envs=25", "none ends in the 3 steps of each environment before the first"),
     ("ddpg buffer.n_steps=3 hindsight.when=writing", "buffer.n_steps and .* need hindsight.when=sampling"),
     *(
         (f"ddpg hindsight.when=writing hindsight.her_ratio={share}", r"her_ratio must be k / \(k \+ 1\)")
