@@ -51,7 +51,7 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
             "Gymnasium-Robotics need: pip install -c constraints.txt gymnasium-robotics mujoco"
         )
         hint = unknown if isinstance(error, gymnasium.error.UnregisteredEnv) else ""
-        raise SystemExit(f"The environment {config.name!r} cannot be made: {error}.{hint}") from None
+        raise SystemExit(f"The environment {config.name!r} cannot be made: {str(error).rstrip('.')}.{hint}") from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
         env = env.append_transform(DoubleToFloat())  # only if needed: transforms take time at every step
