@@ -184,6 +184,7 @@ REFUSED = [
         "ddpg env.achieved_goal_key=observation",
         r"Achieved goals of .* have the shape \[4\], desired goals \[2\]: set env\.goal_fn",
     ),
+    (f"{CART} inputs=[cart,target,fuel]", r"have no \['fuel'\], only \['cart', 'target'\]"),  # an entry of info
     (f"{CART} env.clip_observation=5", r"have no \['observation'\], only \['cart', 'target'\]"),
     ("ddpg env.achieved_goal_key=achieved", r"have no \['achieved'\], only \['achieved_goal', "),
     ("ddpg env.desired_goal_key=desired", r"have no \['desired'\], only \['achieved_goal', "),
