@@ -93,8 +93,8 @@ class ClippedTarget(TD0Estimator):
 class PenalizedLoss(DDPGLoss):
     """DDPG with a penalty on large actions. The loss of the actor has no importance weights."""
 
-    def __init__(self, actor: TensorDictSequential, critic: TensorDictModule, penalty: float):
-        super().__init__(actor, critic, delay_actor=True)
+    def __init__(self, actor: TensorDictSequential, critic: TensorDictModule, penalty: float, **kwargs):
+        super().__init__(actor, critic, **kwargs)
         self.penalty = penalty
 
     def loss_actor(self, tensordict: TensorDictBase) -> tuple[Tensor, dict]:  # noqa: D102
@@ -107,8 +107,8 @@ class PenalizedLoss(DDPGLoss):
 
 
 def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
-    penalty = config.action_penalty
-    loss = PenalizedLoss(actor, critic, penalty) if penalty else DDPGLoss(actor, critic, delay_actor=True)
+    penalty, options = config.action_penalty, {"delay_actor": True, "loss_function": config.loss_function.name}
+    loss = PenalizedLoss(actor, critic, penalty, **options) if penalty else DDPGLoss(actor, critic, **options)
     if config.clip_target:
         estimator = ClippedTarget(gamma=config.gamma, value_network=loss.actor_critic, device=config.device)
         estimator.set_keys(value=loss.tensor_keys.state_action_value)

@@ -75,7 +75,10 @@ def train(config: Config, folder: Path) -> Checkpoints:
     inputs = Inputs(config, env)
     policy = make_policy(config, env, inputs)
 
-    loss = DQNLoss(policy[1:], action_space=env.action_spec, delay_value=True, double_dqn=config.double)
+    loss = DQNLoss(
+        policy[1:], action_space=env.action_spec, delay_value=True, double_dqn=config.double,
+        loss_function=config.loss_function.name,
+    )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)
     optimizer = make_adam(config, loss.parameters())

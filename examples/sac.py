@@ -28,7 +28,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Buffer, Exploration, Priority, Settings, start
+from settings import Buffer, Exploration, LossFunction, Priority, Settings, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ Loss = Enum("Loss", "sac tqc")
 class Config(Settings):
     algorithm: str = "sac"
     loss: Loss = Loss.sac
+    loss_function: LossFunction = LossFunction.smooth_l1  # TQC has its own
     num_critics: PositiveInt = 2
     alpha_init: PositiveFloat = 0.1  # initial weight of the entropy, which is then learned
     quantiles: PositiveInt = 25  # of each critic (TQC)
@@ -104,7 +105,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     if config.loss == Loss.tqc:
         loss = TQCLoss(policy[1], critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **arguments)
     else:
-        loss = SACLoss(policy[1], critic, **arguments)
+        loss = SACLoss(policy[1], critic, loss_function=config.loss_function.name, **arguments)
     loss.make_value_estimator(gamma=config.gamma)
     loss = loss.to(config.device)
     target_updater = SoftUpdate(loss, tau=config.tau)

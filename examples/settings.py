@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
 Priority = Enum("Priority", "error movement")
+LossFunction = Enum("LossFunction", "l1 l2 smooth_l1")
 When = Enum("When", "sampling writing")
 Strategy = Enum("Strategy", "future final episode random")
 LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
@@ -121,6 +122,7 @@ class Settings:
     batch_size: PositiveInt = 256
     updates_per_step: PositiveFloat = 1.0
     learning_rate: PositiveFloat = 1e-3
+    loss_function: LossFunction = LossFunction.l2  # of TD errors; smooth_l1 limits the gradients of those above 1
     hidden: list[PositiveInt] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
     inputs: Names = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
     env: Env = field(default_factory=Env)

@@ -28,7 +28,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import NonNegativeFloat, PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Priority, Settings, start
+from settings import LossFunction, Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 @dataclass
 class Config(Settings):
     algorithm: str = "td3"
+    loss_function: LossFunction = LossFunction.smooth_l1
     target_noise: NonNegativeFloat = 0.2  # smooths the target policy
     target_noise_clip: NonNegativeFloat = 0.5
     actor_interval: PositiveInt = 2  # updates of the critics per update of the actor
@@ -76,7 +77,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     loss = TD3Loss(
         policy[1:], critic, action_spec=spec, policy_noise=config.target_noise, noise_clip=config.target_noise_clip,
-        delay_actor=True, delay_qvalue=True, deactivate_vmap=True,
+        loss_function=config.loss_function.name, delay_actor=True, delay_qvalue=True, deactivate_vmap=True,
     )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
     target_updater = SoftUpdate(loss, tau=config.tau)

@@ -33,6 +33,12 @@ def test_td3_updates_its_actor_with_every_third_update_of_its_critics_if_the_int
     assert steps == {"critic": {75}, "actor": {25}}
 
 
+@pytest.mark.parametrize("command", ["dqn", "ddpg", "ddpg action_penalty=1", "td3", "sac"])
+def test_the_loss_function_can_be_chosen(command, tmp_path):
+    run = train(f"{command} speedup=none loss_function=l1", tmp_path)
+    assert run.components["loss"].loss_function == "l1"
+
+
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="PyTorch has one thread on this machine")
 def test_updates_keep_the_number_of_threads_when_the_environments_are_closed(tmp_path, monkeypatch):
     threads = []
