@@ -92,7 +92,7 @@ EQUAL_SETTINGS = {
 MAZES = [name for name in TASKS if name.startswith("PointMaze")]
 MAZE_SETTINGS = Settings(
     gamma=0.99, updates_per_step=0.5, random_steps=2_000, num_envs=8, normalize=True, steps_per_chunk=400,
-    ours=(INPUTS,),
+    ours=(INPUTS, "loss_function=l2"),  # also the loss of Stable-Baselines3
 )  # fmt: skip
 EQUAL_SETTINGS |= dict.fromkeys(MAZES, MAZE_SETTINGS)
 # Episodes have 600 steps, and Stable-Baselines3 cannot sample before the first episodes end.

@@ -94,7 +94,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
             f"dropped_quantiles={config.dropped_quantiles} must be less than quantiles={config.quantiles}."
         )
     if config.loss == Loss.tqc and config.loss_function != LossFunction.smooth_l1:
-        raise SystemExit(f"loss=tqc has its own loss: leave out loss_function={config.loss_function.name}.")
+        name = config.loss_function.name
+        raise SystemExit(f"loss=tqc has its own loss: leave loss_function at smooth_l1, not {name}.")
     env = check_env(config)
 
     inputs = Inputs(config, env)

@@ -204,7 +204,7 @@ REFUSED = [
     ),
     ("ddpg buffer.prioritized=movement", r"whole episodes: collector\.steps_per_chunk=50 must be a multiple of 15"),
     ("sac loss=tqc dropped_quantiles=25", "dropped_quantiles=25 must be less than quantiles=25"),
-    ("sac loss=tqc loss_function=l2", "loss=tqc has its own loss: leave out loss_function=l2"),
+    ("sac loss=tqc loss_function=l2", "loss=tqc has its own loss: leave loss_function at smooth_l1, not l2"),
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
     ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
