@@ -2,7 +2,7 @@
 
 Implicit Q-learning (Kostrikov et al. 2021, arXiv:2110.06169) with the goals of OGBench (Park et al. 2024,
 arXiv:2410.20092). Each sampled transition has one goal for the critics and another for the actor. The goal of the
-critics is from the same step, a later step, or the whole data set. Only the evaluation uses the simulator::
+critics is from the same step, a later step of the episode, or any episode. Only evaluations use the simulator::
 
     python examples/pointmaze_data.py PointMaze_UMaze-v3
     python examples/gciql.py
