@@ -8,8 +8,6 @@ stops the cluster and prints the success rate::
 ``docs/how-to/ray.md`` explains the processes, and how to run the script on a cluster of several machines.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
