@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pkgutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from hydra.utils import get_method
 from record import Recorded
 from settings import CHUNK, Env, Priority, Settings, Speedup, When
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase, TensorDictSequential, WrapModule
 from torch import Tensor
 from torchrl.collectors import Collector
@@ -28,7 +28,7 @@ with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO())
     import gymnasium_robotics  # noqa: F401 (registers Fetch, PointMaze and other robots)
 
 EVALUATION_SEED = 1_000_000  # of the first episode
-LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
+LONGEST_EPISODE = 10_000  # steps
 Function = Callable[[TensorDictBase], TensorDictBase]
 
 # Environments
@@ -51,6 +51,7 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
             "Gymnasium-Robotics need: pip install -c constraints.txt gymnasium-robotics mujoco"
         )
         hint = unknown if isinstance(error, gymnasium.error.UnregisteredEnv) else ""
+        hint = " The module must be on PYTHONPATH." if isinstance(error, ModuleNotFoundError) else hint
         raise SystemExit(f"The environment {config.name!r} cannot be made: {str(error).rstrip('.')}.{hint}") from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
@@ -69,11 +70,19 @@ def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
 def load_function(name: str | None) -> Callable | None:
     """Return the function with the name ``module:function``, or None if there is no name."""
     try:
-        return get_method(name.replace(":", ".")) if name else None
-    except (ImportError, ValueError) as error:
+        function = pkgutil.resolve_name(name) if name else None
+    except (ImportError, AttributeError, ValueError) as error:
+        function = error
+    if name and not callable(function):
         raise SystemExit(
-            f"{name!r} must name a function as module:function. The module must be on PYTHONPATH. {error}"
-        ) from None
+            f"{name!r} must name a function as module:function. The module must be on PYTHONPATH. Found: {function}."
+        )
+    return function
+
+
+def load_goal_fn(config: Env) -> Callable[[Tensor], Tensor]:
+    """Return the function that maps achieved entries to goals."""
+    return load_function(config.goal_fn) or (lambda achieved: achieved)
 
 
 def make_reward(config: Env) -> EnvReward:
@@ -92,12 +101,19 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     if not (is_discrete if discrete else is_box):
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
     env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
-    info = {"terminated", *env.get_wrapper_attr("step")(space.sample())[-1]}
-    if missing := {config.env.success, *config.env.info_keys} - info:
+    info = {"terminated": False} | env.get_wrapper_attr("step")(space.sample())[-1]
+    read = {config.env.success, *config.env.info_keys}
+    if missing := read - set(info):
         raise SystemExit(
-            f"A step of {name} has no info entry {sorted(missing)}, only {sorted(info - {'terminated'})}: set "
-            "env.info_keys and env.success (terminated, if the episode ends at the goal)."
+            f"A step of {name} has no info entry {sorted(missing)}, only {sorted(set(info) - {'terminated'})}: set "
+            "env.info_keys and env.success (terminated, if the episode ends at the goal). Every step must have them."
         )
+    if wrong := [key for key in sorted(read) if np.ndim(info[key]) or np.asarray(info[key]).dtype.kind not in "biuf"]:
+        raise SystemExit(f"The info entries {wrong} of {name} must be single numbers or bools.")
+    check_reward(config, env)
+    if env.spec.max_episode_steps is None:
+        with torch.random.fork_rng([]):
+            check_end(env.rollout(LONGEST_EPISODE)["next", "done"].any())
     if config.hindsight.enabled and config.hindsight.when == When.writing:
         steps = (config.collector.random_steps + config.collector.steps_per_chunk) // config.env.num_envs
         if not env.rollout(steps)["next", "done"].any():
@@ -126,12 +142,34 @@ def check_goals(config: Settings, env: EnvBase) -> None:
         )
     if config.hindsight.enabled and goals[1] not in config.inputs:
         raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
-    goal_fn = load_function(config.env.goal_fn) or (lambda goal: goal)
-    achieved, desired = goal_fn(spec[goals[0]].zero((1,))).shape[1:], spec[goals[1]].shape
-    if achieved != desired:
+    achieved, desired = load_goal_fn(config.env)(spec[goals[0]].zero((1,))), spec[goals[1]].shape
+    if not isinstance(achieved, Tensor):
+        raise SystemExit(f"env.goal_fn={config.env.goal_fn} must map tensors to tensors, not to {type(achieved)}.")
+    if achieved.shape[1:] != desired:
         raise SystemExit(
-            f"Achieved goals of {name} have the shape {[*achieved]}, desired goals {[*desired]}: set env.goal_fn."
+            f"Achieved goals of {name} have the shape {[*achieved.shape[1:]]}, desired goals {[*desired]}: set "
+            "env.goal_fn."
         )
+
+
+def check_reward(config: Settings, env: EnvBase) -> None:
+    """Exit if the reward of a relabelled transition cannot be computed."""
+    transition = env.fake_tensordict().unsqueeze(0)  # [1]
+    goals = transition[config.env.desired_goal_key]
+    relabelled = TensorDict({"desired_goal": goals, "next": transition["next"].copy().set("achieved_goal", goals)}, 1)
+    try:
+        make_reward(config.env).forward(relabelled)
+    except Exception as error:
+        raise SystemExit(
+            f"The reward of {config.env.name} for other goals cannot be computed: {type(error).__name__}: {error}. "
+            "Set env.info_keys to the entries of info that compute_reward reads, and check env.terminated_fn."
+        ) from error
+
+
+def check_end(ended: bool | Tensor) -> None:
+    """Exit if an episode did not end."""
+    if not ended:
+        raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
 
 
 # Networks
@@ -149,6 +187,7 @@ class Inputs(TensorDictModuleBase):
     def __init__(self, config: Settings, env: EnvBase):
         super().__init__()
         self.config, self.in_keys, self.out_keys = config, list(config.inputs), ["inputs"]
+        self.goal_fn = load_goal_fn(config.env)
         self.width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
         self.register_buffer("sums", torch.zeros(3, self.width, dtype=torch.float64))  # count, sum and sum of squares
         self.register_buffer("mean", torch.zeros(self.width, device=config.device))
@@ -166,12 +205,11 @@ class Inputs(TensorDictModuleBase):
         return tensordict
 
     def update(self, data: TensorDictBase) -> None:
-        """Update the statistics with transitions ``[*batch]``. Achieved goals also count as desired, unless mapped."""
+        """Update the statistics with transitions ``[*batch]``. Achieved goals also count as desired goals."""
         env = self.config.env
         data = data["next"].select(*self.in_keys, env.achieved_goal_key, env.desired_goal_key).flatten()  # [n]
-        if env.goal_fn is None:
-            achieved = data.copy().set(env.desired_goal_key, data[env.achieved_goal_key])
-            data = torch.cat([data, achieved])  # [2 n]
+        at_goal = data.copy().set(env.desired_goal_key, self.goal_fn(data[env.achieved_goal_key]))
+        data = torch.cat([data, at_goal])  # [2 n]
         values = torch.cat([data[key].flatten(1).to(self.sums) for key in self.in_keys], 1)  # [2 n, width]
         self.sums += torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
         mean, mean_square = self.sums[1:] / self.sums[0]
@@ -283,7 +321,7 @@ class Evaluation:
     """Plays greedy episodes, with the same starts and goals every time."""
 
     def __init__(self, config: Settings):
-        self.config, self.goal_fn, settings = config, load_function(config.env.goal_fn), config.evaluation
+        self.config, self.goal_fn, settings = config, load_goal_fn(config.env), config.evaluation
         self.envs = make_envs(config.env, min(settings.num_envs, settings.episodes), settings.parallel)
         self.close = partial(self.envs.close, raise_if_closed=False)  # they start with the first evaluation
 
@@ -300,12 +338,11 @@ class Evaluation:
         return {name: torch.cat([values[name] for values in found])[:count] for name in found[0]}
 
     def _outcomes(self, steps: TensorDictBase) -> dict[str, Tensor]:
-        env, end, running = self.config.env, steps[:, -1], ~steps["done"].squeeze(-1)  # the last step is repeated
-        if running[:, -1].any():
-            raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
+        # An episode that ends before others is padded with its last step.
+        env, end, running = self.config.env, steps[:, -1], ~steps["done"].squeeze(-1)  # [envs, time]
+        check_end(not running[:, -1].any())
         length = running.sum(1) + 1  # [envs]
-        achieved = end[env.achieved_goal_key]
-        achieved = achieved if self.goal_fn is None else self.goal_fn(achieved)
+        achieved = self.goal_fn(end[env.achieved_goal_key])
         return {
             "success": end[env.success].reshape(-1),
             "return": (steps["reward"].squeeze(-1) * (torch.arange(steps.shape[1]) < length.unsqueeze(1))).sum(1),

@@ -115,10 +115,21 @@ def main() -> None:
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
 
+    picture = arguments.picture or arguments.folders[0] / "comparison.png"
+    if not picture.suffix:
+        parser.error(f"--picture={picture} must be a file with an ending, such as comparison.png")
+    for folder in arguments.folders:
+        runs = {path.parent for path in folder.rglob("config.yaml")}
+        if not any(map(_is_run, runs)):
+            raise SystemExit(f"There is no run with CSV logs below {folder}.")
+        if left_out := sorted(str(run) for run in runs if not _is_run(run)):
+            print(f"Left out, without CSV logs of training and evaluation: {', '.join(left_out)}\n")
     found = find_runs(arguments.folders)
-    if not found:
-        raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, arguments.folders))}.")
     check_entries(found, [*arguments.by, *arguments.panels])
+    last = int(min(run.logs["success"][-1, 0] for run in found))
+    step = last if arguments.step is None else arguments.step
+    if not 0 <= step <= last:
+        parser.error(f"--step={step} must be from 0 to {last}, the last step that all runs reached")
     runs = sorted(found, key=lambda run: run.group([*arguments.panels, *arguments.by]))
     groups: dict[str, list[Run]] = {}
     panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
@@ -127,11 +138,7 @@ def main() -> None:
     for members in groups.values():
         panel = panels.setdefault(members[0].group(arguments.panels), {})
         panel[members[0].group(arguments.by)] = curves(members)
-    step = arguments.step
-    if step is None:
-        step = int(min(run.logs["success"][-1, 0] for run in runs))
     print(f"At {step:,} environment steps:\n\n{table(groups, step)}")
-    picture = arguments.picture or arguments.folders[0] / "comparison.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_comparison(panels, picture, arguments.title)
     print(f"\nPicture: {picture}")

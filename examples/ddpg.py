@@ -27,9 +27,8 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from pydantic import NonNegativeFloat
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Decay, Priority, Settings, start
+from settings import Decay, NonNegative, Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ from torchrl.objectives.value import TD0Estimator
 class Config(Settings):
     algorithm: str = "ddpg"
     clip_target: bool = True  # to [-1 / (1 - gamma), 0]: for rewards from -1 to 0
-    action_penalty: NonNegativeFloat = 0.0  # weight of the mean square of the actor's actions in its loss
+    action_penalty: NonNegative = 0.0  # weight of the mean square of the actor's actions in its loss
     average: Decay = 0.0  # of the moving average of the actor's weights, which is evaluated; 0: the actor itself
 
 

@@ -27,7 +27,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Collection, Env, Normalizing, Priority, Settings, Share, start
+from settings import Collection, Env, Names, Normalizing, Priority, Settings, Share, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Config(Settings):
     gamma: Share = 0.98
     batch_size: PositiveInt = 128
     hidden: list[PositiveInt] = field(default_factory=lambda: [256])
-    inputs: list[str] = field(default_factory=lambda: ["observation", "desired_goal"])  # observation = achieved goal
+    inputs: Names = field(default_factory=lambda: ["observation", "desired_goal"])  # observation = achieved goal
     env: Env = field(default_factory=lambda: Env(name="torchrl_her/BitFlipping-v0"))  # 30 bits: +env.kwargs.n_bits=30
     collector: Collection = field(default_factory=lambda: Collection(steps_per_chunk=25, random_steps=0))
     normalization: Normalizing = field(default_factory=lambda: Normalizing(enabled=False))

@@ -47,8 +47,7 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
             panel.plot(steps, values, label=LABELS[metric], marker=marker, ms=3)
         panel.set(title=name, ylabel=label)
         panel.grid(alpha=0.3)
-        if curves:
-            panel.legend(frameon=False)
+        panel.legend(frameon=False) if curves else panel.set_axis_off()
     axes[0, 0].set_ylim(-0.03, 1.03)
     for panel in axes[1]:
         panel.set_xlabel("environment steps")

@@ -146,11 +146,14 @@ class Checkpoints:
         if self.config.resume is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
+                if any(self.folder.iterdir()):
+                    raise FileExistsError
                 path.touch(exist_ok=False)  # succeeds for only one of two runs that start at the same time
             except FileExistsError:
                 raise SystemExit(
-                    f"{self.folder}/ has a run: {f'continue with resume={self.folder}, ' if steps else ''}delete it, "
-                    "or name another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
+                    f"{self.folder}/ {'has a run' if path.exists() else 'is not empty'}: "
+                    f"{f'continue with resume={self.folder}, ' if steps else ''}delete it, or name another folder "
+                    "(hydra.run.dir=..., hydra.sweep.dir=...)."
                 ) from None
         elif not steps:
             raise SystemExit(f"The run in {self.folder}/ has no checkpoint: delete it and start again.")

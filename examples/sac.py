@@ -26,9 +26,9 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Buffer, Exploration, LossFunction, Priority, Settings, start
+from settings import Buffer, Exploration, LossFunction, Positive, Priority, Settings, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Config(Settings):
     loss: Loss = Loss.sac
     loss_function: LossFunction = LossFunction.smooth_l1  # TQC has its own
     num_critics: PositiveInt = 2
-    alpha_init: PositiveFloat = 0.1  # initial weight of the entropy, which is then learned
+    alpha_init: Positive = 0.1  # initial weight of the entropy, which is then learned
     quantiles: PositiveInt = 25  # of each critic (TQC)
     dropped_quantiles: NonNegativeInt = 2  # per critic; the highest quantiles of all critics together are dropped (TQC)
     exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))

@@ -10,7 +10,8 @@ from typing import Annotated, Any, cast
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
@@ -19,6 +20,9 @@ LossFunction = Enum("LossFunction", "l1 l2 smooth_l1")
 When = Enum("When", "sampling writing")
 Strategy = Enum("Strategy", "future final episode random")
 LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -32,7 +36,7 @@ class Env:
     num_envs: PositiveInt = 1
     parallel: bool = False  # a process for each environment
     success: str = "is_success"  # the entry of info that is true at the goal, or terminated
-    clip_observation: PositiveFloat | None = None  # bound of the absolute values of the entry `observation`
+    clip_observation: Positive | None = None  # bound of the absolute values of the entry `observation`
     achieved_goal_key: str = "achieved_goal"
     desired_goal_key: str = "desired_goal"
     goal_fn: str | None = None  # module:function, maps the entry under achieved_goal_key to a goal
@@ -48,7 +52,7 @@ class Collection:
 
 @dataclass
 class Exploration:
-    noise: NonNegativeFloat = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
+    noise: NonNegative = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
     random_actions: Share = 0.2  # share of uniformly random actions
     final: Share = 1.0  # share of both that is left after anneal_steps; until then, both fall linearly
     anneal_steps: PositiveInt = "${total_steps}"  # type: ignore[assignment]  # from the start; a resumed run keeps it
@@ -60,9 +64,9 @@ class Buffer:
     n_steps: PositiveInt = 1
     # error: TD error of the last update; movement: length of the achieved goal's path (needs chunks of whole episodes)
     prioritized: Priority | None = None
-    alpha: NonNegativeFloat = 0.3  # exponent of priorities: squared errors 0.3, absolute ones (SAC) 0.6, movement 1
-    beta: NonNegativeFloat = 0.4  # exponent of importance weights; movement: 0
-    far: PositiveFloat = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
+    alpha: NonNegative = 0.3  # exponent of priorities: squared errors 0.3, absolute ones (SAC) 0.6, movement 1
+    beta: NonNegative = 0.4  # exponent of importance weights; movement: 0
+    far: Positive = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
 
 
 @dataclass
@@ -82,7 +86,7 @@ class Hindsight:
 @dataclass
 class Normalizing:
     enabled: bool = True
-    clip: PositiveFloat = 5.0
+    clip: Positive = 5.0
 
 
 @dataclass
@@ -110,9 +114,9 @@ class Settings:
     """The settings of all scripts. Steps are environment steps, over all environments together."""
 
     algorithm: str = ""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     total_steps: PositiveInt = 5_000
-    device: str = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     threads: PositiveInt = 1  # number of PyTorch's threads; one is fastest for small networks
     matmul_precision: Precision = Precision.highest  # medium: bfloat16 if supported, faster for large networks
     speedup: Speedup = Speedup.record  # record: see record.py; compile: for large networks; cudagraph: with device=cuda
@@ -120,8 +124,8 @@ class Settings:
     gamma: Share = 0.95
     tau: PositiveShare = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
     batch_size: PositiveInt = 256
-    updates_per_step: PositiveFloat = 1.0
-    learning_rate: PositiveFloat = 1e-3
+    updates_per_step: Positive = 1.0
+    learning_rate: Positive = 1e-3
     loss_function: LossFunction = LossFunction.l2  # of TD errors; smooth_l1 limits the gradients of those above 1
     hidden: list[PositiveInt] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
     inputs: Names = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
@@ -136,10 +140,10 @@ class Settings:
     checkpoint: Saving = field(default_factory=Saving)
     hydra: Any = field(
         default_factory=lambda: {
-            "run": {"dir": "outputs/${hydra:job.name}/${env.name}/${now:%Y-%m-%d_%H-%M-%S}"},
-            "sweep": {"dir": "outputs/${hydra:job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
+            "run": {"dir": "outputs/${hydra.job.name}/${env.name}/${now:%Y-%m-%d_%H-%M-%S}"},
+            "sweep": {"dir": "outputs/${hydra.job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
             "output_subdir": None,  # the settings of the run are in config.yaml
-            "job_logging": {"handlers": {"file": {"delay": True}}},  # creates no empty log file
+            "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
         }
     )
 
@@ -159,8 +163,12 @@ CHANGEABLE = [
 def start(config: DictConfig) -> tuple[Any, Path]:
     """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with contextlib.suppress(OSError):
-        folder.rmdir()  # Hydra creates it even if the command is refused or resumes another folder
+    with contextlib.suppress(OSError):  # Hydra creates it even if the command is refused or resumes another folder
+        for path in (folder, *folder.parents):
+            if path == folder or Path.cwd() in path.parents:
+                path.rmdir()
+    if config.algorithm != (script := cast(type, OmegaConf.get_type(config))().algorithm):
+        raise SystemExit(f"{script}.py cannot train with algorithm={config.algorithm}: use {config.algorithm}.py.")
     if config.resume is None:
         return check(config), folder
     saved = read_settings(Path(config.resume))
@@ -170,30 +178,44 @@ def start(config: DictConfig) -> tuple[Any, Path]:
 
 
 def read_settings(folder: Path) -> DictConfig:
-    """Return the saved settings of a run."""
-    if not (folder / "config.yaml").exists():
-        raise SystemExit(f"There is no run in {folder}/: it has no config.yaml.")
-    return cast(DictConfig, OmegaConf.load(folder / "config.yaml"))
+    """Return the saved settings of a run, without types."""
+    path = folder / "config.yaml"
+    saved = OmegaConf.load(path) if path.exists() else {}
+    if "algorithm" not in saved:
+        raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
+    return cast(DictConfig, saved)
+
+
+def with_types(config: DictConfig, kind: type) -> Any:
+    """Return settings with the types of a dataclass, or exit if it has no such settings."""
+    try:
+        return OmegaConf.merge(OmegaConf.structured(kind(hydra=None)), OmegaConf.to_container(config))
+    except OmegaConfBaseException as error:
+        raise SystemExit(f"{error.full_key}: {error.msg}") from None
 
 
 def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
     """Return the saved settings with the changes of a resumed run, or exit if one of them is not allowed."""
-    changed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(config)), saved))  # with types
+    kind = cast(type, OmegaConf.get_type(config))
+    kept, changed, defaults = with_types(saved, kind), saved.copy(), OmegaConf.structured(kind)
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
     # A task sets several settings, so those that cannot change are compared.
-    given = [str(key) for key in config if "task" in keys and key not in CHANGEABLE]
-    for key in [*given, *keys]:
-        value, kept = OmegaConf.select(config, key), OmegaConf.select(changed, key)
+    tasks = [str(key) for key in config if "task" in keys and key not in CHANGEABLE and config[key] != defaults[key]]
+    for key in [*tasks, *keys]:
+        value = OmegaConf.select(config, key)
+        if key in CHANGEABLE and isinstance(value, DictConfig):
+            raise SystemExit(f"To change {key} of a resumed run, set {', '.join(f'{key}.{name}' for name in value)}.")
         if key.partition(".")[0] in CHANGEABLE:
             OmegaConf.update(changed, key, value)
-        elif value != kept:
-            raise SystemExit(f"A resumed run keeps {key}={kept}. It can change {', '.join(CHANGEABLE[:-1])}.")
-    return changed
+        elif value != (before := OmegaConf.select(kept, key)):
+            raise SystemExit(f"A resumed run keeps {key}={before}. It can change {', '.join(CHANGEABLE[:-1])}.")
+    return with_types(changed, kind)
 
 
 def check(config: DictConfig) -> Any:
     """Return the settings as a dataclass, or exit if they cannot work."""
-    kind, values = cast(type, OmegaConf.get_type(config)), OmegaConf.to_container(config, resolve=True)
+    kind = cast(type, OmegaConf.get_type(config))
+    values = OmegaConf.to_container(with_types(config, kind), resolve=True)
     try:
         settings: Any = TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
@@ -211,12 +233,14 @@ def check(config: DictConfig) -> Any:
         raise SystemExit(f"buffer.n_steps={n_steps} needs rewards that depend only on goals: set env.info_keys=[].")
     if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) <= (least := n_steps * settings.env.num_envs):
         raise SystemExit(f"{CHUNK}={chunk} must be more than buffer.n_steps * env.num_envs = {least}.")
+    if (size := settings.buffer.size) < (least := max(settings.collector.steps_per_chunk, settings.batch_size)):
+        raise SystemExit(f"buffer.size={size} must be at least {least}, the size of a chunk or of a batch.")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
         raise SystemExit("logger.kinds contains wandb, which is not installed: pip install wandb")
-    if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SystemExit(f"device={settings.device}, but PyTorch finds no CUDA device: use device=cpu in a new run.")
-    if settings.speedup == Speedup.cudagraph and not settings.device.startswith("cuda"):
-        raise SystemExit(f"speedup=cudagraph needs device=cuda, not {settings.device}.")
+    if settings.device != "cpu" and int(settings.device[5:] or 0) >= (count := torch.cuda.device_count()):
+        raise SystemExit(f"device={settings.device}: PyTorch finds {count} CUDA devices. Use device=cpu in a new run.")
+    if settings.speedup == Speedup.cudagraph and settings.device == "cpu":
+        raise SystemExit("speedup=cudagraph needs device=cuda, not cpu.")
     if settings.hindsight.when == When.writing and settings.hindsight.enabled:
         if n_steps > 1 or settings.buffer.prioritized == Priority.movement:
             raise SystemExit("buffer.n_steps and buffer.prioritized=movement need hindsight.when=sampling.")

@@ -24,7 +24,7 @@ from episode_plots import draw_episodes, draw_frames
 from omegaconf import OmegaConf
 from plots import save
 from rendering import check_display, is_mujoco, mark_goal
-from settings import Env, Settings, read_settings
+from settings import Env, Settings, read_settings, with_types
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl import torchrl_logger
@@ -40,7 +40,7 @@ def load_settings(folder: Path) -> Settings:
     """Return the settings of a run, for this machine's CPU."""
     saved = read_settings(folder)
     script = importlib.import_module(saved.algorithm)
-    config = cast(Settings, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(script.Config), saved)))
+    config = cast(Settings, OmegaConf.to_object(with_types(saved, script.Config)))
     config.device = "cpu"
     return config
 

@@ -26,9 +26,9 @@ from common import (
 )
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import LossFunction, Priority, Settings, start
+from settings import LossFunction, NonNegative, Priority, Settings, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -43,8 +43,8 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 class Config(Settings):
     algorithm: str = "td3"
     loss_function: LossFunction = LossFunction.smooth_l1
-    target_noise: NonNegativeFloat = 0.2  # smooths the target policy
-    target_noise_clip: NonNegativeFloat = 0.5
+    target_noise: NonNegative = 0.2  # smooths the target policy
+    target_noise_clip: NonNegative = 0.5
     actor_interval: PositiveInt = 2  # updates of the critics per update of the actor
 
 

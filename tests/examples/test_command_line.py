@@ -1,5 +1,6 @@
 """The scripts on the command line: they train, resume with new settings, refuse others, and show what was trained."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,8 +28,14 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     ):
         with pytest.raises(SystemExit, match=message):
             run_script(script, f"resume={folder}", *given)
+    for given, message in (
+        (["algorithm=ddpg"], r"dqn\.py cannot train with algorithm=ddpg: use ddpg\.py"),
+        (["resume=nowhere"], "There is no run in nowhere/"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            run_script("dqn", *given)
     # Commands that are refused or that resume a run leave no other folder.
-    assert not list(tmp_path.rglob("*-*-*_*-*-*"))
+    assert not (tmp_path / "outputs").exists()
     assert not (folder / ".hydra").exists()
     # New settings are kept, too.
     kept = OmegaConf.load(folder / "config.yaml")
@@ -55,11 +62,62 @@ def test_a_resumed_run_takes_the_given_settings_and_no_others():
     assert (run.total_steps, run.evaluation.episodes, run.resume) == (600_000, 7, "folder")
     assert (run.batch_size, run.exploration.random_actions, run.evaluation.interval) == (512, 0.5, 50_000)
     assert resumed("exploration.random_actions=0.1", "resume=folder").exploration.random_actions == 0.1
+    assert resumed(started[0], "resume=folder").seed == 3  # the task sets no seed
     for overrides, message in (
-        (started[:1], r"keeps seed=3\. It can change total_steps, "),
+        (["seed=4"], r"keeps seed=3\. It can change total_steps, "),
+        (["+task=bit_flipping_50", "env.num_envs=4"], r"keeps env="),
+        (["exploration={final:0.5}"], r"To change exploration of a resumed run, set exploration\.noise, "),
+        (["~logger"], "logger: "),
+        (["+evaluation.episode=3"], r"evaluation\.episode: Key 'episode' not in 'Evaluating'"),
         (["gamma=0.5"], r"keeps gamma=0\.98"),
         (["env.num_envs=4"], r"keeps env\.num_envs=16"),
         (["+env.kwargs.n_bits=4"], r"keeps env\.kwargs\.n_bits=50"),
     ):
         with pytest.raises(SystemExit, match=message):
             resumed(*overrides)
+
+
+def test_several_runs_have_a_folder_of_their_own(tmp_path):
+    command = [sys.executable, EXAMPLES / "dqn.py", "--multirun", *SMALL, *BITS, "total_steps=100", "seed=0,1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    assert not done.returncode, done.stderr
+    assert done.stdout.count("100 steps: success") == 2
+    (sweep,) = (tmp_path / "outputs" / "dqn" / "multirun").iterdir()
+    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml"]
+
+
+NOISY = """
+import logging
+
+import gymnasium
+from torchrl_her.envs import PointReach
+
+
+def make():
+    logging.getLogger(__name__).warning("made")
+    return PointReach()
+
+
+gymnasium.register("Noisy-v0", make, max_episode_steps=15)
+"""
+
+
+def test_an_environment_may_log_messages(tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    run = [sys.executable, EXAMPLES / "ddpg.py", *SMALL[:1], *SMALL[2:], "env.name=noisy:Noisy-v0", "total_steps=100"]
+
+    def call(*overrides):
+        environment = os.environ | {"PYTHONPATH": "."}
+        command = [*run, "hydra.run.dir=run", *overrides]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
+        )
+
+    done = call()
+    assert not done.returncode, done.stderr
+    assert "[WARNING] - made" in done.stdout + done.stderr
+    assert not list(tmp_path.rglob("*.log"))
+    refused = call("env.goal_fn=noisy:no_such", "hydra.run.dir=other")
+    assert "'noisy:no_such' must name a function as module:function" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "other").exists()

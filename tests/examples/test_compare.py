@@ -60,3 +60,37 @@ def test_a_setting_that_no_run_has_is_refused():
 def test_without_runs_a_comparison_says_so(run_script, tmp_path):
     with pytest.raises(SystemExit, match="There is no run with CSV logs below"):
         run_script("compare", tmp_path)
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """Folders of a run of 100 steps, and of a run that stopped before its first log."""
+    for name in ("whole", "stopped"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        OmegaConf.save({"algorithm": "dqn"}, tmp_path / "runs" / name / "config.yaml")
+    for path in compare.paths(tmp_path / "runs" / "whole").values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("0,0.0\n100,0.5\n")
+    return tmp_path / "runs"
+
+
+def test_runs_without_logs_are_named(run_script, two_runs):
+    shown = run_script("compare", two_runs)
+    assert f"Left out, without CSV logs of training and evaluation: {two_runs / 'stopped'}\n" in shown
+    assert "| algorithm=dqn | 1 | 0.50 |" in shown
+    with pytest.raises(SystemExit, match=r"no run with CSV logs below .*missing"):
+        run_script("compare", two_runs, two_runs / "missing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "101"], "--step=101 must be from 0 to 100, the last step that all runs reached"),
+        (["--step", "-5"], "--step=-5 must be from 0 to 100"),
+        (["--picture", "outputs/"], "--picture=outputs must be a file with an ending"),
+    ],
+)
+def test_a_step_or_picture_that_cannot_be_is_refused(arguments, message, run_script, two_runs, capsys):
+    with pytest.raises(SystemExit):
+        run_script("compare", two_runs, *arguments)
+    assert message in capsys.readouterr().err

@@ -107,6 +107,21 @@ def test_a_folder_takes_one_run_and_is_not_resumed_before_its_first_checkpoint(t
         train(f"ddpg resume={tmp_path}", tmp_path)
 
 
+def test_a_folder_with_other_files_takes_no_run(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "results.csv").write_text("1,2")
+    with pytest.raises(SystemExit, match="is not empty: delete it, or name another folder"):
+        train("ddpg", tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["logs", "results.csv"]
+
+
+@pytest.mark.parametrize("text", ["", "a: 1", "[1, 2]"])
+def test_a_file_of_another_program_is_no_run(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(SystemExit, match=r"no config\.yaml with the settings of a run"):
+        read_settings(tmp_path)
+
+
 def files_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

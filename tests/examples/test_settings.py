@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from hydra.errors import ConfigCompositionException
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from script_runs import EXAMPLES, configure, small_settings, train
-from settings import CHUNK, MULTIPLES, Decay, PositiveShare, Share
+from settings import CHUNK, MULTIPLES, Decay, NonNegative, Positive, PositiveShare, Seed, Share
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from torchrl_her.envs import PointReach
@@ -112,7 +113,7 @@ class Cart(gymnasium.Env):
         velocity = 0.9 * velocity + 0.05 * push
         self.cart = np.array([np.clip(position + velocity, -1, 1), velocity])
         self.steps += 1
-        info = {"fuel": 0.1 * abs(push)}
+        info = {"fuel": 0.1 * abs(push), "tanks": np.zeros(2), "driver": "Ada"}
         reward = self.compute_reward(self.cart[:1], self.target, info)
         return {"cart": self.cart, "target": self.target}, reward, bool(reward > -0.5), self.steps == 30, info
 
@@ -128,6 +129,14 @@ def at_target(achieved, desired):
     return abs(achieved - desired)[..., 0] <= 0.02
 
 
+def whole_cart(achieved, desired):
+    return abs(achieved - desired).expand(-1, 5) <= 0.02  # a wrong shape
+
+
+def as_array(cart):
+    return np.asarray(cart[..., :1])
+
+
 gymnasium.register("Cart-v0", Cart)
 CART = (
     "dqn speedup=none env.name=Cart-v0 env.achieved_goal_key=cart env.desired_goal_key=target"
@@ -139,8 +148,8 @@ CART = (
 # Refusals
 
 OUTSIDE = [  # values outside the range of each type
-    (PositiveInt, [0]), (NonNegativeInt, [-50]), (PositiveFloat, [0, -1]), (NonNegativeFloat, [-1]),
-    (Share, [-0.1, 1.1]), (PositiveShare, [0, 1.1]), (Decay, [-0.1, 1]),
+    (PositiveInt, [0]), (NonNegativeInt, [-50]), (Positive, [0, -1, "inf"]), (NonNegative, [-1, "nan"]),
+    (Seed, [-1, 2**32]), (Share, [-0.1, 1.1]), (PositiveShare, [0, 1.1]), (Decay, [-0.1, 1]),
 ]  # fmt: skip
 
 
@@ -165,7 +174,10 @@ NUMBERS = {
 }
 REFUSED = [
     *(
-        (f"{script} {name}={value}", rf"^{re.escape(f'{name}={value}')}(\.0)?: Input should be (greater|less) than ")
+        (
+            f"{script} {name}={value}",
+            rf"^{re.escape(f'{name}={value}')}(\.0)?: Input should be (greater than|less than|a finite) ",
+        )
         for name, (script, values) in NUMBERS.items()
         if name != "hidden"
         for value in values
@@ -205,6 +217,21 @@ REFUSED = [
     ("ddpg buffer.prioritized=movement", r"whole episodes: collector\.steps_per_chunk=50 must be a multiple of 15"),
     ("sac loss=tqc dropped_quantiles=25", "dropped_quantiles=25 must be less than quantiles=25"),
     ("sac loss=tqc loss_function=l2", "loss=tqc has its own loss: leave loss_function at smooth_l1, not l2"),
+    ("ddpg device=gpu", r"device=gpu: String should match pattern .*cpu\|cuda"),
+    ("ddpg +total_step=7", "total_step: Key 'total_step' not in 'Config'"),
+    ("ddpg +buffer.k=2 buffer.size=200", r"buffer\.k: Key 'k' not in 'Buffer'"),
+    ("dqn inputs=[] hindsight.enabled=false", r"inputs=\[\]: List should have at least 1 item"),
+    ("ddpg buffer.size=40 batch_size=20", r"buffer\.size=40 must be at least 50, the size of a chunk or of a batch"),
+    ("ddpg batch_size=151", r"buffer\.size=150 must be at least 151, the size of a chunk or of a batch"),
+    (f"{CART} env.info_keys=[]", r"(?s)cannot be computed: .*fuel.*Set env\.info_keys to the entries of info"),
+    (f"{CART} env.info_keys=[fuel,tanks]", r"info entries \['tanks'\] of Cart-v0 must be single numbers or bools"),
+    (f"{CART} env.info_keys=[fuel,driver]", r"info entries \['driver'\] of Cart-v0 must be single numbers or bools"),
+    (f"{CART} env.terminated_fn={__name__}:whole_cart", r"(?s)cannot be computed: .*and check env\.terminated_fn"),
+    (f"{CART} env.goal_fn={__name__}:as_array", r"must map tensors to tensors, not to <class 'numpy\.ndarray'>"),
+    (
+        "sac env.name=Endless-v0 ~env.kwargs.max_episode_steps",
+        r"Episodes do not end in 10,000 steps: set \+env\.kwargs\.max_episode_steps=",
+    ),
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
     ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
@@ -240,8 +267,8 @@ REFUSED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="device=cuda, but PyTorch finds no CUDA device: use device=cpu in a new run"):
-        train("ddpg device=cuda", tmp_path)
+    with pytest.raises(SystemExit, match=r"device=cuda:1: PyTorch finds 0 CUDA devices\. Use device=cpu"):
+        train("ddpg device=cuda:1", tmp_path)
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED)
@@ -344,10 +371,23 @@ def test_goals_may_be_of_any_dtype(dtype, tmp_path):
 
 
 def test_an_evaluation_that_does_not_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "LONGEST_EPISODE", 60)
-    with pytest.raises(SystemExit, match=r"do not end in 60 steps: set \+env\.kwargs\.max_episode_steps="):
-        train("ddpg env.name=Endless-v0 ~env.kwargs.max_episode_steps", tmp_path)
+    monkeypatch.setattr(common, "LONGEST_EPISODE", 10)  # episodes have 15
+    with pytest.raises(SystemExit, match=r"do not end in 10 steps: set \+env\.kwargs\.max_episode_steps="):
+        train("ddpg env.name=Endless-v0", tmp_path / "long")
+    monkeypatch.undo()
     train("ddpg speedup=none env.name=Endless-v0", tmp_path / "other")
+
+
+def test_desired_goals_are_normalized_with_mapped_achieved_goals():
+    """A relabelled transition has an achieved goal as its desired goal, so both count."""
+    config = small_settings(CART)
+    env = common.make_env(config.env)
+    inputs, steps = common.Inputs(config, env), env.rollout(20)["next"]
+    inputs.update(TensorDict(next=steps, batch_size=steps.batch_size))
+    expected = torch.cat([steps["target"], position(steps["cart"])]).double()
+    torch.testing.assert_close(inputs.mean[-1].double(), expected.mean(), rtol=1e-5, atol=1e-6)
+    deviation = expected.std(correction=0).clamp_min(0.01)
+    torch.testing.assert_close(inputs.scale[-1].double(), deviation, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
