@@ -14,10 +14,10 @@ from pathlib import Path
 
 import hydra
 import torch
+from checks import check_env
 from common import (
     Evaluation,
     Inputs,
-    check_env,
     make_adam,
     make_collector,
     make_hindsight,

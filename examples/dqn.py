@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
+from checks import check_env
 from common import (
     Evaluation,
     Inputs,
-    check_env,
     make_adam,
     make_collector,
     make_hindsight,
