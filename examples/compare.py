@@ -119,10 +119,10 @@ def main() -> None:
     if not picture.suffix:
         parser.error(f"--picture={picture} must be a file with an ending, such as comparison.png")
     for folder in arguments.folders:
-        runs = {path.parent for path in folder.rglob("config.yaml")}
-        if not any(map(_is_run, runs)):
+        below = {path.parent for path in folder.rglob("config.yaml")}
+        if not any(map(_is_run, below)):
             raise SystemExit(f"There is no run with CSV logs below {folder}.")
-        if left_out := sorted(str(run) for run in runs if not _is_run(run)):
+        if left_out := sorted(str(path) for path in below if not _is_run(path)):
             print(f"Left out, without CSV logs of training and evaluation: {', '.join(left_out)}\n")
     found = find_runs(arguments.folders)
     check_entries(found, [*arguments.by, *arguments.panels])

@@ -180,10 +180,10 @@ def start(config: DictConfig) -> tuple[Any, Path]:
 def read_settings(folder: Path) -> DictConfig:
     """Return the saved settings of a run, without types."""
     path = folder / "config.yaml"
-    saved = OmegaConf.load(path) if path.exists() else {}
+    saved: Any = OmegaConf.load(path) if path.exists() else {}
     if "algorithm" not in saved:
         raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
-    return cast(DictConfig, saved)
+    return saved
 
 
 def with_types(config: DictConfig, kind: type) -> Any:
@@ -204,7 +204,9 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
     for key in [*tasks, *keys]:
         value = OmegaConf.select(config, key)
         if key in CHANGEABLE and isinstance(value, DictConfig):
-            raise SystemExit(f"To change {key} of a resumed run, set {', '.join(f'{key}.{name}' for name in value)}.")
+            raise SystemExit(
+                f"To change {key} of a resumed run, set {', '.join(f'{key}.{name}' for name in map(str, value))}."
+            )
         if key.partition(".")[0] in CHANGEABLE:
             OmegaConf.update(changed, key, value)
         elif value != (before := OmegaConf.select(kept, key)):
