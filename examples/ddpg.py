@@ -14,7 +14,6 @@ from pathlib import Path
 
 import hydra
 import torch
-from checks import check_env
 from common import (
     Evaluation,
     Inputs,
@@ -25,6 +24,7 @@ from common import (
     make_reward,
     speed_up,
 )
+from env_checks import check_env
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from run import Checkpoints, History, Log, Progress, set_up

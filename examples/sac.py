@@ -14,7 +14,6 @@ from enum import Enum
 from pathlib import Path
 
 import hydra
-from checks import check_env
 from common import (
     Evaluation,
     Inputs,
@@ -24,6 +23,7 @@ from common import (
     make_replay_buffer,
     speed_up,
 )
+from env_checks import check_env
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import NonNegativeInt, PositiveInt
