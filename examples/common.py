@@ -28,7 +28,7 @@ with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO())
     import gymnasium_robotics  # noqa: F401 (registers Fetch, PointMaze and other robots)
 
 EVALUATION_SEED = 1_000_000  # of the first episode
-LONGEST_EPISODE = 10_000  # steps
+LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
 Function = Callable[[TensorDictBase], TensorDictBase]
 
 # Environments
@@ -91,10 +91,10 @@ def make_reward(config: Env) -> EnvReward:
     return EnvReward(partial(make_env, config), info_keys=info_keys, terminated_fn=load_function(config.terminated_fn))
 
 
-def check_end(ended: bool | Tensor) -> None:
-    """Exit if an episode did not end."""
+def check_end(ended: bool | Tensor, steps: int) -> None:
+    """Exit if an episode did not end within a number of steps."""
     if not ended:
-        raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
+        raise SystemExit(f"Episodes do not end in {steps:,} steps: set +env.kwargs.max_episode_steps=...")
 
 
 # Networks
@@ -265,7 +265,7 @@ class Evaluation:
     def _outcomes(self, steps: TensorDictBase) -> dict[str, Tensor]:
         # An episode that ends before others is padded with its last step.
         env, end, running = self.config.env, steps[:, -1], ~steps["done"].squeeze(-1)  # [envs, time]
-        check_end(not running[:, -1].any())
+        check_end(not running[:, -1].any(), LONGEST_EPISODE)
         length = running.sum(1) + 1  # [envs]
         achieved = self.goal_fn(end[env.achieved_goal_key])
         return {

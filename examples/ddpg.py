@@ -21,10 +21,9 @@ from common import (
     make_collector,
     make_hindsight,
     make_replay_buffer,
-    make_reward,
     speed_up,
 )
-from env_checks import check_env
+from env_checks import check_env, rewards_at_goal
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from run import Checkpoints, History, Log, Progress, set_up
@@ -54,9 +53,7 @@ ConfigStore.instance().store("ddpg", Config)
 def check_rewards(config: Config, env: EnvBase) -> None:
     """Check that rewards, including the rewards of reached goals, cannot lead to returns outside the clipped range."""
     steps = env.rollout(100)
-    goals = steps[config.env.desired_goal_key]
-    at_goal = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
-    rewards = torch.cat([steps["next", "reward"], make_reward(config.env).forward(at_goal)["next", "reward"]])
+    rewards = torch.cat([steps["next", "reward"], rewards_at_goal(config.env, steps)])
     if config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1:
         raise SystemExit(
             f"clip_target=true needs gamma < 1 and rewards from -1 to 0, but {config.env.name} gives {rewards.min():g} "

@@ -3,11 +3,13 @@
 import gymnasium
 import numpy as np
 import torch
-from common import LONGEST_EPISODE, check_end, load_goal_fn, make_env, make_reward
-from settings import CHUNK, Priority, Settings, When
-from tensordict import TensorDict
+from common import check_end, load_goal_fn, make_env, make_reward
+from settings import CHUNK, Env, Priority, Settings, When
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase
+
+UNLIMITED = 10_000  # steps in which an environment without a time limit must end an episode
 
 
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
@@ -32,7 +34,7 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     check_reward(config, env)
     if env.spec.max_episode_steps is None:
         with torch.random.fork_rng([]):
-            check_end(env.rollout(LONGEST_EPISODE)["next", "done"].any())
+            check_end(env.rollout(UNLIMITED)["next", "done"].any(), UNLIMITED)
     if config.hindsight.enabled and config.hindsight.when == When.writing:
         steps = (config.collector.random_steps + config.collector.steps_per_chunk) // config.env.num_envs
         if not env.rollout(steps)["next", "done"].any():
@@ -73,13 +75,17 @@ def check_goals(config: Settings, env: EnvBase) -> None:
 
 def check_reward(config: Settings, env: EnvBase) -> None:
     """Exit if the reward of a relabelled transition cannot be computed."""
-    transition = env.fake_tensordict().unsqueeze(0)  # [1]
-    goals = transition[config.env.desired_goal_key]
-    relabelled = TensorDict({"desired_goal": goals, "next": transition["next"].copy().set("achieved_goal", goals)}, 1)
     try:
-        make_reward(config.env).forward(relabelled)
+        rewards_at_goal(config.env, env.fake_tensordict().unsqueeze(0))
     except Exception as error:
         raise SystemExit(
             f"The reward of {config.env.name} for other goals cannot be computed: {type(error).__name__}: {error}. "
             "Set env.info_keys to the entries of info that compute_reward reads, and check env.terminated_fn."
         ) from error
+
+
+def rewards_at_goal(config: Env, steps: TensorDictBase) -> Tensor:
+    """Return the rewards ``[n, 1]`` that transitions ``[n]`` would have if they reached their goals."""
+    goals = steps[config.desired_goal_key]
+    reached = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
+    return make_reward(config).forward(reached)["next", "reward"]
