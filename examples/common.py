@@ -29,6 +29,10 @@ with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO())
 
 EVALUATION_SEED = 1_000_000  # of the first episode
 LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
+PACKAGES = (
+    "For an environment of another package, set env.name=module:Name-v0, and put its module on PYTHONPATH. Fetch, "
+    "PointMaze and other robots need: pip install -c constraints.txt gymnasium-robotics mujoco"
+)
 Function = Callable[[TensorDictBase], TensorDictBase]
 
 # Environments
@@ -45,14 +49,8 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     """Make an environment in single precision that returns the required entries of info."""
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
-    except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-        unknown = (
-            " For an environment of another package, use env.name=module:Name-v0. Fetch, PointMaze and other robots of "
-            "Gymnasium-Robotics need: pip install -c constraints.txt gymnasium-robotics mujoco"
-        )
-        hint = unknown if isinstance(error, gymnasium.error.UnregisteredEnv) else ""
-        hint = " Install it, or put it on PYTHONPATH." if isinstance(error, ModuleNotFoundError) else hint
-        raise SystemExit(f"The environment {config.name!r} cannot be made: {str(error).rstrip('.')}.{hint}") from None
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        raise SystemExit(f"The environment {config.name!r} cannot be made: {error}. {PACKAGES}") from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
         env = env.append_transform(DoubleToFloat())  # only if needed: transforms take time at every step
@@ -70,14 +68,9 @@ def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
 def load_function(name: str | None) -> Callable | None:
     """Return the function with the name ``module:function``, or None if there is no name."""
     try:
-        function = pkgutil.resolve_name(name) if name else None
+        return pkgutil.resolve_name(name) if name else None
     except (ImportError, AttributeError, ValueError) as error:
-        function = error
-    if name and not callable(function):
-        raise SystemExit(
-            f"{name!r} must name a function as module:function. The module must be on PYTHONPATH. Found: {function}."
-        )
-    return function
+        raise SystemExit(f"{name!r} must name a function as module:function, on PYTHONPATH: {error}.") from None
 
 
 def load_goal_fn(config: Env) -> Callable[[Tensor], Tensor]:
@@ -89,12 +82,6 @@ def make_reward(config: Env) -> EnvReward:
     """Make the reward of relabelled transitions."""
     info_keys = [("next", key) for key in config.info_keys]
     return EnvReward(partial(make_env, config), info_keys=info_keys, terminated_fn=load_function(config.terminated_fn))
-
-
-def check_end(ended: bool | Tensor, steps: int) -> None:
-    """Exit if an episode did not end within a number of steps."""
-    if not ended:
-        raise SystemExit(f"Episodes do not end in {steps:,} steps: set +env.kwargs.max_episode_steps=...")
 
 
 # Networks
@@ -265,7 +252,8 @@ class Evaluation:
     def _outcomes(self, steps: TensorDictBase) -> dict[str, Tensor]:
         # An episode that ends before others is padded with its last step.
         env, end, running = self.config.env, steps[:, -1], ~steps["done"].squeeze(-1)  # [envs, time]
-        check_end(not running[:, -1].any(), LONGEST_EPISODE)
+        if running[:, -1].any():
+            raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
         length = running.sum(1) + 1  # [envs]
         achieved = self.goal_fn(end[env.achieved_goal_key])
         return {

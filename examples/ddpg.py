@@ -21,13 +21,14 @@ from common import (
     make_collector,
     make_hindsight,
     make_replay_buffer,
+    make_reward,
     speed_up,
 )
-from env_checks import check_env, rewards_at_goal
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Decay, NonNegative, Priority, Settings, start
+from settings import Decay, NonNegative, Priority, Settings
+from start import check_env, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -53,7 +54,9 @@ ConfigStore.instance().store("ddpg", Config)
 def check_rewards(config: Config, env: EnvBase) -> None:
     """Check that rewards, including the rewards of reached goals, cannot lead to returns outside the clipped range."""
     steps = env.rollout(100)
-    rewards = torch.cat([steps["next", "reward"], rewards_at_goal(config.env, steps)])
+    goals = steps[config.env.desired_goal_key]
+    reached = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
+    rewards = torch.cat([steps["next", "reward"], make_reward(config.env).forward(reached)["next", "reward"]])
     if config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1:
         raise SystemExit(
             f"clip_target=true needs gamma < 1 and rewards from -1 to 0, but {config.env.name} gives {rewards.min():g} "
@@ -118,11 +121,11 @@ def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictMod
 
 def train(config: Config, folder: Path) -> Checkpoints:
     """Train an agent, and save the run in a folder."""
-    set_up(config)
     env = check_env(config)
     if config.clip_target:
         check_rewards(config, env)
 
+    set_up(config)
     inputs = Inputs(config, env)
     policy = make_policy(config, env, inputs)
     actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples already contain

@@ -22,12 +22,12 @@ from common import (
     make_replay_buffer,
     speed_up,
 )
-from env_checks import check_env
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Collection, Env, Names, Normalizing, Priority, Settings, Share, start
+from settings import Collection, Env, Names, Normalizing, Priority, Settings, Share
+from start import check_env, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -69,9 +69,9 @@ def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSeque
 
 def train(config: Config, folder: Path) -> Checkpoints:
     """Train an agent, and save the run in a folder."""
-    set_up(config)
     env = check_env(config, discrete=True)
 
+    set_up(config)
     inputs = Inputs(config, env)
     policy = make_policy(config, env, inputs)
 

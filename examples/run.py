@@ -141,20 +141,14 @@ class Checkpoints:
 
     def resume_or_start(self) -> None:
         """Load the last checkpoint of a resumed run, or reserve the folder for a new run."""
-        path = self.folder / "config.yaml"
         steps = [int(checkpoint.name[-12:]) for checkpoint in self.rotation.checkpoints()]  # names end in 12 digits
         if self.config.resume is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                if any(self.folder.iterdir()):
-                    raise FileExistsError
-                path.touch(exist_ok=False)  # succeeds for only one of two runs that start at the same time
-            except FileExistsError:
+            if any(self.folder.iterdir()):
                 raise SystemExit(
-                    f"{self.folder}/ {'has a run' if path.exists() else 'is not empty'}: "
-                    f"{f'continue with resume={self.folder}, ' if steps else ''}delete it, or name another folder "
-                    "(hydra.run.dir=..., hydra.sweep.dir=...)."
-                ) from None
+                    f"{self.folder}/ is not empty: continue its run with resume={self.folder}, delete it, or name "
+                    "another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
+                )
         elif not steps:
             raise SystemExit(f"The run in {self.folder}/ has no checkpoint: delete it and start again.")
         elif steps[-1] > self.config.total_steps:
@@ -163,12 +157,11 @@ class Checkpoints:
             for unfinished in self.rotation.directory.glob(".checkpoint-*"):  # of a killed process
                 shutil.rmtree(unfinished)
             self.rotation.load_latest(self.checkpoint)
-            # Only these numbers: the policy is saved separately, exploration may change, and other state breaks a
-            # ParallelEnv.
+            # Not its policy, which is saved separately, nor its exploration, which may change.
             self.collector.load_state_dict({"frames": steps[-1], "iter": 0}, strict=False)
             anneal(self.collector.policy, steps[-1] // self.config.collector.steps_per_chunk)
             self._end_episodes(steps[-1])
-        path.write_text(saved_text(self.config))
+        (self.folder / "config.yaml").write_text(saved_text(self.config))
 
     def __call__(self, step: int) -> None:
         """Save a checkpoint."""

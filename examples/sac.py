@@ -23,12 +23,12 @@ from common import (
     make_replay_buffer,
     speed_up,
 )
-from env_checks import check_env
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import NonNegativeInt, PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import Buffer, Exploration, LossFunction, Positive, Priority, Settings, start
+from settings import Buffer, Exploration, LossFunction, Positive, Priority, Settings
+from start import check_env, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -88,7 +88,6 @@ def bound(values: Tensor) -> Tensor | float:
 
 def train(config: Config, folder: Path) -> Checkpoints:
     """Train an agent, and save the run in a folder."""
-    set_up(config)
     if config.loss == Loss.tqc and config.dropped_quantiles >= config.quantiles:
         raise SystemExit(
             f"dropped_quantiles={config.dropped_quantiles} must be less than quantiles={config.quantiles}."
@@ -98,6 +97,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
         raise SystemExit(f"loss=tqc has its own loss: leave loss_function at smooth_l1, not {name}.")
     env = check_env(config)
 
+    set_up(config)
     inputs = Inputs(config, env)
     policy, actions = make_policy(config, env, inputs), env.action_spec.shape[-1]
     outputs = config.quantiles if config.loss == Loss.tqc else 1

@@ -1,17 +1,10 @@
-"""The settings of the training scripts: types, defaults and checks, and the settings of a resumed run."""
+"""The settings of the training scripts: names, types, ranges and defaults."""
 
-import contextlib
-import importlib.util
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-import torch
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
@@ -146,106 +139,3 @@ class Settings:
             "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
         }
     )
-
-
-CHUNK = "collector.steps_per_chunk"
-MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
-    CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
-    "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
-}  # fmt: skip
-# The settings that a resumed run can change.
-CHANGEABLE = [
-    "total_steps", "batch_size", "threads", "matmul_precision", "speedup", "exploration", "evaluation", "logger",
-    "checkpoint", "resume",
-]  # fmt: skip
-
-
-def start(config: DictConfig) -> tuple[Any, Path]:
-    """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    with contextlib.suppress(OSError):  # Hydra creates it even if the command is refused or resumes another folder
-        for path in (folder, *folder.parents):
-            if path == folder or Path.cwd() in path.parents:
-                path.rmdir()
-    if config.algorithm != (script := cast(type, OmegaConf.get_type(config))().algorithm):
-        raise SystemExit(f"{script}.py cannot train with algorithm={config.algorithm}: use {config.algorithm}.py.")
-    if config.resume is None:
-        return check(config), folder
-    saved = read_settings(Path(config.resume))
-    if saved.algorithm != config.algorithm:
-        raise SystemExit(f"The run in {config.resume} was started with {saved.algorithm}.py: use that script.")
-    return check(change(saved, config, HydraConfig.get().overrides.task)), Path(config.resume)
-
-
-def read_settings(folder: Path) -> DictConfig:
-    """Return the saved settings of a run, without types."""
-    path = folder / "config.yaml"
-    saved: Any = OmegaConf.load(path) if path.exists() else {}
-    if "algorithm" not in saved:
-        raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
-    return saved
-
-
-def with_types(config: DictConfig, kind: type) -> Any:
-    """Return settings with the types of a dataclass, or exit if it has no such settings."""
-    try:
-        return OmegaConf.merge(OmegaConf.structured(kind(hydra=None)), OmegaConf.to_container(config))
-    except OmegaConfBaseException as error:
-        raise SystemExit(f"{error.full_key}: {error.msg}") from None
-
-
-def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
-    """Return the saved settings with the changes of a resumed run, or exit if one of them is not allowed."""
-    kind = cast(type, OmegaConf.get_type(config))
-    kept, changed, defaults = with_types(saved, kind), saved.copy(), OmegaConf.structured(kind)
-    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    # A task sets several settings, so those that cannot change are compared.
-    tasks = [str(key) for key in config if "task" in keys and key not in CHANGEABLE and config[key] != defaults[key]]
-    for key in [*tasks, *keys]:
-        value = OmegaConf.select(config, key)
-        if key in CHANGEABLE and isinstance(value, DictConfig):
-            raise SystemExit(
-                f"To change {key} of a resumed run, set {', '.join(f'{key}.{name}' for name in map(str, value))}."
-            )
-        if key.partition(".")[0] in CHANGEABLE:
-            OmegaConf.update(changed, key, value)
-        elif value != (before := OmegaConf.select(kept, key)):
-            raise SystemExit(f"A resumed run keeps {key}={before}. It can change {', '.join(CHANGEABLE[:-1])}.")
-    return with_types(changed, kind)
-
-
-def check(config: DictConfig) -> Any:
-    """Return the settings as a dataclass, or exit if they cannot work."""
-    kind = cast(type, OmegaConf.get_type(config))
-    values = OmegaConf.to_container(with_types(config, kind), resolve=True)
-    try:
-        settings: Any = TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
-        refused = [f"{'.'.join(map(str, each['loc']))}={each['input']}: {each['msg']}." for each in error.errors()]
-        raise SystemExit("\n".join(refused)) from None
-    for name, unit in MULTIPLES.items():
-        if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
-            raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
-    random_steps, n_steps, exploration = settings.collector.random_steps, settings.buffer.n_steps, settings.exploration
-    if random_steps >= settings.total_steps:
-        raise SystemExit(f"collector.random_steps={random_steps} must be less than total_steps={settings.total_steps}.")
-    if exploration.final < 1 and (steps := exploration.anneal_steps) <= random_steps:
-        raise SystemExit(f"exploration.anneal_steps={steps} must be more than collector.random_steps={random_steps}.")
-    if n_steps > 1 and settings.env.info_keys:
-        raise SystemExit(f"buffer.n_steps={n_steps} needs rewards that depend only on goals: set env.info_keys=[].")
-    if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) <= (least := n_steps * settings.env.num_envs):
-        raise SystemExit(f"{CHUNK}={chunk} must be more than buffer.n_steps * env.num_envs = {least}.")
-    if (size := settings.buffer.size) < (least := max(settings.collector.steps_per_chunk, settings.batch_size)):
-        raise SystemExit(f"buffer.size={size} must be at least {least}, the size of a chunk or of a batch.")
-    if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
-        raise SystemExit("logger.kinds contains wandb, which is not installed: pip install wandb")
-    if settings.device != "cpu" and int(settings.device[5:] or 0) >= (count := torch.cuda.device_count()):
-        raise SystemExit(f"device={settings.device}: PyTorch finds {count} CUDA devices. Use device=cpu in a new run.")
-    if settings.speedup == Speedup.cudagraph and settings.device == "cpu":
-        raise SystemExit("speedup=cudagraph needs device=cuda, not cpu.")
-    if settings.hindsight.when == When.writing and settings.hindsight.enabled:
-        if n_steps > 1 or settings.buffer.prioritized == Priority.movement:
-            raise SystemExit("buffer.n_steps and buffer.prioritized=movement need hindsight.when=sampling.")
-        if not settings.hindsight.copies:
-            raise SystemExit("hindsight.when=writing stores k copies: hindsight.her_ratio must be k / (k + 1).")
-    return settings

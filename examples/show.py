@@ -24,7 +24,8 @@ from episode_plots import draw_episodes, draw_frames
 from omegaconf import OmegaConf
 from plots import save
 from rendering import check_display, is_mujoco, mark_goal
-from settings import Env, Settings, read_settings, with_types
+from settings import Env, Settings
+from start import read_settings, with_types
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl import torchrl_logger

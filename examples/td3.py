@@ -23,12 +23,12 @@ from common import (
     make_replay_buffer,
     speed_up,
 )
-from env_checks import check_env
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import PositiveInt
 from run import Checkpoints, History, Log, Progress, set_up
-from settings import LossFunction, NonNegative, Priority, Settings, start
+from settings import LossFunction, NonNegative, Priority, Settings
+from start import check_env, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -67,9 +67,9 @@ def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSeque
 
 def train(config: Config, folder: Path) -> Checkpoints:
     """Train an agent, and save the run in a folder."""
-    set_up(config)
     env = check_env(config)
 
+    set_up(config)
     inputs = Inputs(config, env)
     policy, spec = make_policy(config, env, inputs), env.action_spec.to(config.device)
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from settings import check
+from start import check
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

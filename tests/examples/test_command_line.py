@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 from script_runs import BITS, EXAMPLES, SMALL, compose_settings, configure
-from settings import change, check
+from start import change, check
 
 
 def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
@@ -65,7 +65,7 @@ def test_a_resumed_run_takes_the_given_settings_and_no_others():
     assert resumed(started[0], "resume=folder").seed == 3  # the task sets no seed
     for overrides, message in (
         (["seed=4"], r"keeps seed=3\. It can change total_steps, "),
-        (["+task=bit_flipping_50", "env.num_envs=4"], r"keeps env="),
+        (["+task=bit_flipping_50", "env.num_envs=4"], r"keeps env\.num_envs=16"),
         (["exploration={final:0.5}"], r"To change exploration of a resumed run, set exploration\.noise, "),
         (["~logger"], "logger: "),
         (["+evaluation.episode=3"], r"evaluation\.episode: Key 'episode' not in 'Evaluating'"),

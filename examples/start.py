@@ -1,0 +1,175 @@
+"""The start of a training script: checks of its settings and environment, and the settings of a resumed run."""
+
+import contextlib
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from common import Inputs, make_env, make_hindsight, make_replay_buffer
+from gymnasium import spaces
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from settings import LoggerKind, Priority, Settings, Speedup, When
+from torchrl.envs import EnvBase
+
+ENDLESS = 10_000  # steps in which an episode without a time limit must end
+CHUNK = "collector.steps_per_chunk"
+MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
+    CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
+    "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
+}  # fmt: skip
+# The settings that a resumed run can change.
+CHANGEABLE = [
+    "total_steps", "batch_size", "threads", "matmul_precision", "speedup", "exploration", "evaluation", "logger",
+    "checkpoint", "resume",
+]  # fmt: skip
+
+
+def start(config: DictConfig) -> tuple[Any, Path]:
+    """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with contextlib.suppress(OSError):  # Hydra creates it even if the command is refused or resumes another folder
+        for path in (folder, *folder.parents):
+            if path == folder or Path.cwd() in path.parents:
+                path.rmdir()
+    if config.algorithm != (script := kind_of(config)().algorithm):
+        raise SystemExit(f"{script}.py cannot train with algorithm={config.algorithm}: use {config.algorithm}.py.")
+    if config.resume is None:
+        return check(config), folder
+    saved = read_settings(Path(config.resume))
+    if saved.algorithm != config.algorithm:
+        raise SystemExit(f"The run in {config.resume} was started with {saved.algorithm}.py: use that script.")
+    return check(change(saved, config, HydraConfig.get().overrides.task)), Path(config.resume)
+
+
+def kind_of(config: DictConfig) -> type[Settings]:
+    """Return the dataclass of settings."""
+    return cast(type, OmegaConf.get_type(config))
+
+
+def read_settings(folder: Path) -> DictConfig:
+    """Return the saved settings of a run, without types."""
+    path = folder / "config.yaml"
+    saved: Any = OmegaConf.load(path) if path.exists() else {}
+    if "algorithm" not in saved:
+        raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
+    return saved
+
+
+def with_types(config: DictConfig, kind: type) -> Any:
+    """Return settings with the types of a dataclass, or exit if it has no such settings."""
+    try:
+        return OmegaConf.merge(OmegaConf.structured(kind(hydra=None)), OmegaConf.to_container(config))
+    except OmegaConfBaseException as error:
+        raise SystemExit(f"{error.full_key}: {error.msg}") from None
+
+
+def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
+    """Return the saved settings with the changes of a resumed run, or exit if one of them is not allowed."""
+    kept, changed, defaults = with_types(saved, kind_of(config)), saved.copy(), OmegaConf.structured(kind_of(config))
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    if "task" in keys:  # it sets several settings: compare all that cannot change
+        keys += [str(key) for key in config if key not in CHANGEABLE and config[key] != defaults[key]]
+    for key in keys:
+        value = OmegaConf.select(config, key)
+        if key in CHANGEABLE and isinstance(value, DictConfig):
+            raise SystemExit(
+                f"To change {key} of a resumed run, set {', '.join(f'{key}.{name}' for name in map(str, value))}."
+            )
+        if key.partition(".")[0] in CHANGEABLE:
+            OmegaConf.update(changed, key, value)
+        elif value != (before := OmegaConf.select(kept, key)):
+            raise SystemExit(f"A resumed run keeps {key}={before}. It can change {', '.join(CHANGEABLE[:-1])}.")
+    return with_types(changed, kind_of(config))
+
+
+def check(config: DictConfig) -> Any:
+    """Return the settings as a dataclass, or exit if they cannot work."""
+    values = OmegaConf.to_container(with_types(config, kind_of(config)), resolve=True)
+    try:
+        settings: Any = TypeAdapter(kind_of(config)).validate_python(values)
+    except ValidationError as error:
+        refused = [f"{'.'.join(map(str, each['loc']))}={each['input']}: {each['msg']}." for each in error.errors()]
+        raise SystemExit("\n".join(refused)) from None
+    for name, unit in MULTIPLES.items():
+        if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
+            raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")
+    random_steps, n_steps, exploration = settings.collector.random_steps, settings.buffer.n_steps, settings.exploration
+    if random_steps >= settings.total_steps:
+        raise SystemExit(f"collector.random_steps={random_steps} must be less than total_steps={settings.total_steps}.")
+    if exploration.final < 1 and (steps := exploration.anneal_steps) <= random_steps:
+        raise SystemExit(f"exploration.anneal_steps={steps} must be more than collector.random_steps={random_steps}.")
+    if n_steps > 1 and settings.env.info_keys:
+        raise SystemExit(f"buffer.n_steps={n_steps} needs rewards that depend only on goals: set env.info_keys=[].")
+    if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) <= (least := n_steps * settings.env.num_envs):
+        raise SystemExit(f"{CHUNK}={chunk} must be more than buffer.n_steps * env.num_envs = {least}.")
+    if (size := settings.buffer.size) < (least := max(settings.collector.steps_per_chunk, settings.batch_size)):
+        raise SystemExit(f"buffer.size={size} must be at least {least}, the size of a chunk or of a batch.")
+    if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
+        raise SystemExit("logger.kinds contains wandb, which is not installed: pip install wandb")
+    if settings.device != "cpu" and int(settings.device[5:] or 0) >= (count := torch.cuda.device_count()):
+        raise SystemExit(f"device={settings.device}: PyTorch finds {count} CUDA devices. Use device=cpu in a new run.")
+    if settings.speedup == Speedup.cudagraph and settings.device == "cpu":
+        raise SystemExit("speedup=cudagraph needs device=cuda, not cpu.")
+    if settings.hindsight.when == When.writing and settings.hindsight.enabled:
+        if n_steps > 1 or settings.buffer.prioritized == Priority.movement:
+            raise SystemExit("buffer.n_steps and buffer.prioritized=movement need hindsight.when=sampling.")
+        if not settings.hindsight.copies:
+            raise SystemExit("hindsight.when=writing stores k copies: hindsight.her_ratio must be k / (k + 1).")
+    return settings
+
+
+def check_env(config: Settings, discrete: bool = False) -> EnvBase:
+    """Return the environment, or exit if it cannot be trained on. The steps before the first update are played."""
+    env, name, chunk = make_env(config.env), config.env.name, config.collector.steps_per_chunk
+    goals, clipped = [config.env.achieved_goal_key, config.env.desired_goal_key], config.env.clip_observation
+    read = {config.env.success, *config.env.info_keys}
+    entries = set(env.observation_spec.keys()) - read
+    if missing := {*config.inputs, *goals, *(["observation"] if clipped else [])} - entries:
+        raise SystemExit(
+            f"Observations of {name} have no {sorted(missing)}, only {sorted(entries)}: set inputs, "
+            "env.achieved_goal_key, env.desired_goal_key and env.clip_observation."
+        )
+    if config.hindsight.enabled and goals[1] not in config.inputs:
+        raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
+    space = env.action_space
+    is_box = isinstance(space, spaces.Box) and space.is_bounded() and len(space.shape) == 1
+    is_discrete = isinstance(space, spaces.Discrete) and space.start == 0
+    if not (is_discrete if discrete else is_box):
+        raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
+    env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
+    info = {"terminated": False} | env.get_wrapper_attr("step")(space.sample())[-1]
+    if wrong := [key for key in sorted(read) if not is_number(info.get(key))]:
+        raise SystemExit(
+            f"A step of {name} has no numbers or bools {wrong} in info, only {sorted(info)}: set env.info_keys and "
+            "env.success (terminated, if the episode ends at the goal)."
+        )
+    whole = (env.spec.max_episode_steps or 1) * config.env.num_envs
+    if config.buffer.prioritized == Priority.movement and chunk % whole:
+        raise SystemExit(f"buffer.prioritized=movement: {CHUNK}={chunk} must be a multiple of whole episodes, {whole}.")
+    if env.spec.max_episode_steps is None and not env.rollout(ENDLESS)["next", "done"].any():
+        raise SystemExit(f"Episodes do not end in {ENDLESS:,} steps: set +env.kwargs.max_episode_steps=...")
+    # Write, relabel and sample steps as the training does: hindsight names what it cannot work with.
+    steps = (config.collector.random_steps + chunk) // config.env.num_envs  # before the first update
+    trial = replace(config, buffer=replace(config.buffer, size=max(steps, config.batch_size)))
+    try:
+        buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
+        rows = (1, -1) if config.buffer.n_steps > 1 else -1
+        buffer.extend(env.rollout(steps, break_when_any_done=False).reshape(rows))
+        if not len(buffer):
+            raise ValueError("no episode ends, and hindsight.when=writing needs one: increase collector.random_steps.")
+        buffer.sample(config.batch_size)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {', '.join(map(str, error.args))}"
+        raise SystemExit(f"{name} cannot be trained on. {reason} Arguments are settings: env.info_keys=...") from error
+    return env
+
+
+def is_number(value: Any) -> bool:
+    """Whether an entry of info is a single number or bool."""
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
