@@ -125,7 +125,7 @@ def check(config: DictConfig) -> Any:
 
 
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
-    """Return the environment, or exit if it cannot be trained on. The steps before the first update are played."""
+    """Return the environment, or exit if it cannot be trained on. Some steps are played on trial."""
     env, name, chunk = make_env(config.env), config.env.name, config.collector.steps_per_chunk
     goals, clipped = [config.env.achieved_goal_key, config.env.desired_goal_key], config.env.clip_observation
     read = {config.env.success, *config.env.info_keys}
@@ -156,6 +156,8 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         raise SystemExit(f"Episodes do not end in {ENDLESS:,} steps: set +env.kwargs.max_episode_steps=...")
     # Write, relabel and sample steps as the training does: hindsight names what it cannot work with.
     steps = (config.collector.random_steps + chunk) // config.env.num_envs  # before the first update
+    if config.hindsight.when == When.sampling:  # an episode need not end
+        steps = min(steps, 100 + config.buffer.n_steps)
     trial = replace(config, buffer=replace(config.buffer, size=max(steps, config.batch_size)))
     try:
         buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
