@@ -158,17 +158,17 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     steps = (config.collector.random_steps + chunk) // config.env.num_envs  # before the first update
     if config.hindsight.when == When.sampling:  # an episode need not end
         steps = min(steps, 100 + config.buffer.n_steps)
+    data = env.rollout(steps, break_when_any_done=False).reshape((1, -1) if config.buffer.n_steps > 1 else -1)
     trial = replace(config, buffer=replace(config.buffer, size=max(steps, config.batch_size)))
     try:
         buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
-        rows = (1, -1) if config.buffer.n_steps > 1 else -1
-        buffer.extend(env.rollout(steps, break_when_any_done=False).reshape(rows))
+        buffer.extend(data)
         if not len(buffer):
-            raise ValueError("no episode ends, and hindsight.when=writing needs one: increase collector.random_steps.")
+            raise ValueError("No episode ends, and hindsight.when=writing needs one: increase collector.random_steps.")
         buffer.sample(config.batch_size)
     except Exception as error:
         reason = f"{type(error).__name__}: {', '.join(map(str, error.args))}"
-        raise SystemExit(f"{name} cannot be trained on. {reason} Arguments are settings: env.info_keys=...") from error
+        raise SystemExit(f"{name} cannot be trained on. {reason} Set arguments as in env.info_keys=[...].") from error
     return env
 
 

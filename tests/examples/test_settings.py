@@ -195,7 +195,7 @@ REFUSED = [
     ("ddpg inputs=[observation,desired]", r"Observations of torchrl_her/PointReach-v0 have no \['desired'\], only"),
     (
         "ddpg env.achieved_goal_key=observation",
-        r"ValueError: An achieved goal has the shape \(4,\) .*Pass goal_fn .*Arguments are settings",
+        r"ValueError: An achieved goal has the shape \(4,\) .*Pass goal_fn .*Set arguments as in",
     ),
     (f"{CART} inputs=[cart,target,fuel]", r"have no \['fuel'\], only \['cart', 'target'\]"),  # an entry of info
     (f"{CART} env.clip_observation=5", r"have no \['observation'\], only \['cart', 'target'\]"),
@@ -229,7 +229,7 @@ REFUSED = [
     ("ddpg batch_size=151", r"buffer\.size=150 must be at least 151, the size of a chunk or of a batch"),
     (
         f"{CART} env.info_keys=[]",
-        r"compute_reward of Cart reads info\['fuel'\], .*in info_keys=.*Arguments are settings: env\.info_keys",
+        r"compute_reward of Cart reads info\['fuel'\], .*in info_keys=.*Set arguments as in env\.info_keys",
     ),
     (f"{CART} env.info_keys=[fuel,tanks]", r"A step of Cart-v0 has no numbers or bools \['tanks'\] in info"),
     (f"{CART} env.info_keys=[fuel,driver]", r"A step of Cart-v0 has no numbers or bools \['driver'\] in info"),
@@ -250,11 +250,11 @@ REFUSED = [
     ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
     (
         "ddpg hindsight.when=writing env.num_envs=10",
-        r"no episode ends, and hindsight\.when=writing needs one: increase collector\.random_steps",
+        r"No episode ends, and hindsight\.when=writing needs one: increase collector\.random_steps",
     ),
     (
         "dqn hindsight.when=writing env.num_envs=25",
-        r"no episode ends, and hindsight\.when=writing needs one: increase collector\.random_steps",
+        r"No episode ends, and hindsight\.when=writing needs one: increase collector\.random_steps",
     ),
     ("ddpg buffer.n_steps=3 hindsight.when=writing", "buffer.n_steps and .* need hindsight.when=sampling"),
     *(
