@@ -50,7 +50,8 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise SystemExit(f"The environment {config.name!r} cannot be made: {error}. {PACKAGES}") from None
+        hint = "Check env.kwargs." if isinstance(error, TypeError) else PACKAGES
+        raise SystemExit(f"The environment {config.name!r} cannot be made: {str(error).rstrip('.')}. {hint}") from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
         env = env.append_transform(DoubleToFloat())  # only if needed: transforms take time at every step

@@ -149,6 +149,7 @@ class Checkpoints:
                     f"{self.folder}/ is not empty: continue its run with resume={self.folder}, delete it, or name "
                     "another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
                 )
+            (self.folder / "config.yaml").touch(exist_ok=False)  # fails if another run starts at the same time
         elif not steps:
             raise SystemExit(f"The run in {self.folder}/ has no checkpoint: delete it and start again.")
         elif steps[-1] > self.config.total_steps:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -126,6 +127,7 @@ def check(config: DictConfig) -> Any:
 
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     """Return the environment, or exit if it cannot be trained on. Some steps are played on trial."""
+    torch.manual_seed(config.seed)
     env, name, chunk = make_env(config.env), config.env.name, config.collector.steps_per_chunk
     goals, clipped = [config.env.achieved_goal_key, config.env.desired_goal_key], config.env.clip_observation
     read = {config.env.success, *config.env.info_keys}
@@ -137,6 +139,8 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         )
     if config.hindsight.enabled and goals[1] not in config.inputs:
         raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
+    if goals[0] == goals[1]:
+        raise SystemExit(f"env.achieved_goal_key and env.desired_goal_key must differ, got {goals[0]!r} for both.")
     space = env.action_space
     is_box = isinstance(space, spaces.Box) and space.is_bounded() and len(space.shape) == 1
     is_discrete = isinstance(space, spaces.Discrete) and space.start == 0
@@ -144,34 +148,32 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
     env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
     info = {"terminated": False} | env.get_wrapper_attr("step")(space.sample())[-1]
-    if wrong := [key for key in sorted(read) if not is_number(info.get(key))]:
+    numbers = {key for key, value in info.items() if not np.ndim(value) and np.asarray(value).dtype.kind in "biuf"}
+    if missing := read - numbers:
         raise SystemExit(
-            f"A step of {name} has no numbers or bools {wrong} in info, only {sorted(info)}: set env.info_keys and "
-            "env.success (terminated, if the episode ends at the goal)."
+            f"The info of {name} has no numbers or bools {sorted(missing)}, only {sorted(numbers)}: set env.info_keys "
+            "and env.success (terminated, if the episode ends at the goal). Every step must have them."
         )
     whole = (env.spec.max_episode_steps or 1) * config.env.num_envs
     if config.buffer.prioritized == Priority.movement and chunk % whole:
         raise SystemExit(f"buffer.prioritized=movement: {CHUNK}={chunk} must be a multiple of whole episodes, {whole}.")
     if env.spec.max_episode_steps is None and not env.rollout(ENDLESS)["next", "done"].any():
         raise SystemExit(f"Episodes do not end in {ENDLESS:,} steps: set +env.kwargs.max_episode_steps=...")
-    # Write, relabel and sample steps as the training does: hindsight names what it cannot work with.
     steps = (config.collector.random_steps + chunk) // config.env.num_envs  # before the first update
-    if config.hindsight.when == When.sampling:  # an episode need not end
-        steps = min(steps, 100 + config.buffer.n_steps)
+    writing = config.hindsight.enabled and config.hindsight.when == When.writing  # stores whole episodes
+    steps = min(steps, (env.spec.max_episode_steps or steps) if writing else 100 + config.buffer.n_steps)
     data = env.rollout(steps, break_when_any_done=False).reshape((1, -1) if config.buffer.n_steps > 1 else -1)
-    trial = replace(config, buffer=replace(config.buffer, size=max(steps, config.batch_size)))
+    if writing and not data["next", "done"].any():
+        raise SystemExit(
+            "hindsight.when=writing: no episode ends before the first update. Increase collector.random_steps."
+        )
+    # Write, relabel and sample the steps as the training does: hindsight names what it cannot work with.
+    trial = replace(config, buffer=replace(config.buffer, size=steps))
     try:
         buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
         buffer.extend(data)
-        if not len(buffer):
-            raise ValueError("No episode ends, and hindsight.when=writing needs one: increase collector.random_steps.")
         buffer.sample(config.batch_size)
     except Exception as error:
-        reason = f"{type(error).__name__}: {', '.join(map(str, error.args))}"
-        raise SystemExit(f"{name} cannot be trained on. {reason} Set arguments as in env.info_keys=[...].") from error
+        traceback.print_exception(error)
+        raise SystemExit(f"{name} cannot be trained on: {error!r}. Its arguments are settings of env.") from error
     return env
-
-
-def is_number(value: Any) -> bool:
-    """Whether an entry of info is a single number or bool."""
-    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf"
