@@ -116,6 +116,15 @@ def test_a_folder_with_other_files_takes_no_run(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["logs", "results.csv"]
 
 
+def test_only_one_of_two_runs_that_start_at_the_same_time_gets_the_folder(folder, monkeypatch):
+    before = files_in(folder)
+    monkeypatch.setattr(run.Path, "iterdir", lambda _: iter(()))  # as the second run saw it a moment ago
+    with pytest.raises(FileExistsError):
+        train("dqn", folder)
+    monkeypatch.undo()
+    assert before == files_in(folder)
+
+
 @pytest.mark.parametrize("text", ["", "a: 1", "[1, 2]"])
 def test_a_file_of_another_program_is_no_run(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)

@@ -15,7 +15,7 @@ from hydra.errors import ConfigCompositionException
 from pydantic import NonNegativeInt, PositiveInt
 from script_runs import EXAMPLES, configure, small_settings, train
 from settings import Decay, NonNegative, Positive, PositiveShare, Seed, Share
-from start import CHUNK, MULTIPLES
+from start import CHUNK, MULTIPLES, check_env
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
@@ -301,6 +301,15 @@ def test_impossible_settings_are_refused_with_their_name_and_nothing_is_written(
     with pytest.raises(SystemExit, match=message):
         train(command, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_trial_of_an_environment_depends_only_on_the_seed_of_the_run():
+    after = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        check_env(small_settings("ddpg"))
+        after.append(torch.rand(4))
+    assert torch.equal(*after)
 
 
 def test_an_error_in_the_reward_of_an_environment_shows_its_line(tmp_path, monkeypatch, capsys):
