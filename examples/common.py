@@ -49,9 +49,9 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     """Make an environment in single precision that returns the required entries of info."""
     try:
         env = GymEnv(config.name, categorical_action_encoding=True, **config.kwargs, **kwargs)
-    except (gymnasium.error.Error, ImportError, TypeError) as error:
-        hint = "Check env.kwargs." if isinstance(error, TypeError) else PACKAGES
-        raise SystemExit(f"The environment {config.name!r} cannot be made: {str(error).rstrip('.')}. {hint}") from None
+    except (gymnasium.error.Error, ImportError) as error:
+        message = f"The environment {config.name!r} cannot be made: {str(error).rstrip('.?')}. {PACKAGES}"
+        raise SystemExit(message) from None
     env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
         env = env.append_transform(DoubleToFloat())  # only if needed: transforms take time at every step

@@ -107,8 +107,8 @@ def check(config: DictConfig) -> Any:
         raise SystemExit(f"exploration.anneal_steps={steps} must be more than collector.random_steps={random_steps}.")
     if n_steps > 1 and settings.env.info_keys:
         raise SystemExit(f"buffer.n_steps={n_steps} needs rewards that depend only on goals: set env.info_keys=[].")
-    if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) <= (least := n_steps * settings.env.num_envs):
-        raise SystemExit(f"{CHUNK}={chunk} must be more than buffer.n_steps * env.num_envs = {least}.")
+    if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) < (least := (n_steps + 2) * settings.env.num_envs):
+        raise SystemExit(f"{CHUNK}={chunk} must be at least (buffer.n_steps + 2) * env.num_envs = {least}.")
     if (size := settings.buffer.size) < (least := max(settings.collector.steps_per_chunk, settings.batch_size)):
         raise SystemExit(f"buffer.size={size} must be at least {least}, the size of a chunk or of a batch.")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
@@ -148,26 +148,28 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
     env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
     info = {"terminated": False} | env.get_wrapper_attr("step")(space.sample())[-1]
-    numbers = {key for key, value in info.items() if not np.ndim(value) and np.asarray(value).dtype.kind in "biuf"}
+    found = read & set(info)
+    numbers = {key for key in found if not np.ndim(info[key]) and np.asarray(info[key]).dtype.kind in "biuf"}
     if missing := read - numbers:
         raise SystemExit(
-            f"The info of {name} has no numbers or bools {sorted(missing)}, only {sorted(numbers)}: set env.info_keys "
-            "and env.success (terminated, if the episode ends at the goal). Every step must have them."
+            f"{sorted(missing)} must be numbers or bools in every info of {name}, which has {sorted(info)}: set "
+            "env.info_keys and env.success (terminated, if the episode ends at the goal)."
         )
     whole = (env.spec.max_episode_steps or 1) * config.env.num_envs
     if config.buffer.prioritized == Priority.movement and chunk % whole:
         raise SystemExit(f"buffer.prioritized=movement: {CHUNK}={chunk} must be a multiple of whole episodes, {whole}.")
     if env.spec.max_episode_steps is None and not env.rollout(ENDLESS)["next", "done"].any():
         raise SystemExit(f"Episodes do not end in {ENDLESS:,} steps: set +env.kwargs.max_episode_steps=...")
-    steps = (config.collector.random_steps + chunk) // config.env.num_envs  # before the first update
     writing = config.hindsight.enabled and config.hindsight.when == When.writing  # stores whole episodes
-    steps = min(steps, (env.spec.max_episode_steps or steps) if writing else 100 + config.buffer.n_steps)
-    data = env.rollout(steps, break_when_any_done=False).reshape((1, -1) if config.buffer.n_steps > 1 else -1)
+    longest = config.checkpoint.interval if writing else (100 + config.buffer.n_steps) * config.env.num_envs
+    steps = min(config.collector.random_steps + chunk, longest) // config.env.num_envs
+    data = env.rollout(steps, break_when_any_done=writing).reshape((1, -1) if config.buffer.n_steps > 1 else -1)
     if writing and not data["next", "done"].any():
         raise SystemExit(
-            "hindsight.when=writing: no episode ends before the first update. Increase collector.random_steps."
+            f"hindsight.when=writing: no episode ends in the first {steps} steps of an environment. Increase "
+            "collector.random_steps and checkpoint.interval."
         )
-    # Write, relabel and sample the steps as the training does: hindsight names what it cannot work with.
+    # Write, relabel and sample them as the training does: hindsight names what it cannot work with.
     trial = replace(config, buffer=replace(config.buffer, size=steps))
     try:
         buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
@@ -175,5 +177,6 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         buffer.sample(config.batch_size)
     except Exception as error:
         traceback.print_exception(error)
-        raise SystemExit(f"{name} cannot be trained on: {error!r}. Its arguments are settings of env.") from error
+        hint = "If the error names goal_fn, info_keys or terminated_fn, set env.goal_fn, ..."
+        raise SystemExit(f"{name} cannot be trained on: {error!r}. {hint}") from error
     return env
