@@ -261,6 +261,11 @@ REFUSED = [
         "dqn hindsight.when=writing env.num_envs=25",
         r"no episode ends in the first .* Increase collector\.random_steps",
     ),
+    ("ddpg buffer.n_steps=24 env.num_envs=2", r"steps_per_chunk=50 must be at least .* = 52"),
+    (
+        "ddpg hindsight.when=writing ++env.kwargs.max_episode_steps=30 env.num_envs=5 collector.random_steps=150",
+        r"no episode ends in the first 20 steps of an environment\. Increase",
+    ),
     ("ddpg buffer.n_steps=3 hindsight.when=writing", "buffer.n_steps and .* need hindsight.when=sampling"),
     *(
         (f"ddpg hindsight.when=writing hindsight.her_ratio={share}", r"her_ratio must be k / \(k \+ 1\)")
