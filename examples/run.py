@@ -146,7 +146,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             if any(self.folder.iterdir()):
                 raise SystemExit(
-                    f"{self.folder}/ is not empty: continue its run with resume={self.folder}, delete it, or name "
+                    f"{self.folder}/ is not empty: continue a run in it with resume={self.folder}, delete it, or name "
                     "another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
                 )
             (self.folder / "config.yaml").touch(exist_ok=False)  # fails if another run starts at the same time
@@ -158,7 +158,8 @@ class Checkpoints:
             for unfinished in self.rotation.directory.glob(".checkpoint-*"):  # of a killed process
                 shutil.rmtree(unfinished)
             self.rotation.load_latest(self.checkpoint)
-            # Not its policy, which is saved separately, nor its exploration, which may change.
+            # Only these numbers: the policy is saved separately, exploration may change, and other state breaks a
+            # ParallelEnv.
             self.collector.load_state_dict({"frames": steps[-1], "iter": 0}, strict=False)
             anneal(self.collector.policy, steps[-1] // self.config.collector.steps_per_chunk)
             self._end_episodes(steps[-1])

@@ -169,14 +169,14 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
             f"hindsight.when=writing: no episode ends in the first {steps} steps of an environment. Increase "
             "collector.random_steps and checkpoint.interval."
         )
-    # Write, relabel and sample them as the training does: hindsight names what it cannot work with.
+    # Write, relabel and sample the steps as the training does: hindsight names what it cannot work with.
     trial = replace(config, buffer=replace(config.buffer, size=steps))
     try:
         buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
         buffer.extend(data)
-        buffer.sample(config.batch_size)
+        buffer.sample(1000)  # enough that some are relabelled, whatever the batch size and her_ratio
     except Exception as error:
         traceback.print_exception(error)
-        hint = "If the error names goal_fn, info_keys or terminated_fn, set env.goal_fn, ..."
+        hint = "The settings of goal_fn, info_keys and terminated_fn are env.goal_fn, env.info_keys, env.terminated_fn."
         raise SystemExit(f"{name} cannot be trained on: {error!r}. {hint}") from error
     return env

@@ -92,7 +92,7 @@ def folder(finished_run, tmp_path):
 
 
 def test_a_folder_with_a_run_takes_no_other(folder):
-    with pytest.raises(SystemExit, match=r"is not empty: continue its run with resume="):
+    with pytest.raises(SystemExit, match=r"is not empty: continue a run in it with resume="):
         train("dqn total_steps=100 seed=1", folder)
     resumed = train(f"dqn total_steps=300 resume={folder}", folder)
     assert (resumed.components["progress"]["steps"], resumed.config.seed) == (300, 0)
@@ -102,7 +102,7 @@ def test_a_folder_takes_one_run_and_is_not_resumed_before_its_first_checkpoint(t
     with pytest.raises(SystemExit, match=r"There is no run in .*: it has no config\.yaml"):
         read_settings(tmp_path)
     (tmp_path / "config.yaml").touch()  # of a run that has just begun, or was killed
-    with pytest.raises(SystemExit, match=r"is not empty: continue its run .*, delete it, or name another folder"):
+    with pytest.raises(SystemExit, match=r"is not empty: continue a run in it .*, delete it, or name another folder"):
         train("ddpg", tmp_path)
     with pytest.raises(SystemExit, match="has no checkpoint: delete it and start again"):
         train(f"ddpg resume={tmp_path}", tmp_path)
@@ -111,7 +111,7 @@ def test_a_folder_takes_one_run_and_is_not_resumed_before_its_first_checkpoint(t
 def test_a_folder_with_other_files_takes_no_run(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "results.csv").write_text("1,2")
-    with pytest.raises(SystemExit, match=r"is not empty: continue its run .*, delete it, or name another folder"):
+    with pytest.raises(SystemExit, match=r"is not empty: continue a run in it .*, delete it, or name another folder"):
         train("ddpg", tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == ["logs", "results.csv"]
 

@@ -194,7 +194,7 @@ REFUSED = [
     ("ddpg inputs=[observation,desired]", r"Observations of torchrl_her/PointReach-v0 have no \['desired'\], only"),
     (
         "ddpg env.achieved_goal_key=observation",
-        r"ValueError\(.An achieved goal has the shape \(4,\) .*Pass goal_fn .* set env\.goal_fn",
+        r"ValueError\(.An achieved goal has the shape \(4,\) .*Pass goal_fn .* are env\.goal_fn",
     ),
     (f"{CART} inputs=[cart,target,fuel]", r"have no \['fuel'\], only \['cart', 'target'\]"),  # an entry of info
     (f"{CART} env.clip_observation=5", r"have no \['observation'\], only \['cart', 'target'\]"),
@@ -228,7 +228,7 @@ REFUSED = [
     ("ddpg batch_size=151", r"buffer\.size=150 must be at least 151, the size of a chunk or of a batch"),
     (
         f"{CART} env.info_keys=[]",
-        r"compute_reward of Cart reads info\[.*fuel.*\], .*in info_keys=.* set env\.goal_fn",
+        r"compute_reward of Cart reads info\[.*fuel.*\], .*in info_keys=.* are env\.goal_fn",
     ),
     (
         f"{CART} env.info_keys=[fuel,tanks]",
@@ -261,6 +261,8 @@ REFUSED = [
         "dqn hindsight.when=writing env.num_envs=25",
         r"no episode ends in the first .* Increase collector\.random_steps",
     ),
+    ("ddpg env.desired_goal_key=achieved_goal inputs=[achieved_goal]", "must differ, got 'achieved_goal' for both"),
+    (f"{CART} env.info_keys=[] batch_size=1 hindsight.her_ratio=0.05", r"compute_reward of Cart reads info"),
     ("ddpg buffer.n_steps=24 env.num_envs=2", r"steps_per_chunk=50 must be at least .* = 52"),
     (
         "ddpg hindsight.when=writing ++env.kwargs.max_episode_steps=30 env.num_envs=5 collector.random_steps=150",
