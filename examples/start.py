@@ -174,7 +174,7 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     try:
         buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
         buffer.extend(data)
-        buffer.sample(1000)  # enough that some are relabelled, whatever the batch size and her_ratio
+        buffer.sample(config.batch_size)
     except Exception as error:
         traceback.print_exception(error)
         hint = "The settings of goal_fn, info_keys and terminated_fn are env.goal_fn, env.info_keys, env.terminated_fn."
