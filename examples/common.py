@@ -110,7 +110,7 @@ class Inputs(TensorDictModuleBase):
         """Set the inputs at the root and, in transitions, under ``"next"``."""
         for data in (tensordict, tensordict.get("next", None)):
             if data is not None:
-                inputs = torch.cat([data[key].flatten(data.ndim).float() for key in self.in_keys], -1)
+                inputs = torch.cat([data[key].reshape(*data.shape, -1).float() for key in self.in_keys], -1)
                 if self.config.normalization.enabled:
                     clip = self.config.normalization.clip
                     inputs = ((inputs - self.mean) / self.scale).clamp(-clip, clip)
@@ -123,7 +123,7 @@ class Inputs(TensorDictModuleBase):
         data = data["next"].select(*self.in_keys, env.achieved_goal_key, env.desired_goal_key).flatten()  # [n]
         at_goal = data.copy().set(env.desired_goal_key, self.goal_fn(data[env.achieved_goal_key]))
         data = torch.cat([data, at_goal])  # [2 n]
-        values = torch.cat([data[key].flatten(1).to(self.sums) for key in self.in_keys], 1)  # [2 n, width]
+        values = torch.cat([data[key].reshape(len(data), -1).to(self.sums) for key in self.in_keys], 1)  # [2 n, width]
         self.sums += torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
         mean, mean_square = self.sums[1:] / self.sums[0]
         self.mean.copy_(mean)

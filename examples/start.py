@@ -139,8 +139,6 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         )
     if config.hindsight.enabled and goals[1] not in config.inputs:
         raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
-    if goals[0] == goals[1]:
-        raise SystemExit(f"env.achieved_goal_key and env.desired_goal_key must differ, got {goals[0]!r} for both.")
     space = env.action_space
     is_box = isinstance(space, spaces.Box) and space.is_bounded() and len(space.shape) == 1
     is_discrete = isinstance(space, spaces.Discrete) and space.start == 0
@@ -177,6 +175,6 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         buffer.sample(config.batch_size)
     except Exception as error:
         traceback.print_exception(error)
-        hint = "The settings of goal_fn, info_keys and terminated_fn are env.goal_fn, env.info_keys, env.terminated_fn."
+        hint = "Arguments such as goal_fn and info_keys are settings: env.goal_fn, env.info_keys."
         raise SystemExit(f"{name} cannot be trained on: {error!r}. {hint}") from error
     return env

@@ -277,6 +277,8 @@ BAD_ARGUMENTS = [  # the argument, its values, the error and its message, in whi
     *[(name, values, ValueError, name + " must be an integer of at least 1, got {}")
         for name, values in (("capacity", [*NO_WHOLE_NUMBER, None]), ("max_episode_steps", NO_WHOLE_NUMBER),
                              ("sequence_length", NO_WHOLE_NUMBER))],
+    ("achieved_goal_key", ["desired_goal", ("desired_goal",)], ValueError,
+        "achieved_goal_key and desired_goal_key must differ, got 'desired_goal' for both"),
     ("goal_fn", [5, "achieved"], TypeError, "goal_fn must be a function.*got {}"),
     ("goal_spec", [Composite(achieved_goal=Unbounded(2)), (2,)], TypeError,
         r'spec of one goal, got a .*env\.observation_spec\["achieved_goal"\]'),

@@ -143,6 +143,8 @@ class RelabelTransform(BufferTransform, ABC):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
+        if keys.achieved == keys.desired:
+            raise ValueError(f"achieved_goal_key and desired_goal_key must differ, got {keys.achieved!r} for both.")
         self.strategies = make_strategies(strategy, extra_goals, keys)
         self.goal_fn = goal_fn
         self.keys = keys

@@ -151,13 +151,13 @@ def test_a_logger_that_is_not_installed_leaves_a_run_as_it_is(folder):
     assert before == files_in(folder)
 
 
-def test_runs_in_weights_and_biases_are_named_after_their_folders(tmp_path, monkeypatch):
+def test_runs_in_weights_and_biases_are_named_after_their_folders_and_sweeps(tmp_path, monkeypatch):
     names = {}
     monkeypatch.setattr(run, "get_logger", lambda kind, folder, name: names.update({kind: name}))
     config = configure("dqn")
     config.logger.kinds = [LoggerKind.csv, LoggerKind.wandb]
-    run.Log(config, tmp_path / "seed_7", {})
-    assert names == {"csv": "csv", "wandb": "seed_7"}
+    run.Log(config, tmp_path / "multirun" / "0", {})
+    assert names == {"csv": "csv", "wandb": "multirun/0"}
 
 
 def test_a_resumed_run_explores_with_the_given_share_of_random_actions(folder):

@@ -76,6 +76,17 @@ class Arrived(gymnasium.Wrapper):
         return *transition, info | {"arrived": info["is_success"]}
 
 
+class Phases(PointReach):
+    """Observes a single integer too."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space.spaces["phase"] = gymnasium.spaces.Discrete(3)
+
+    def _observation(self):
+        return super()._observation() | {"phase": np.int64(self.np_random.integers(3))}
+
+
 ACTIONS = {
     "wide": gymnasium.spaces.Box(np.array([-2, 0], np.float32), np.array([2, 1], np.float32)),
     "square": gymnasium.spaces.Box(-1, 1, (2, 2)),
@@ -87,6 +98,7 @@ gymnasium.register("OtherRewards-v0", OtherRewards, max_episode_steps=50)
 gymnasium.register("OtherSpaces-v0", OtherSpaces, max_episode_steps=50)
 gymnasium.register("OtherScale-v0", OtherScale, max_episode_steps=50)
 gymnasium.register("Arrived-v0", lambda: Arrived(PointReach()), max_episode_steps=50)
+gymnasium.register("Phases-v0", Phases, max_episode_steps=50)
 gymnasium.register("Endless-v0", PointReach)
 
 
@@ -194,7 +206,7 @@ REFUSED = [
     ("ddpg inputs=[observation,desired]", r"Observations of torchrl_her/PointReach-v0 have no \['desired'\], only"),
     (
         "ddpg env.achieved_goal_key=observation",
-        r"ValueError\(.An achieved goal has the shape \(4,\) .*Pass goal_fn .* are env\.goal_fn",
+        r"ValueError\(.An achieved goal has the shape \(4,\) .*Pass goal_fn .* settings: env\.goal_fn",
     ),
     (f"{CART} inputs=[cart,target,fuel]", r"have no \['fuel'\], only \['cart', 'target'\]"),  # an entry of info
     (f"{CART} env.clip_observation=5", r"have no \['observation'\], only \['cart', 'target'\]"),
@@ -228,7 +240,7 @@ REFUSED = [
     ("ddpg batch_size=151", r"buffer\.size=150 must be at least 151, the size of a chunk or of a batch"),
     (
         f"{CART} env.info_keys=[]",
-        r"compute_reward of Cart reads info\[.*fuel.*\], .*in info_keys=.* are env\.goal_fn",
+        r"compute_reward of Cart reads info\[.*fuel.*\], .*in info_keys=.* settings: env\.goal_fn",
     ),
     (
         f"{CART} env.info_keys=[fuel,tanks]",
@@ -261,7 +273,10 @@ REFUSED = [
         "dqn hindsight.when=writing env.num_envs=25",
         r"no episode ends in the first .* Increase collector\.random_steps",
     ),
-    ("ddpg env.desired_goal_key=achieved_goal inputs=[achieved_goal]", "must differ, got 'achieved_goal' for both"),
+    (
+        "ddpg env.desired_goal_key=achieved_goal inputs=[achieved_goal]",
+        r"ValueError\(.achieved_goal_key and desired_goal_key must differ, got 'achieved_goal' for both",
+    ),
     (f"{CART} env.info_keys=[] batch_size=1 hindsight.her_ratio=0.05", r"compute_reward of Cart reads info"),
     ("ddpg buffer.n_steps=24 env.num_envs=2", r"steps_per_chunk=50 must be at least .* = 52"),
     (
@@ -421,6 +436,13 @@ def test_goals_may_be_of_any_dtype(dtype, tmp_path):
     history = run.components["log"]
     assert history["evaluation/distance"][-1][1] > 0
     assert history["evaluation/success"][-1][0] == 200
+
+
+def test_an_observation_may_be_a_single_integer(tmp_path):
+    run = train("ddpg speedup=none env.name=Phases-v0 inputs=[phase,observation,desired_goal]", tmp_path)
+    steps, total, _ = run.components["policy"][0].sums[:, 0].tolist()
+    assert steps == 400  # each step twice
+    assert 0.8 < total / steps < 1.2  # phases 0, 1 and 2
 
 
 def test_an_evaluation_that_does_not_end_is_refused(tmp_path, monkeypatch):
