@@ -14,7 +14,7 @@ from record import Recorded
 from settings import Env, Priority, Settings, Speedup, When
 from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase, TensorDictSequential, WrapModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
 from torchrl.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, default_info_dict_reader, set_exploration_type
@@ -68,15 +68,7 @@ def make_envs(config: Env, num_envs: int, parallel: bool) -> EnvBase:
 
 def load_function(name: str | None) -> Callable | None:
     """Return the function with the name ``module:function``, or None if there is no name."""
-    try:
-        return pkgutil.resolve_name(name) if name else None
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SystemExit(f"{name!r} must name a function as module:function, on PYTHONPATH: {error}.") from None
-
-
-def load_goal_fn(config: Env) -> Callable[[Tensor], Tensor]:
-    """Return the function that maps achieved entries to goals."""
-    return load_function(config.goal_fn) or (lambda achieved: achieved)
+    return pkgutil.resolve_name(name) if name else None
 
 
 def make_reward(config: Env) -> EnvReward:
@@ -100,7 +92,7 @@ class Inputs(TensorDictModuleBase):
     def __init__(self, config: Settings, env: EnvBase):
         super().__init__()
         self.config, self.in_keys, self.out_keys = config, list(config.inputs), ["inputs"]
-        self.goal_fn = load_goal_fn(config.env)
+        self.goal_fn = load_function(config.env.goal_fn) or nn.Identity()
         self.width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
         self.register_buffer("sums", torch.zeros(3, self.width, dtype=torch.float64))  # count, sum and sum of squares
         self.register_buffer("mean", torch.zeros(self.width, device=config.device))
@@ -234,7 +226,8 @@ class Evaluation:
     """Plays greedy episodes, with the same starts and goals every time."""
 
     def __init__(self, config: Settings):
-        self.config, self.goal_fn, settings = config, load_goal_fn(config.env), config.evaluation
+        self.config, settings = config, config.evaluation
+        self.goal_fn = load_function(config.env.goal_fn) or nn.Identity()
         self.envs = make_envs(config.env, min(settings.num_envs, settings.episodes), settings.parallel)
         self.close = partial(self.envs.close, raise_if_closed=False)  # they start with the first evaluation
 

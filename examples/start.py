@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -105,40 +104,31 @@ def check(config: DictConfig) -> Any:
         raise SystemExit(f"collector.random_steps={random_steps} must be less than total_steps={settings.total_steps}.")
     if exploration.final < 1 and (steps := exploration.anneal_steps) <= random_steps:
         raise SystemExit(f"exploration.anneal_steps={steps} must be more than collector.random_steps={random_steps}.")
-    if n_steps > 1 and settings.env.info_keys:
-        raise SystemExit(f"buffer.n_steps={n_steps} needs rewards that depend only on goals: set env.info_keys=[].")
     if n_steps > 1 and (chunk := settings.collector.steps_per_chunk) < (least := (n_steps + 2) * settings.env.num_envs):
         raise SystemExit(f"{CHUNK}={chunk} must be at least (buffer.n_steps + 2) * env.num_envs = {least}.")
     if (size := settings.buffer.size) < (least := max(settings.collector.steps_per_chunk, settings.batch_size)):
         raise SystemExit(f"buffer.size={size} must be at least {least}, the size of a chunk or of a batch.")
     if LoggerKind.wandb in settings.logger.kinds and importlib.util.find_spec("wandb") is None:
         raise SystemExit("logger.kinds contains wandb, which is not installed: pip install wandb")
-    if settings.device != "cpu" and int(settings.device[5:] or 0) >= (count := torch.cuda.device_count()):
-        raise SystemExit(f"device={settings.device}: PyTorch finds {count} CUDA devices. Use device=cpu in a new run.")
     if settings.speedup == Speedup.cudagraph and settings.device == "cpu":
         raise SystemExit("speedup=cudagraph needs device=cuda, not cpu.")
-    if settings.hindsight.when == When.writing and settings.hindsight.enabled:
-        if n_steps > 1 or settings.buffer.prioritized == Priority.movement:
-            raise SystemExit("buffer.n_steps and buffer.prioritized=movement need hindsight.when=sampling.")
-        if not settings.hindsight.copies:
-            raise SystemExit("hindsight.when=writing stores k copies: hindsight.her_ratio must be k / (k + 1).")
+    if settings.hindsight.when == When.writing and settings.hindsight.enabled and not settings.hindsight.copies:
+        raise SystemExit("hindsight.when=writing stores k copies: hindsight.her_ratio must be k / (k + 1).")
     return settings
 
 
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
-    """Return the environment, or exit if it cannot be trained on. Some steps are played on trial."""
+    """Return the environment, or exit if it cannot be trained on."""
     torch.manual_seed(config.seed)
-    env, name, chunk = make_env(config.env), config.env.name, config.collector.steps_per_chunk
-    goals, clipped = [config.env.achieved_goal_key, config.env.desired_goal_key], config.env.clip_observation
-    read = {config.env.success, *config.env.info_keys}
-    entries = set(env.observation_spec.keys()) - read
-    if missing := {*config.inputs, *goals, *(["observation"] if clipped else [])} - entries:
+    env, name, goal = make_env(config.env), config.env.name, config.env.desired_goal_key
+    entries = set(env.observation_spec.keys())
+    if missing := {*config.inputs, config.env.achieved_goal_key, goal} - entries:
         raise SystemExit(
             f"Observations of {name} have no {sorted(missing)}, only {sorted(entries)}: set inputs, "
-            "env.achieved_goal_key, env.desired_goal_key and env.clip_observation."
+            "env.achieved_goal_key and env.desired_goal_key."
         )
-    if config.hindsight.enabled and goals[1] not in config.inputs:
-        raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goals[1]!r}.")
+    if config.hindsight.enabled and goal not in config.inputs:
+        raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goal!r}.")
     space = env.action_space
     is_box = isinstance(space, spaces.Box) and space.is_bounded() and len(space.shape) == 1
     is_discrete = isinstance(space, spaces.Discrete) and space.start == 0
@@ -146,14 +136,20 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
     env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
     info = {"terminated": False} | env.get_wrapper_attr("step")(space.sample())[-1]
-    found = read & set(info)
-    numbers = {key for key in found if not np.ndim(info[key]) and np.asarray(info[key]).dtype.kind in "biuf"}
+    read = {config.env.success, *config.env.info_keys}
+    numbers = {key for key in read & set(info) if not np.ndim(info[key]) and np.asarray(info[key]).dtype.kind in "biuf"}
     if missing := read - numbers:
         raise SystemExit(
             f"{sorted(missing)} must be numbers or bools in every info of {name}, which has {sorted(info)}: set "
             "env.info_keys and env.success (terminated, if the episode ends at the goal)."
         )
-    whole = (env.spec.max_episode_steps or 1) * config.env.num_envs
+    play_on_trial(config, env)
+    return env
+
+
+def play_on_trial(config: Settings, env: EnvBase) -> None:
+    """Play, write, relabel and sample some steps: hindsight raises an error if it cannot work with them."""
+    chunk, whole = config.collector.steps_per_chunk, (env.spec.max_episode_steps or 1) * config.env.num_envs
     if config.buffer.prioritized == Priority.movement and chunk % whole:
         raise SystemExit(f"buffer.prioritized=movement: {CHUNK}={chunk} must be a multiple of whole episodes, {whole}.")
     if env.spec.max_episode_steps is None and not env.rollout(ENDLESS)["next", "done"].any():
@@ -167,14 +163,7 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
             f"hindsight.when=writing: no episode ends in the first {steps} steps of an environment. Increase "
             "collector.random_steps and checkpoint.interval."
         )
-    # Write, relabel and sample the steps as the training does: hindsight names what it cannot work with.
     trial = replace(config, buffer=replace(config.buffer, size=steps))
-    try:
-        buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
-        buffer.extend(data)
-        buffer.sample(config.batch_size)
-    except Exception as error:
-        traceback.print_exception(error)
-        hint = "Arguments such as goal_fn and info_keys are settings: env.goal_fn, env.info_keys."
-        raise SystemExit(f"{name} cannot be trained on: {error!r}. {hint}") from error
-    return env
+    buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
+    buffer.extend(data)
+    buffer.sample(config.batch_size)

@@ -185,6 +185,8 @@ NUMBERS = {
     for script in ("sac", "td3", "dqn", "ddpg")
     for name, values in outside(importlib.import_module(script).Config)
 }
+# SystemExit: of the scripts. The others: of hindsight and Python, which the scripts pass on.
+REFUSALS = (SystemExit, ImportError, AttributeError, KeyError, TypeError, ValueError)
 REFUSED = [
     *(
         (
@@ -206,24 +208,23 @@ REFUSED = [
     ("ddpg inputs=[observation,desired]", r"Observations of torchrl_her/PointReach-v0 have no \['desired'\], only"),
     (
         "ddpg env.achieved_goal_key=observation",
-        r"ValueError\(.An achieved goal has the shape \(4,\) .*Pass goal_fn .* settings: env\.goal_fn",
+        r"An achieved goal has the shape \(4,\) .*Pass goal_fn",
     ),
-    (f"{CART} inputs=[cart,target,fuel]", r"have no \['fuel'\], only \['cart', 'target'\]"),  # an entry of info
-    (f"{CART} env.clip_observation=5", r"have no \['observation'\], only \['cart', 'target'\]"),
+    (f"{CART} env.clip_observation=5", r"ClipTransform\(keys=\['observation'\]\): 'observation' not found"),
     ("ddpg env.achieved_goal_key=achieved", r"have no \['achieved'\], only \['achieved_goal', "),
     ("ddpg env.desired_goal_key=desired", r"have no \['desired'\], only \['achieved_goal', "),
     (
         "ddpg env.info_keys=[fuel]",
         r"\['fuel'\] must be numbers or bools in every info of .*, which has \['is_success', 'terminated'\]: set env",
     ),
-    ("ddpg env.goal_fn=no_such_module:goal", r"(?s)'no_such_module:goal' must name a function .*PYTHONPATH"),
-    ("ddpg env.goal_fn=numpy", r"TypeError\(.goal_fn must be a function .*, got <module .*numpy"),
-    ("ddpg env.terminated_fn=numpy:no_such", r"'numpy:no_such' must name a function as module:function"),
+    ("ddpg env.goal_fn=no_such_module:goal", "No module named 'no_such_module'"),
+    ("ddpg env.goal_fn=numpy", r"goal_fn must be a function .*, got <module .*numpy"),
+    ("ddpg env.terminated_fn=numpy:no_such", "module 'numpy' has no attribute 'no_such'"),
     ("ddpg collector.random_steps=200", "collector.random_steps=200 must be less than total_steps=200"),
     ("ddpg exploration.final=0.5 exploration.anneal_steps=50", "anneal_steps=50 must be more than .*random_steps=50"),
     (
         "ddpg buffer.n_steps=3 env.info_keys=[is_success]",
-        r"buffer\.n_steps=3 needs rewards .*: set env\.info_keys=\[\]",
+        r"With MultiStepTransform, .* must be a function of the goals, but EnvReward also reads .*is_success",
     ),
     (
         "ddpg buffer.n_steps=5 env.num_envs=10",
@@ -240,7 +241,7 @@ REFUSED = [
     ("ddpg batch_size=151", r"buffer\.size=150 must be at least 151, the size of a chunk or of a batch"),
     (
         f"{CART} env.info_keys=[]",
-        r"compute_reward of Cart reads info\[.*fuel.*\], .*in info_keys=.* settings: env\.goal_fn",
+        r"compute_reward of Cart reads info\[.*fuel.*\], .*in info_keys=",
     ),
     (
         f"{CART} env.info_keys=[fuel,tanks]",
@@ -264,7 +265,10 @@ REFUSED = [
     ),
     ("ddpg speedup=cudagraph", "speedup=cudagraph needs device=cuda, not cpu"),
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
-    ("ddpg buffer.prioritized=movement hindsight.when=writing", "buffer.prioritized=movement need hindsight.when=samp"),
+    (
+        "ddpg buffer.prioritized=movement hindsight.when=writing ++env.kwargs.max_episode_steps=25",
+        "Priority .* does not work with",
+    ),
     (
         "ddpg hindsight.when=writing env.num_envs=10",
         r"no episode ends in the first .* Increase collector\.random_steps",
@@ -275,7 +279,7 @@ REFUSED = [
     ),
     (
         "ddpg env.desired_goal_key=achieved_goal inputs=[achieved_goal]",
-        r"ValueError\(.achieved_goal_key and desired_goal_key must differ, got 'achieved_goal' for both",
+        "achieved_goal_key and desired_goal_key must differ, got 'achieved_goal' for both",
     ),
     (f"{CART} env.info_keys=[] batch_size=1 hindsight.her_ratio=0.05", r"compute_reward of Cart reads info"),
     ("ddpg buffer.n_steps=24 env.num_envs=2", r"steps_per_chunk=50 must be at least .* = 52"),
@@ -283,7 +287,7 @@ REFUSED = [
         "ddpg hindsight.when=writing ++env.kwargs.max_episode_steps=30 env.num_envs=5 collector.random_steps=150",
         r"no episode ends in the first 20 steps of an environment\. Increase",
     ),
-    ("ddpg buffer.n_steps=3 hindsight.when=writing", "buffer.n_steps and .* need hindsight.when=sampling"),
+    ("ddpg buffer.n_steps=3 hindsight.when=writing", "MultiStepTransform sums rewards .* but HindsightAugmentation"),
     *(
         (f"ddpg hindsight.when=writing hindsight.her_ratio={share}", r"her_ratio must be k / \(k \+ 1\)")
         for share in (0.0, 0.3, 0.7, 1.0)
@@ -312,14 +316,15 @@ REFUSED = [
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"device=cuda:1: PyTorch finds 0 CUDA devices\. Use device=cpu"):
+def test_a_missing_device_is_an_error_of_pytorch(tmp_path):
+    with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA|CUDA"):
         train("ddpg device=cuda:1", tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED)
-def test_impossible_settings_are_refused_with_their_name_and_nothing_is_written(command, message, tmp_path):
-    with pytest.raises(SystemExit, match=message):
+def test_impossible_settings_are_refused_and_nothing_is_written(command, message, tmp_path):
+    with pytest.raises(REFUSALS, match=message):
         train(command, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -337,13 +342,6 @@ def test_a_wrong_argument_of_an_environment_shows_the_error_of_the_environment(t
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'n_bits' .*PointReach-v0 with kwargs"):
         train("ddpg +env.kwargs.n_bits=5", tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_an_error_in_the_reward_of_an_environment_shows_its_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(OtherScale, "compute_reward", lambda self, achieved, desired, info: self.no_such_attribute)
-    with pytest.raises(SystemExit, match=r"OtherScale-v0 cannot be trained on: AttributeError"):
-        train("ddpg env.name=OtherScale-v0", tmp_path)
-    assert "test_settings.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
