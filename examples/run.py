@@ -102,7 +102,8 @@ class Log:
     def __init__(self, config: Settings, folder: Path, history: History):
         self.config, self.folder, self.history = config, folder, history
         shutil.rmtree(folder / "logs", ignore_errors=True)
-        names = {kind: kind.name for kind in config.logger.kinds} | {LoggerKind.wandb: "/".join(folder.parts[-2:])}
+        run = "/".join(folder.resolve().parts[-2:])
+        names = {kind: kind.name for kind in config.logger.kinds} | {LoggerKind.wandb: run}
         self.loggers = [get_logger(kind.name, str(folder / "logs"), names[kind]) for kind in config.logger.kinds]
         for name, values in history.items():  # of a resumed run
             for step, value in values:

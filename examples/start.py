@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,10 @@ from torchrl.envs import EnvBase
 
 ENDLESS = 10_000  # steps in which an episode without a time limit must end
 CHUNK = "collector.steps_per_chunk"
+MEANINGS = (
+    "Arguments such as goal_fn are settings: env.goal_fn=module:function, with the module on PYTHONPATH. HERTransform "
+    "is hindsight.when=sampling, HindsightAugmentation is hindsight.when=writing, MultiStepTransform is buffer.n_steps."
+)
 MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
     "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
@@ -121,11 +126,13 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     """Return the environment, or exit if it cannot be trained on."""
     torch.manual_seed(config.seed)
     env, name, goal = make_env(config.env), config.env.name, config.env.desired_goal_key
-    entries = set(env.observation_spec.keys())
-    if missing := {*config.inputs, config.env.achieved_goal_key, goal} - entries:
+    read = {config.env.success, *config.env.info_keys}
+    entries = set(env.observation_spec.keys()) - read
+    clipped = ["observation"] if config.env.clip_observation else []
+    if missing := {*config.inputs, *clipped, config.env.achieved_goal_key, goal} - entries:
         raise SystemExit(
             f"Observations of {name} have no {sorted(missing)}, only {sorted(entries)}: set inputs, "
-            "env.achieved_goal_key and env.desired_goal_key."
+            "env.achieved_goal_key, env.desired_goal_key and env.clip_observation."
         )
     if config.hindsight.enabled and goal not in config.inputs:
         raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goal!r}.")
@@ -136,7 +143,6 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
     env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
     info = {"terminated": False} | env.get_wrapper_attr("step")(space.sample())[-1]
-    read = {config.env.success, *config.env.info_keys}
     numbers = {key for key in read & set(info) if not np.ndim(info[key]) and np.asarray(info[key]).dtype.kind in "biuf"}
     if missing := read - numbers:
         raise SystemExit(
@@ -148,7 +154,7 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
 
 
 def play_on_trial(config: Settings, env: EnvBase) -> None:
-    """Play, write, relabel and sample some steps: hindsight raises an error if it cannot work with them."""
+    """Play, write, relabel and sample some steps, or exit if this fails: nothing is written to disk yet."""
     chunk, whole = config.collector.steps_per_chunk, (env.spec.max_episode_steps or 1) * config.env.num_envs
     if config.buffer.prioritized == Priority.movement and chunk % whole:
         raise SystemExit(f"buffer.prioritized=movement: {CHUNK}={chunk} must be a multiple of whole episodes, {whole}.")
@@ -164,6 +170,10 @@ def play_on_trial(config: Settings, env: EnvBase) -> None:
             "collector.random_steps and checkpoint.interval."
         )
     trial = replace(config, buffer=replace(config.buffer, size=steps))
-    buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
-    buffer.extend(data)
-    buffer.sample(config.batch_size)
+    try:
+        buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
+        buffer.extend(data)
+        buffer.sample(config.batch_size)
+    except Exception as error:
+        traceback.print_exception(error)
+        raise SystemExit(f"{config.env.name} cannot be trained on: {error!r}. {MEANINGS}") from error

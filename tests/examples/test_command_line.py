@@ -118,6 +118,6 @@ def test_an_environment_may_log_messages(tmp_path):
     assert "[WARNING] - made" in done.stdout + done.stderr
     assert not list(tmp_path.rglob("*.log"))
     refused = call("env.goal_fn=noisy:no_such", "hydra.run.dir=other")
-    assert "AttributeError: module 'noisy' has no attribute 'no_such'" in refused.stderr
+    assert "noisy:Noisy-v0 cannot be trained on: AttributeError(\"module 'noisy' has no attr" in refused.stderr
     assert "FileNotFoundError" not in refused.stderr  # of a log file
     assert not (tmp_path / "other").exists()

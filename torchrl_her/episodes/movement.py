@@ -80,9 +80,9 @@ class MovementPriority(BufferTransform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict is None or tensordict.get(STAMP, None) is None:  # HindsightAugmentation can return None
             raise KeyError(
-                "MovementPriority needs the stamps of HERTransform, which these transitions lack. Place it before "
-                "HERTransform: Compose(MovementPriority(...), HERTransform(...)). It does not work with "
-                "HindsightAugmentation."
+                "These transitions have no stamps of HERTransform, which MovementPriority needs. It does not work with "
+                "HindsightAugmentation. With HERTransform, place it before: Compose(MovementPriority(...), "
+                "HERTransform(...))."
             )
         ids, _ = read_stamps(tensordict)
         found, episode = ids.unique(return_inverse=True)
