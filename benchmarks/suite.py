@@ -37,7 +37,9 @@ TASKS = {
     "FetchPickAndPlace": Task("ddpg", 600_000, [OBJECT, "env.name=FetchPickAndPlace-v4", *RARELY], "-9.3 at 1,000,000"),
     "FetchSlide": Task("ddpg", 1_000_000, [OBJECT, "env.name=FetchSlide-v4", *RARELY], "-29.2 at 3,000,000"),
     "PandaReach": Task("sac", 2_000, ["env.name=panda:PandaReachFixed-v3"], "-1.7 at 20,000"),
-    "PandaPush": Task("ddpg", 240_000, [OBJECT, "env.name=panda:PandaPushFixed-v3"], "-8.7 at 1,000,000"),
+    "PandaPush": Task(
+        "ddpg", 240_000, [OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"], "-8.7 at 1,000,000"
+    ),
     "PandaPickAndPlace": Task(
         "ddpg", 600_000, [OBJECT, "env.name=panda:PandaPickAndPlaceFixed-v3", *RARELY], "-36.6 at 1,000,000"
     ),
