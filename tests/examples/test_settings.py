@@ -226,7 +226,7 @@ REFUSED = [
     ("ddpg exploration.final=0.5 exploration.anneal_steps=50", "anneal_steps=50 must be more than .*random_steps=50"),
     (
         "ddpg buffer.n_steps=3 env.info_keys=[is_success]",
-        r"With MultiStepTransform, .* a function of the goals, but EnvReward also reads .*is_success.* is buffer\.n_steps",
+        r"With MultiStepTransform, .* of the goals, but EnvReward also reads .*is_success.* is buffer\.n_steps",
     ),
     (
         "ddpg buffer.n_steps=5 env.num_envs=10",
