@@ -25,11 +25,13 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from support import refused
 from support.augmentation_oracle import GOAL_STEP, AugmentationOracle, run
 from support.draws import transitions
 from support.factories import WAYS_TO_COPY, assert_same, check_refused, make_augmentation, make_transform, same
 from support.goals import reward_of
 from support.oracle import RELABELLED
+from support.rewards import distance
 from support.streams import FLAT_LAYOUTS, Stream, make_episode, make_tensordict, random_stream, rows_of
 from torchrl_her import (
     Current,
@@ -613,6 +615,16 @@ def test_a_reservoir_of_another_size_is_not_loaded():
         make_augmentation(strategy="random", reservoir_size=20).load_state_dict(state)
 
 
+def test_loading_a_checkpoint_without_past_goals_drops_those_of_the_replaced_buffer():
+    rb, saved = (make(strategy=strategy, reward=distance) for strategy in ("random", "future"))
+    rb.extend(refused.transitions(0, 25))  # goals (0, step)
+    rb.load_state_dict(saved.state_dict())
+    rb.extend(refused.transitions(25, 25))  # goals (1, step)
+    relabelled = rb[:][rb[:][RELABELLED].squeeze(-1)]
+    assert len(relabelled) == 100
+    assert relabelled["desired_goal"][:, 0].unique().tolist() == [1.0]
+
+
 def test_loading_a_reservoir_draws_nothing():
     saved, loaded = make_augmentation(strategy="random"), make_augmentation(strategy="random")
     saved.reservoir.add(torch.rand(20, 1), torch.arange(20), torch.arange(20))
@@ -620,6 +632,16 @@ def test_loading_a_reservoir_draws_nothing():
     loaded.load_state_dict(saved.state_dict())
     assert torch.equal(torch.get_rng_state(), before)
     assert same(loaded.reservoir.state_dict(), saved.reservoir.state_dict())
+
+
+@pytest.mark.parametrize("saves", [make_transform, make_augmentation])
+def test_a_checkpoint_of_the_other_hindsight_transform_is_refused(saves):
+    loads = make_augmentation if saves is make_transform else make_transform
+    saved, other = saves(), loads()
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=f"saved by {type(saved).__name__}, not {type(other).__name__}: create"):
+        other.load_state_dict(saved.state_dict())
+    assert same(other.state_dict(), before)
 
 
 def test_flush_directly_after_loading_stores_the_transitions_that_were_held_back():

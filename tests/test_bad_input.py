@@ -80,6 +80,17 @@ BAD_WRITES = {  # the change that spoils a good write, the error and its message
     "a NaN goal in the last row": (with_nan(-1), ValueError, "achieved goal of transition 9 of this write is NaN"),
     "a NaN goal in one of two lanes": (both(with_nan(7), lambda data: data.reshape(2, 5)), ValueError,
         "transition 7 of this write is NaN"),
+    "a NaN in the first achieved goal": (with_nan(0, "achieved_goal"), ValueError,
+        "achieved goal of transition 0 of this write is NaN"),
+    "a NaN desired goal": (with_nan(3, "desired_goal"), ValueError,
+        "desired goal of transition 3 of this write is NaN"),
+    "a NaN next desired goal": (with_nan(9, NEXT_DESIRED), ValueError,
+        "desired goal of transition 9 of this write is NaN"),
+    "NaN desired goals of integer achieved goals": (
+        both(changed(torch.Tensor.long, *ACHIEVED_GOALS), with_nan(3, "desired_goal")), ValueError,
+        "desired goal of transition 3 of this write is NaN"),
+    "goals without elements": (changed(lambda goals: goals[..., :0], *ACHIEVED_GOALS, *DESIRED_GOALS), ValueError,
+        r"Goals have the shape \(0,\) and contain no number"),
     "two flags for each transition": (changed(lambda done: done.expand(-1, 2), ("next", "done")), ValueError,
         r"\('next', 'done'\) has the shape \(10, 2\) for 10 transitions"),
     "two ids for each transition": (

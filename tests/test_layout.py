@@ -93,10 +93,3 @@ def test_private_attributes_of_other_libraries_are_used_in_one_module():
     assert not {name: module for name, module in used.items() if name not in own}
     text = "".join(path.read_text() for name, path in MODULES.items() if name != "_torchrl")
     assert not re.search(r"_getframe|__dict__|object\.__setattr__", text)
-
-
-def test_folders_and_files_stay_small():
-    top = [path for path in ROOT.glob("*.py") if path.name != "__main__.py"]  # __main__ is the command line
-    assert len(top) <= 10, sorted(path.name for path in top)
-    for path in MODULES.values():
-        assert len(path.read_text().splitlines()) <= 350, path

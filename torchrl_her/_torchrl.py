@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,13 +17,14 @@ from tensordict import __file__ as td_file
 from torch import nn
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
-from torchrl.envs import EnvBase, MultiStepTransform, Transform
+from torchrl.envs import Compose, EnvBase, MultiStepTransform, Transform
 
 
 def transforms_around(transform: Transform) -> tuple[list[Transform], list[Transform]]:
     """Return the transforms that come before and after ``transform`` in the containers of its buffer.
 
-    The public ``Transform.container`` raises an error if the transform does not belong to an environment.
+    A nested ``Compose`` is replaced with its transforms. The public ``Transform.container`` raises an error if the
+    transform does not belong to an environment.
     """
     before: list[Transform] = []
     after: list[Transform] = []
@@ -31,7 +33,16 @@ def transforms_around(transform: Transform) -> tuple[list[Transform], list[Trans
         before[:0] = listed[: listed.index(transform)]
         after += listed[listed.index(transform) + 1 :]
         transform = container
-    return before, after
+    return [*_flatten(before)], [*_flatten(after)]
+
+
+def _flatten(transforms: Iterable[Transform]) -> Iterator[Transform]:
+    """Yield the transforms, replacing each ``Compose`` with its transforms."""
+    for transform in transforms:
+        if isinstance(transform, Compose):
+            yield from _flatten(transform)
+        else:
+            yield transform
 
 
 def ids_around(transform: Transform) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchrl_her.goals.reservoir import GoalReservoir
 from torchrl_her.goals.strategy import GoalStrategy
 from torchrl_her.keys import MASK, STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
-from torchrl_her.relabel import RELABELLED, Batch, GoalMap, RelabelTransform, Reward, check_at_least
+from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, Batch, GoalMap, RelabelTransform, Reward, check_at_least
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
 GOAL_STEP = ("hindsight", "goal_step")
@@ -150,8 +151,7 @@ class HindsightAugmentation(RelabelTransform):
                 tensordict = tensordict.contiguous()
             # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
             written = self._read(tensordict, self._first_goal, neighbours.before + neighbours.after)
-            if (compact := neighbours.compact_goals) is not None:
-                compact.check_write(tensordict)
+            neighbours.check_write(tensordict)
             is_dummy = self._first_goal is None and written.is_dummy
             if is_dummy:  # a collector's dummy must be stored immediately
                 written = written._replace(done=np.ones_like(written.done))
@@ -304,6 +304,14 @@ class HindsightAugmentation(RelabelTransform):
         self._is_shared = True
         return self
 
+    def _state_before_write(self) -> dict[str, Any]:
+        return {
+            "_held": self._held.copy(),
+            "_episodes": self._episodes,
+            "_first_goal": self._first_goal,
+            "reservoir": copy.copy(self.reservoir),
+        }
+
     def _reset_after_fork(self) -> None:
         if self._is_shared:
             self._held = self._held.without_transitions()
@@ -326,11 +334,17 @@ class HindsightAugmentation(RelabelTransform):
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `get_extra_state` of a transform with a reservoir of the same size."""
+        """Load the result of `get_extra_state` of a transform with a reservoir of the same size.
+
+        Raises:
+            ValueError: if the saved reservoir has another size, or if another transform saved the state.
+        """
         check_saved_without_compact_goals(state)
+        if "table" in state:
+            raise ValueError(SAVED_BY_THE_OTHER.format("HERTransform", "HindsightAugmentation"))
         with self._writing():
-            if self.reservoir is not None and state["reservoir"] is not None:
-                self.reservoir.load_state_dict(state["reservoir"])
+            if self.reservoir is not None:
+                self.reservoir.load_state_dict(state["reservoir"] or GoalReservoir(self.reservoir.size).state_dict())
             self._held.load_state_dict(state["held"])
             self._diagnosis.continuity.loaded_lanes = len(state["held"]["lanes"]["lanes"])
             self._episodes = state["episodes"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-from tensordict import NestedKey, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.envs import (
-    Compose,
     DTypeCastTransform,
     ExcludeTransform,
     MultiStepTransform,
@@ -17,6 +15,7 @@ from torchrl.envs import (
 
 from torchrl_her._torchrl import transforms_around
 from torchrl_her.compact import CompactGoals
+from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.keys import HERKeys
 from torchrl_her.relabel import RelabelTransform
 
@@ -32,8 +31,7 @@ class Neighbours(NamedTuple):
     @classmethod
     def of(cls, transform: Transform) -> Neighbours:
         """Return the neighbours of a transform."""
-        before, after = transforms_around(transform)
-        return cls([*_flatten(before)], [*_flatten(after)])
+        return cls(*transforms_around(transform))
 
     @property
     def multi_step(self) -> MultiStepTransform | None:
@@ -44,6 +42,17 @@ class Neighbours(NamedTuple):
     def compact_goals(self) -> CompactGoals | None:
         """The transform that leaves redundant entries out of the storage, or None."""
         return next(iter(_of_kind(CompactGoals, self.before)), None)
+
+    @property
+    def movement_priority(self) -> MovementPriority | None:
+        """The transform that computes priorities from the movement of the achieved goal, or None."""
+        return next(iter(_of_kind(MovementPriority, self.before)), None)
+
+    def check_write(self, tensordict: TensorDictBase) -> None:
+        """Check that transforms before, which see written transitions later, will accept transitions ``[*batch]``."""
+        for transform in (self.compact_goals, self.movement_priority):
+            if transform is not None:
+                transform.check_write(tensordict)
 
     def check_hindsight(self, replaced: set[NestedKey], keys: HERKeys) -> None:
         """Check that ``HERTransform`` and the other transforms do not undo each other's work.
@@ -127,12 +136,3 @@ class Neighbours(NamedTuple):
 
 def _of_kind(kind: type[Kind], transforms: list[Transform]) -> list[Kind]:
     return [transform for transform in transforms if isinstance(transform, kind)]
-
-
-def _flatten(transforms: Iterable[Transform]) -> Iterator[Transform]:
-    """Yield the transforms, replacing each ``Compose`` with its transforms."""
-    for transform in transforms:
-        if isinstance(transform, Compose):
-            yield from _flatten(transform)
-        else:
-            yield transform

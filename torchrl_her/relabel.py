@@ -33,6 +33,9 @@ from torchrl_her.storage.buffer_transform import BufferTransform
 from torchrl_her.storage.ownership import OwnedEntries
 
 RELABELLED = ("hindsight", "relabelled")
+SAVED_BY_THE_OTHER = (
+    "This state was saved by {}, not {}: create the buffer with the transform that saved it, then load."
+)
 
 Self = TypeVar("Self", bound="RelabelTransform")
 Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor]
@@ -201,12 +204,26 @@ class RelabelTransform(BufferTransform, ABC):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Exclude other writers; at the first write after a fork, drop the lanes of the parent process."""
-        with self._lock:
-            if self._process != os.getpid():
-                self._process = os.getpid()
-                self._reset_after_fork()
-            yield
+        """Exclude other writers; at the first write after a fork, drop the lanes of the parent process.
+
+        An error or an interrupt restores the lanes, so that the write can be repeated.
+        """
+        before: dict[str, Any] = {}
+        try:
+            with self._lock:
+                if self._process != os.getpid():
+                    self._process = os.getpid()
+                    self._reset_after_fork()
+                before = self._state_before_write()
+                yield
+        except BaseException:
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
+
+    @abstractmethod
+    def _state_before_write(self) -> dict[str, Any]:
+        """Return the attributes that a write changes, as copies if it changes them in place."""
 
     @abstractmethod
     def _reset_after_fork(self) -> None:

@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
 
-from torchrl_her._torchrl import ids_around
+from torchrl_her._torchrl import ids_around, warn_user
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.stamps import STAMP, add_padding
@@ -20,11 +20,13 @@ from torchrl_her.goals.table import GoalTable, RowsBefore
 from torchrl_her.n_step import NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.offline.adopting import AdoptingTransform
+from torchrl_her.relabel import SAVED_BY_THE_OTHER
 
 
 class StampingTransform(AdoptingTransform):
     """The writing half of `HERTransform`: episodes, goal table, and saving and loading both."""
 
+    identifies_episodes = True  # MovementPriority needs the stamps of a transform that does
     requires_shared_write_state = True  # TorchRL then calls share_memory_ for buffers that processes share
 
     _added_keys: list[NestedKey]  # the entries that only samples have
@@ -38,6 +40,7 @@ class StampingTransform(AdoptingTransform):
             initial=any(each.uses_initial_goal for each in strategies),
         )
         longest = max(1, capacity - self._rows_before.rows)
+        self._splits_silently = max_episode_steps is None or max_episode_steps > longest  # until the warning
         self.tracker = EpisodeTracker(min(longest, max_episode_steps or longest), patience=capacity - 1)
         self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._rows_before)
         self.longest_window = 1  # the largest number of steps that a stored transition spans
@@ -56,8 +59,7 @@ class StampingTransform(AdoptingTransform):
         if batch.numel():
             earlier_goals = None if self.table is None else self.table.goals
             written = self._read(tensordict, earlier_goals, neighbours.after if self.her_ratio else None)
-            if (compact := neighbours.compact_goals) is not None:
-                compact.check_write(tensordict)
+            neighbours.check_write(tensordict)
         n_step = None if neighbours.multi_step is None else self._n_step
         if n_step is not None:
             n_step.keep_flags(tensordict)
@@ -81,8 +83,18 @@ class StampingTransform(AdoptingTransform):
             tracked = self.tracker.track(written, goals, table.next_episode, before)
             table.open_episodes(tracked.opened)
             table.publish(tracked.episodes)
+            if tracked.cut and self._splits_silently:
+                self._splits_silently = False
+                self._warn_of_split(max(tracked.cut, self.tracker.max_episode_steps + 1) + self._rows_before.rows)
             self._diagnosis.check_tracked(tensordict, written, tracked, table)
         return add_padding(tracked.stamps, written.mask, step=self.capacity)
+
+    def _warn_of_split(self, needed: int) -> None:
+        warn_user(
+            f"An episode needs at least {needed} rows of the goal table, but capacity is {self.capacity}, so hindsight "
+            "splits it: new goals come only from the same part. Pass the number of transitions that the storage can "
+            f"hold as capacity, and at least {needed}. If you want to split episodes, pass max_episode_steps."
+        )
 
     def _check_neighbours(self) -> Neighbours:
         """Return the other transforms of the buffer, and check them if they changed."""
@@ -192,6 +204,9 @@ class StampingTransform(AdoptingTransform):
             self._lock.share_memory_()
         return self
 
+    def _state_before_write(self) -> dict[str, Any]:
+        return {"tracker": self.tracker.copy()}
+
     def _reset_after_fork(self) -> None:
         if self._lock.is_shared:
             self.tracker = self.tracker.without_lanes()
@@ -212,9 +227,11 @@ class StampingTransform(AdoptingTransform):
         """Load the result of `get_extra_state` of a transform with the same goals and capacity.
 
         Raises:
-            ValueError: if goals, capacity or strategies differ from the saved ones.
+            ValueError: if goals, capacity or strategies differ from the saved ones, or if another transform saved it.
         """
         check_saved_without_compact_goals(state)
+        if "held" in state:
+            raise ValueError(SAVED_BY_THE_OTHER.format("HindsightAugmentation", "HERTransform"))
         with self._writing():
             adopted = self._check_adopted_state(state)
             saved = state["table"]

@@ -74,7 +74,8 @@ class HERTransform(StampingTransform):
         goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
             to goals ``[batch, *goal]``. By default, the entry is the goal.
         capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold,
-            or three times as many if episodes have 64 steps or more. Default: 1,000,000.
+            or three times as many if episodes have 64 steps or more. A longer episode than ``capacity`` is split, and a
+            warning says so. Default: 1,000,000.
         goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
             environment. Required for buffers with ``shared=True`` and storages with ``shared_init=True``. By default,
             the first write determines it.

@@ -6,9 +6,10 @@ import random
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorStorage
 from torchrl.envs import Compose, MultiStepTransform, TransformedEnv
 
+from support.factories import check_refused
 from support.refused import transitions
 from support.tape import make_tape
 from torchrl_her import CompactGoals, HERTransform, HindsightAugmentation, MovementPriority, SparseReward
@@ -72,6 +73,36 @@ def test_the_priority_is_the_path_of_the_achieved_goal_in_the_episode(goal, shuf
     assert {0.1, 1.1} < {round(priority, 6) for priority in priorities}, "some goals stay, some move farther than far"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "first", "step", "far"),
+    [
+        (torch.float64, 5.4e6, 0.1, 2.0),
+        (torch.int64, 2**30, 1, 20.0),
+        (torch.uint8, 250, -1, 20.0),
+        (torch.bfloat16, 1.0, 0.125, 2.5),
+    ],
+)
+def test_goals_of_any_dtype_keep_their_differences(dtype, first, step, far):
+    data = episodes([10], [False], goal=(1,))
+    states = first + step * (torch.arange(11.0, dtype=torch.float64)[:, None] % 2)  # to and fro
+    states = states.to(dtype)
+    data["achieved_goal"], data["next", "achieved_goal"] = states[:-1], states[1:]
+    data["desired_goal"], data["next", "desired_goal"] = torch.zeros(2, 10, 1, dtype=dtype)
+    rb = buffer(MovementPriority(far=far), hindsight())
+    rb.extend(data)
+    assert rb.storage[:]["movement"].tolist() == pytest.approx([0.55] * 10, abs=1e-4)
+
+
+def test_the_default_dtype_does_not_matter():
+    rb = buffer(MovementPriority(far=6.0), hindsight(), kind=ReplayBuffer)  # PrioritizedSampler needs float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        rb.extend(episodes([7, 3], [True, False]).float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rb.storage[:]["movement"].dtype == torch.float32
+
+
 def test_the_buffer_samples_in_proportion_to_the_priority():
     data = episodes([20] * 6, [True, False, False, False, False, False])
     rb = buffer(MovementPriority(far=1.0, lowest=0.05), hindsight())
@@ -129,15 +160,44 @@ def test_samples_have_the_priorities_and_are_relabelled():
 
 def test_without_stamps_the_error_says_where_to_place_it():
     movement, augmentation = MovementPriority(far=1.0), HindsightAugmentation(SparseReward(0.1))
+    stamped = hindsight().inv(transitions())
     for order in ([hindsight(), movement], [movement], [movement, augmentation], [augmentation, movement]):
-        rb = buffer(*order)
-        with pytest.raises(KeyError, match=r"Compose\(MovementPriority\(\.\.\.\), HERTransform\(\.\.\.\)\)"):
-            rb.extend(transitions())
+        for data in (transitions(), stamped):
+            rb = buffer(*order)
+            augmentation.clear()
+            with pytest.raises(KeyError, match=r"Compose\(MovementPriority\(\.\.\.\), HERTransform\(\.\.\.\)\)"):
+                rb.extend(data)
 
 
-@pytest.mark.parametrize("arguments", [{"far": 0.0}, {"far": -1.0}, {"far": 1.0, "lowest": 0.0}])
+def test_a_refused_write_changes_nothing():
+    rb = buffer(MovementPriority(far=1.0, achieved_goal_key="position"), hindsight(), kind=ReplayBuffer)
+    check_refused(rb, lambda: rb.extend(transitions()), KeyError, "no entry 'position'")
+
+
+def test_a_nested_hindsight_transform_is_found():
+    rb = buffer(MovementPriority(far=1.0), Compose(hindsight()))
+    rb.extend(transitions())
+    assert len(rb) == 10
+
+
+def test_adopted_data_is_refused_because_it_has_no_priorities():
+    her = hindsight()
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0,
+        beta=0.0,
+        priority_key="movement",
+        storage=TensorStorage(her.adopt(transitions())),
+        transform=Compose(MovementPriority(far=1.0), her),
+    )
+    with pytest.raises(ValueError, match=r"MovementPriority sets priorities when.*rb\.extend instead of adopting"):
+        rb.sample(4)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"far": 0.0}, {"far": -1.0}, {"far": math.nan}, {"far": math.inf}, {"far": 1.0, "lowest": 0.0}]
+)
 def test_distances_and_priorities_must_be_positive(arguments):
-    with pytest.raises(ValueError, match="must be positive, got far="):
+    with pytest.raises(ValueError, match="must be positive and finite, got far="):
         MovementPriority(**arguments)
 
 

@@ -49,6 +49,19 @@ def test_a_table_that_is_large_enough_is_not_reported(strategy, length, chunk, c
     assert warnings_of(length, 200, chunk, size=2000, strategy=strategy, capacity=capacity) == []
 
 
+@pytest.mark.parametrize(("chunk", "needed"), [(50, 50), (30, 30), (10, 21), (1, 21)])
+def test_a_table_smaller_than_an_episode_is_reported_once_with_the_capacity_to_use(chunk, needed):
+    first, *later = warnings_of(50, 10 * 50 // chunk, chunk, size=20, capacity=20)
+    assert f"at least {needed} rows of the goal table, but capacity is 20, so hindsight splits it" in first
+    assert f"and at least {needed}" in first
+    assert not any("splits it" in message for message in later)
+
+
+@pytest.mark.parametrize("options", [{"capacity": 50}, {"capacity": 20, "max_episode_steps": 20}])
+def test_episodes_of_the_size_of_the_table_and_those_that_are_cut_on_purpose_are_not_reported(options):
+    assert not any("splits" in message for message in warnings_of(50, 20, 25, size=50, **options))
+
+
 @pytest.mark.filterwarnings("error")
 def test_running_episodes_of_many_environments_are_not_mistaken_for_lost_goals():
     lanes, length, size = 80, 20, 2_000

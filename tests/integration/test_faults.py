@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -24,10 +25,11 @@ from torchrl.collectors import MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, Unbounded
 from torchrl.modules import RandomPolicy
 
+import torchrl_her
 from support import tape
-from support.factories import check_refused, make_transform, start_processes_from_a_server
+from support.factories import check_refused, make_augmentation, make_transform, start_processes_from_a_server
 from support.pages import run_block
-from support.refused import make_small_buffer
+from support.refused import make_small_buffer, transitions
 from support.streams import make_episode
 from support.traffic import Source, check, check_one_by_one, make_buffer
 from torchrl_her import EnvReward, SparseReward
@@ -290,6 +292,59 @@ def test_goals_of_another_shape_are_refused_after_loading_without_goal_spec(tmp_
     with pytest.raises(ValueError, match=r"Goals have the shape \(2,\), but goal_spec or an earlier write has \(1,\)"):
         resumed.extend(episode(3, desired=torch.tensor([-1.0, -1.0])))
     assert resumed[:]["hindsight", "relabelled"].all()
+
+
+# Interrupts
+
+PACKAGE = str(Path(torchrl_her.__file__).parent)
+
+
+def interrupted_at(number, action):
+    """Run an action, interrupt it before the given line of the package, and return whether it has so many lines."""
+    left = number
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        left -= event == "line"
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:The reward module gives")
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [make_transform, make_augmentation])
+@pytest.mark.parametrize("strategy", ["future", "random"])
+def test_a_write_can_be_repeated_after_an_interrupt_at_any_line(make, strategy, every):
+    """Two episodes of ten steps end, one of seven waits; the interrupted write continues it."""
+    options = {"strategy": strategy} | ({"her_ratio": 1.0} if make is make_transform else {"n_sampled_goal": 1})
+    data = transitions(0, 40, length=10).set("uid", torch.arange(40))
+    count = 0
+    for number in itertools.count(1, every):
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=make(reward=SparseReward(0.1), **options))
+        rb.extend(data[:27])
+        if not interrupted_at(number, partial(rb.extend, data[27:])):
+            break
+        rb.extend(data[27:])
+        rb.transform[0].flush()
+        stored = rb[:]
+        relabelled = stored["hindsight", "relabelled"].squeeze(-1)
+        for part in (stored[relabelled],) if make is make_transform else (stored[relabelled], stored[~relabelled]):
+            assert sorted(part["uid"].tolist()) == list(range(40)), f"interrupted at line {number}"
+        count += 1
+    assert count * every > 200
 
 
 # Limits of TorchRL itself, without any transform

@@ -93,10 +93,10 @@ def changed(change: Callable[[Tensor], Any], *keys: NestedKey) -> Change:
     return lambda data: data.update({key: change(data.get(key)) for key in keys})
 
 
-def with_nan(row: int) -> Change:
-    """Return a change that puts NaN into an achieved goal."""
+def with_nan(row: int, key: NestedKey = NEXT_ACHIEVED) -> Change:
+    """Return a change that puts NaN into a goal."""
     place = (torch.tensor(row), torch.tensor(1))
-    return changed(lambda goals: goals.index_put(place, torch.full_like(goals[0, 0], torch.nan)), NEXT_ACHIEVED)
+    return changed(lambda goals: goals.index_put(place, torch.full_like(goals[0, 0], torch.nan)), key)
 
 
 def both(first: Change, second: Change) -> Change:

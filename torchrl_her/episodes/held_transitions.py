@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ class HeldTransitions:
 
     def __len__(self) -> int:
         return sum(lane.steps for lane in self.tracker.open_lanes()) + sum(len(episode.kept) for episode in self.ended)
+
+    def copy(self) -> HeldTransitions:
+        """Return a copy that later changes of this object do not affect."""
+        copied = copy.copy(self)
+        copied.tracker, copied.ended = self.tracker.copy(), [*self.ended]
+        return copied
 
     def without_transitions(self) -> HeldTransitions:
         """Return an empty object with the same settings, for another process."""

@@ -43,6 +43,10 @@ class Lane:
     steps: int = 0  # the number of steps of the episode
     published: int = 0  # the number of published steps
 
+    def copy(self) -> Lane:
+        """Return a copy that shares the kept data."""
+        return Lane(self.episode, self.key, self.written, [*self.kept], self.steps, self.published)
+
     def extend(self, kept: Tensor) -> None:
         """Append the data ``[steps, ...]`` of new steps."""
         if self.kept and self.kept[0].device != kept.device:  # loaded steps can be on another device

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
-from torchrl_her.episodes.stamps import STAMP, read_stamps
+from torchrl_her._torchrl import transforms_around
+from torchrl_her.episodes.stamps import read_stamps
 from torchrl_her.keys import get_entry
 from torchrl_her.storage.buffer_transform import BufferTransform
 
@@ -36,7 +38,8 @@ class MovementPriority(BufferTransform):
         goal_fn (Callable[[Tensor], Tensor], optional): as in `HERTransform`.
 
     Raises:
-        ValueError: if ``far`` or ``lowest`` is not positive.
+        ValueError: if ``far`` or ``lowest`` is not a positive, finite number; when sampling, if `HERTransform` has
+            adopted a data set, whose transitions have no priorities.
         TypeError: if a written achieved goal is not a tensor.
         KeyError: if written transitions have no achieved goal, or if no `HERTransform` comes after this transform. A
             refused write stores nothing.
@@ -67,34 +70,42 @@ class MovementPriority(BufferTransform):
         achieved_goal_key: NestedKey = "achieved_goal",
         goal_fn: Callable[[Tensor], Tensor] | None = None,
     ):
-        if far <= 0 or lowest <= 0:
-            raise ValueError(f"far and lowest must be positive, got far={far} and lowest={lowest}.")
+        if not (0 < far < math.inf and 0 < lowest < math.inf):
+            raise ValueError(f"far and lowest must be positive and finite, got far={far} and lowest={lowest}.")
         super().__init__()
         self.far, self.lowest, self.goal_fn = float(far), float(lowest), goal_fn
-        self.achieved_goal_key = unravel_key(achieved_goal_key)
+        self._keys = [unravel_key(achieved_goal_key), unravel_key(("next", achieved_goal_key))]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if tensordict is None or tensordict.get(STAMP, None) is None:  # HindsightAugmentation can return None
+        _, after = transforms_around(self)
+        if tensordict is None or not any(getattr(each, "identifies_episodes", False) for each in after):
             raise KeyError(
-                "These transitions have no stamps of HERTransform, which MovementPriority needs. It does not work with "
-                "HindsightAugmentation. With HERTransform, place it before: Compose(MovementPriority(...), "
-                "HERTransform(...))."
+                "MovementPriority needs the stamps of a HERTransform that comes after it: "
+                "Compose(MovementPriority(...), HERTransform(...)). It does not work with HindsightAugmentation."
             )
         ids, _ = read_stamps(tensordict)
         found, episode = ids.unique(return_inverse=True)
-        begin, end = self._goals(tensordict, ()), self._goals(tensordict, ("next",))
-        path = torch.zeros(len(found), device=end.device).index_add_(0, episode, (end - begin).norm(dim=1))
+        begin, end = self._goals(tensordict)
+        distance = (end - begin).float().reshape(len(end), -1).norm(dim=1)
+        path = torch.zeros(len(found), dtype=distance.dtype, device=distance.device).index_add_(0, episode, distance)
         path = torch.where(found == 0, 0.0, path)  # padding
         priority = self.lowest + (path / self.far).clamp_max(1.0)
         return tensordict.set("movement", priority[episode].view(tensordict.batch_size))
 
-    def _goals(self, tensordict: TensorDictBase, place: tuple[str, ...]) -> Tensor:
-        """Return the achieved goals at the root, ``()``, or under ``("next",)``, flattened to ``float32 [n, goal]``."""
-        achieved = get_entry(tensordict, unravel_key((*place, self.achieved_goal_key)), "achieved_goal_key")
-        achieved = achieved.reshape(-1, *achieved.shape[tensordict.ndim :])
-        goals = achieved if self.goal_fn is None else self.goal_fn(achieved)
-        return goals.float().reshape(len(goals), -1)
+    def check_write(self, tensordict: TensorDictBase) -> None:
+        """Check that transitions ``[*batch]`` have achieved goals. `HERTransform` calls this before it changes."""
+        for key in self._keys:
+            get_entry(tensordict, key, "achieved_goal_key")
+
+    def _goals(self, tensordict: TensorDictBase) -> Iterator[Tensor]:
+        """Yield the achieved goals at the root and under ``"next"``, ``[n, *goal]``, in a dtype for differences."""
+        for key in self._keys:
+            achieved = get_entry(tensordict, key, "achieved_goal_key")
+            achieved = achieved.reshape(-1, *achieved.shape[tensordict.ndim :])
+            goals = achieved if self.goal_fn is None else self.goal_fn(achieved)
+            is_float = goals.is_floating_point()
+            yield goals.to(torch.promote_types(goals.dtype, torch.float32)) if is_float else goals.long()

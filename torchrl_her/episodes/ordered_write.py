@@ -22,6 +22,7 @@ class TrackedTransitions(NamedTuple):
     continued: int  # the number of open lanes that were continued
     breaks: np.ndarray  # int64, the positions of transitions that begin an episode although no other had ended
     ambiguous: int  # the number of transitions that could continue several lanes
+    cut: int  # the largest known number of steps of an episode that `max_episode_steps` cut; 0 if it cut none
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class OrderedWrite:
     opened: int = 0
     continued: int = 0
     ambiguous: int = 0
+    cut: int = 0
     breaks: list[int] = field(default_factory=list)
 
     @classmethod
@@ -65,7 +67,7 @@ class OrderedWrite:
             breaks = self.order[breaks]
             stamps[self.order] = stamps.copy()
         episodes = list(self.episodes.values())
-        return TrackedTransitions(stamps, episodes, self.opened, self.continued, breaks, self.ambiguous)
+        return TrackedTransitions(stamps, episodes, self.opened, self.continued, breaks, self.ambiguous, self.cut)
 
 
 def _order_by_lane(written: WrittenTransitions) -> tuple[np.ndarray | None, WrittenTransitions]:

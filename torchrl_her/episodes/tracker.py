@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain
@@ -132,12 +133,15 @@ class EpisodeTracker:
                 if write.before is not None:
                     lane.kept.append(write.before[begin].clone())
                 write.opened += 1
+            known = lane.steps + end - begin
             cut = min(end, begin + self.max_episode_steps - lane.steps)
             stamps[begin:cut, 0] = lane.episode
             stamps[begin:cut, 1] = np.arange(lane.steps, lane.steps + cut - begin)
             lane.extend(rows_of(write.kept, 0, begin, cut - begin))
             begin = cut
             if written.done[cut - 1] or lane.steps == self.max_episode_steps:
+                if not written.done[cut - 1]:
+                    write.cut = max(write.cut, known)
                 self._end(lane, write.episodes)
                 lane = None
         if lane is None:
@@ -170,6 +174,17 @@ class EpisodeTracker:
         """Return a tracker with the same settings and no open lanes, for another process."""
         options = {"publish_running": self.publish_running, "copies": self.copies}
         return EpisodeTracker(self.max_episode_steps, self.patience, **options)
+
+    def copy(self) -> EpisodeTracker:
+        """Return a copy with its own lanes, which share the data that they keep with the lanes of this tracker."""
+        copied, lanes = copy.copy(self), {lane: lane.copy() for lane in self.open_lanes()}
+        copied.lengths = copy.copy(self.lengths)
+        copied._idle = {episode: lanes[lane] for episode, lane in self._idle.items()}
+        copied._lanes = {episode: lanes[lane] for episode, lane in self._lanes.items()}
+        copied._by_key = {key: deque(map(lanes.__getitem__, waiting)) for key, waiting in self._by_key.items()}
+        copied._lanes_of_id = self._lanes_of_id.copy()
+        copied._row_lanes = self._row_lanes.copy(lanes)
+        return copied
 
     def flush(self) -> list[EpisodeSteps]:
         """End the running episodes and publish their steps."""

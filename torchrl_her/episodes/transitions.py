@@ -100,9 +100,13 @@ def read_transitions(
         trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory_key")
     if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
         mask = flatten_entry(tensordict, keys.mask, np.bool_, "mask_key")
-    start, outcome = _as_bytes(count, achieved, desired, next_achieved, next_desired)
+    joined = _join(count, achieved, desired, next_achieved, next_desired)
+    start, outcome = _halves(joined)
     begins = np.arange(count) % (batch[-1] if len(batch) > 1 else count) == 0
     _check_last_steps(tensordict, keys, outcome, done if mask is None else done & mask, names)
+    if goal_fn is not None or not joined.is_floating_point() or _has_nan(joined):
+        achieved_goals = [achieved, next_achieved] if goal_fn is None else [exact]
+        _check_not_nan({"desired": [desired, next_desired], "achieved": achieved_goals}, count, mask, names)
     if mask is not None:
         on_device = torch.from_numpy(mask).to(goals.device)
         goals, exact = goals[on_device], exact[on_device]
@@ -110,7 +114,7 @@ def read_transitions(
         trajectory = None if trajectory is None else trajectory[mask]
     row_length = 0 if mask is not None else batch[-1] if len(batch) > 1 else 1
     written = WrittenTransitions(goals, start, outcome, done, begins, row_length, trajectory, mask, names)
-    _check_values(exact, written)
+    _check_representable(exact, written)
     return written
 
 
@@ -189,13 +193,18 @@ def flatten_entry(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argume
     return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
 
 
-def _as_bytes(count: int, *entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Join the bytes of the first half of the entries ``[*batch, ...]`` and of the second half, ``void [n]`` each."""
+def _join(count: int, *entries: Tensor) -> Tensor:
+    """Join entries ``[*batch, ...]`` to ``[n, items]``, or to bytes, ``uint8 [n, bytes]``, if their dtypes differ."""
     rows = [entry.reshape(count, -1) for entry in entries]
     if len({row.dtype for row in rows}) > 1:
         rows = [row.contiguous().view(torch.uint8) for row in rows]
-    joined = torch.cat(rows, dim=1).view(torch.uint8).numpy(force=True)  # [n, bytes]
-    halves = joined.view(f"V{joined.shape[1] // 2}")  # [n, 2]
+    return torch.cat(rows, dim=1)
+
+
+def _halves(joined: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of the first half of each row, and of the second half, ``void [n]`` each."""
+    rows = joined.view(torch.uint8).numpy(force=True)  # [n, bytes]
+    halves = rows.view(f"V{rows.shape[1] // 2}")  # [n, 2]
     return halves[:, 0], halves[:, 1]
 
 
@@ -212,6 +221,8 @@ def _check_shapes(
             "shapes must be the same, since achieved goals replace desired goals. Pass goal_fn to map achieved entries "
             "to goals."
         )
+    if not desired_shape.numel():
+        raise ValueError(f"Goals have the shape {tuple(desired_shape)} and contain no number: check the goal keys.")
     if earlier is None:
         return
     if desired_shape != earlier.shape[1:]:
@@ -225,8 +236,8 @@ def _check_shapes(
         )
 
 
-def _check_values(exact: Tensor, written: WrittenTransitions) -> None:
-    """Check that the dtype of desired goals can represent the achieved goals, and that none is NaN."""
+def _check_representable(exact: Tensor, written: WrittenTransitions) -> None:
+    """Check that the dtype of desired goals can represent the achieved goals."""
     goals = written.goals
     if exact.is_floating_point() and not goals.is_floating_point() and not torch.equal(goals.to(exact.dtype), exact):
         row = _first_row(goals.to(exact.dtype) != exact)
@@ -235,18 +246,26 @@ def _check_values(exact: Tensor, written: WrittenTransitions) -> None:
             f"goals, for example of {written.name(row)}. Nothing was stored. Store both goals in one dtype, or map the "
             "achieved goals with goal_fn."
         )
-    if goals.is_floating_point() and _has_nan(goals):  # as a desired goal it would make losses NaN
-        raise ValueError(
-            f"The achieved goal of {written.name(_first_row(goals.isnan()))} is NaN. Nothing was stored. Check the "
-            "values that the environment (or goal_fn) returned."
-        )
+
+
+def _check_not_nan(goals: dict[str, list[Tensor]], count: int, mask: np.ndarray | None, names: RowNames) -> None:
+    """Check that no desired or achieved goals ``[*batch, *goal]`` are NaN, which would make losses NaN."""
+    for kind, entries in goals.items():
+        for entry in filter(_has_nan, entries):
+            is_nan = entry.reshape(count, -1).isnan().any(1).numpy(force=True)
+            rows = np.flatnonzero(is_nan if mask is None else is_nan & mask)
+            if len(rows):
+                raise ValueError(
+                    f"The {kind} goal of {names.name(int(rows[0]))} is NaN. Nothing was stored. Check the values that "
+                    "the environment (or goal_fn) returned."
+                )
 
 
 def _has_nan(goals: Tensor) -> bool:
     """Return whether a goal is NaN. NumPy is faster, but lacks some dtypes."""
     if goals.is_cpu and goals.dtype in (torch.float32, torch.float64):
-        return bool(np.isnan(goals.numpy()).any())
-    return bool(goals.isnan().any())
+        return bool(np.isnan(goals.numpy(force=True)).any())
+    return goals.is_floating_point() and bool(goals.isnan().any())
 
 
 def _first_row(where: Tensor) -> int:

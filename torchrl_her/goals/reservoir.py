@@ -43,8 +43,9 @@ class GoalReservoir:
         place, last = np.unique(place[::-1], return_index=True)
         comes_in = place < self.size
         index = torch.from_numpy(np.stack([place, len(goals) - 1 - last])[:, comes_in]).to(goals.device)
-        for values, new in ((self.goals, goals), (self.episodes, episodes), (self.steps, steps)):
-            values[index[0]] = new[index[1]]
+        for name, new in zip(self._tensors, (goals, episodes, steps), strict=True):
+            # A new tensor, because a shallow copy keeps the sample from before an interrupted write.
+            setattr(self, name, getattr(self, name).index_copy(0, index[0], new[index[1]]))
         self.seen += len(goals)
 
     def _allocate(self, goals: Tensor) -> None:

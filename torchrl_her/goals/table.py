@@ -140,6 +140,9 @@ class GoalTable:
         self._counts[VERSION] |= 1
         try:
             yield
+        except BaseException:
+            self.has_gaps = True  # of the rows that were not written
+            raise
         finally:
             self._counts[VERSION] += 1
 

@@ -13,16 +13,17 @@ LOCK_TIMEOUT = 60.0  # seconds; a write takes milliseconds
 class WriteLock:
     """Excludes writers in other threads and, once shared, in other processes.
 
-    A process that is killed while it holds a shared lock never releases it, so acquiring the lock times out.
+    A process that is killed while it holds a shared lock never releases it, so acquiring the lock times out. The lock
+    is reentrant, so that a thread that is interrupted just before the release can write again.
     """
 
     def __init__(self, shared_lock: Any = None):
-        self._lock = shared_lock or threading.Lock()
+        self._lock = shared_lock or threading.RLock()
         self.is_shared = shared_lock is not None
 
     def share_memory_(self) -> None:
         """Replace the lock with one that also excludes writers in other processes."""
-        self._lock = mp.Lock()
+        self._lock = mp.RLock()
         self.is_shared = True
 
     def __enter__(self) -> None:

@@ -187,6 +187,12 @@ class AdoptingTransform(RelabelTransform):
                 "written, so all samples would be single steps. Remove it, or write the data set with rb.extend "
                 "instead of adopting it."
             )
+        if neighbours.movement_priority is not None:
+            raise ValueError(
+                "MovementPriority sets priorities when transitions are written, but adopted data is never written, so "
+                "they would be sampled uniformly. Remove it, or write the data set with rb.extend instead of adopting "
+                "it."
+            )
         self._diagnosis.search(neighbours.after)
 
     def _create(
