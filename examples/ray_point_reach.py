@@ -14,9 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 # Ray reads this when it is imported. Without it, deleting a collector after an interrupt starts another cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
@@ -24,6 +22,7 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 import ray
 import torch
 from point_reach import ENV, EPISODE_STEPS, EVALUATION_EPISODES, EVALUATION_INTERVAL, evaluate, make_networks
+from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch.optim.lr_scheduler import LinearLR
@@ -35,7 +34,7 @@ from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from tqdm import tqdm
 
-from torchrl_her import EnvReward, HERTransform, PackedStorage
+from torchrl_her import EnvReward, HERTransform, PackedStorage, call_transform
 
 # Configuration
 
@@ -52,23 +51,21 @@ RANDOM_ACTIONS = 0.2  # final share of uniform actions; it decreases from 1 unti
 # Ray starts an actor if enough CPUs are free. These are the resources of one actor. The learner is not an actor.
 REPLAY_BUFFER_RESOURCES = {"num_cpus": 1}
 COLLECTOR_RESOURCES = {"num_cpus": 1}
+WAIT = 60  # seconds to wait for free CPUs
+STARTS = 5  # of collectors in a row that write no episode
 
 
 # Cluster
 
 
-@contextmanager
-def ray_cluster(address: str, actors: int) -> Iterator[None]:
-    """Start a cluster on this machine with a CPU for each actor, or connect to a running cluster.
-
-    At the end, also after an error, stop all actors of this script, and the cluster if the script started it.
-    """
-    local: dict[str, Any] = {"num_cpus": actors, "include_dashboard": False} if address == "local" else {}
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def free_cpus(wanted: int) -> int:
+    """Wait until CPUs are free, and return their number, at most ``wanted``. Ray itself would wait without a limit."""
+    until = time.monotonic() + WAIT
+    while (free := int(ray.available_resources().get("CPU", 0))) < wanted and time.monotonic() < until:
+        time.sleep(0.5)
+    if free == 0:
+        sys.exit(f"No CPU of the cluster became free within {WAIT} s. Its resources: {ray.cluster_resources()}")
+    return min(free, wanted)
 
 
 # Environment
@@ -89,6 +86,7 @@ def make_hindsight(capacity: int) -> HERTransform:
 
 def make_replay_buffer(capacity: int) -> RayReplayBuffer:
     """Return a replay buffer with hindsight in a separate actor, which also contains the goal table."""
+    free_cpus(1)
     replay_buffer = RayReplayBuffer(
         replay_buffer_cls=TensorDictReplayBuffer,
         storage=partial(PackedStorage, capacity),
@@ -116,7 +114,7 @@ def make_collector(
 
     Each episode is collected with the newest weights. The others collect while the learner makes its updates.
     """
-    return RayCollector(
+    collector = RayCollector(
         [make_env] * collectors,
         exploration,
         frames_per_batch=EPISODE_STEPS,
@@ -126,6 +124,28 @@ def make_collector(
         remote_configs=COLLECTOR_RESOURCES,
         update_after_each_batch=True,
     )
+    collector.update_policy_weights_()
+    return collector
+
+
+def collect(
+    exploration: TensorDictSequential, replay_buffer: RayReplayBuffer, steps: int, collectors: int
+) -> Iterator[None]:
+    """Yield after each written episode. If a collector dies, start new collectors that write into the same buffer."""
+    written = failures = 0
+    while written < steps:
+        try:
+            for _ in make_collector(exploration, replay_buffer, steps - written, free_cpus(collectors)):
+                written, failures = written + EPISODE_STEPS, 0
+                yield
+        except (RayActorError, RuntimeError) as error:  # RuntimeError if weights were sent to a dead collector
+            len(replay_buffer)  # raises an error if the replay buffer has died
+            if isinstance(error, RayTaskError):  # an error in an environment
+                raise
+            if (failures := failures + 1) == STARTS:
+                sys.exit(f"Collectors died {STARTS} times in a row without writing an episode.\n{error}")
+            tqdm.write(f"A collector died after {written:,} steps, so new ones are started.\n{error}", file=sys.stderr)
+            call_transform(replay_buffer, "flush")  # the new collectors do not continue the running episodes
 
 
 # Training, in this process
@@ -151,12 +171,10 @@ def train(steps: int, collectors: int) -> float:
 
     replay_buffer = make_replay_buffer(steps + collectors * EPISODE_STEPS)  # written after the last update, too
     exploration = make_exploration(policy)
-    collector = make_collector(exploration, replay_buffer, steps, collectors)
-    collector.update_policy_weights_()
     success = evaluate(policy)
     interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; longer for log files
     with tqdm(total=steps, unit=" steps", mininterval=interval) as bar:
-        for _ in collector:  # one iteration per written episode
+        for _ in collect(exploration, replay_buffer, steps, collectors):
             bar.update(EPISODE_STEPS)
             exploration[-1].step(EPISODE_STEPS)
             if bar.n >= FIRST_UPDATE:
@@ -168,6 +186,7 @@ def train(steps: int, collectors: int) -> float:
             if bar.n % EVALUATION_INTERVAL == 0 or bar.n == steps:
                 success = evaluate(policy)
             bar.set_postfix(success=f"{success:.2f}", refresh=False)
+    print(call_transform(replay_buffer, "report"))  # warnings of the actors are only in Ray's log files
     return success
 
 
@@ -188,10 +207,16 @@ def main() -> None:
     torchrl_logger.setLevel("WARNING")
     start = time.perf_counter()
     try:
-        with ray_cluster(arguments.address, actors=1 + arguments.collectors):
-            success = train(arguments.steps, arguments.collectors)
+        local = {"num_cpus": 1 + arguments.collectors, "include_dashboard": False}
+        options = local if arguments.address == "local" else {}
+        ray.init(address=arguments.address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        success = train(arguments.steps, arguments.collectors)
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
+    except RayActorError as error:  # `collect` replaces collectors, so this is the replay buffer
+        sys.exit(f"The replay buffer died, and its transitions are lost.\n{error}")
+    finally:
+        ray.shutdown()  # ends all actors of this script, and the cluster if the script started it
     seconds = time.perf_counter() - start
     print(f"Success rate of {EVALUATION_EPISODES} greedy episodes: {success:.2f}, after {seconds:.0f} s in total.")
 

@@ -10,6 +10,7 @@ from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geomet
 from torchrl_her.goals.strategy import GoalStrategy, StrategyInput, uniform
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
+from torchrl_her.relabel import call_transform
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
 from torchrl_her.rewards.reached_reward import ReachedReward
@@ -42,6 +43,7 @@ __all__ = [
     "SparseReward",
     "StrategyInput",
     "Subgoal",
+    "call_transform",
     "check_goal_env",
     "load_minari",
     "load_ogbench",

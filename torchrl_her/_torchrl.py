@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -118,6 +118,21 @@ def make_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: tor
 def hooks_of(checkpointer: TensorStorageCheckpointer) -> tuple[list[Any], list[Any]]:
     """Return the save hooks and the load hooks of a checkpointer; it has no public access to them."""
     return checkpointer._save_hooks, checkpointer._load_hooks
+
+
+def call_with_buffer(function: Callable[..., Any], replay_buffer: Any, *args: Any) -> Any:
+    """Return ``function(replay_buffer, *args)``, called in the process of the buffer.
+
+    ``RayReplayBuffer`` and its clients give no public access to the actor that holds the buffer.
+    """
+    actor = vars(replay_buffer).get("_rb") or vars(replay_buffer).get("_actor")
+    if actor is not None:
+        import ray
+
+        return ray.get(actor.__ray_call__.remote(function, *args))
+    if getattr(replay_buffer, "service_backend", None) == "ray":
+        raise RuntimeError("The RayReplayBuffer is closed, so its transform no longer exists.")
+    return function(replay_buffer, *args)
 
 
 class CustomTensorStorage(TensorStorage):

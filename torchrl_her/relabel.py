@@ -16,9 +16,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._torchrl import has_forward_hooks, without_compiled_call
+from torchrl_her._torchrl import call_with_buffer, has_forward_hooks, without_compiled_call
 from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, read_transitions
 from torchrl_her.goals.draw import Draw
@@ -251,6 +252,52 @@ class RelabelTransform(BufferTransform, ABC):
     def _state_of_copy(self) -> dict[str, Any]:
         state = without_compiled_call(super().__getstate__())
         return state | {"_neighbours": None, "_diagnosis": self._diagnosis.for_copy()}
+
+
+def call_transform(replay_buffer: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a buffer's `HERTransform` or `HindsightAugmentation` where the buffer lives.
+
+    The transform of a ``RayReplayBuffer`` is in the actor of the buffer. This function calls the method there, and
+    returns a copy of its result. With a buffer of this process, it calls ``getattr(transform, method)``.
+
+    Args:
+        replay_buffer (ReplayBuffer): the buffer; also a ``RayReplayBuffer``, or a client of one (``rb.client()``).
+        method (str): the name of the method, such as ``"report"`` or ``"flush"``.
+        args: positional arguments of the method.
+        kwargs: keyword arguments of the method.
+
+    Returns:
+        Any: the result of the method.
+
+    Raises:
+        AttributeError: if the transform has no such method.
+        ValueError: if the buffer has no such transform, or several.
+
+    Examples:
+        >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+        >>> from torchrl.envs import GymEnv
+        >>> import torchrl_her.envs
+        >>> from torchrl_her import EnvReward, HERTransform, call_transform
+        >>> env = GymEnv("torchrl_her/PointReach-v0")
+        >>> her = HERTransform(EnvReward(env), capacity=1000)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her)
+        >>> _ = rb.extend(env.rollout(30))  # the episode would end after 50 steps
+        >>> call_transform(rb, "report").running
+        1
+        >>> call_transform(rb, "flush")
+        >>> call_transform(rb, "report").running
+        0
+    """
+    return call_with_buffer(_call_transform, replay_buffer, method, args, kwargs)
+
+
+def _call_transform(replay_buffer: ReplayBuffer, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = [module for module in replay_buffer.transform.modules() if isinstance(module, RelabelTransform)]
+    if len(found) != 1:
+        raise ValueError(
+            f"The buffer must have one HERTransform or HindsightAugmentation, but it has {len(found)}: {found}."
+        )
+    return getattr(found[0], method)(*args, **kwargs)
 
 
 def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> TensorDictModuleBase:

@@ -33,7 +33,7 @@ from torchrl.envs import SerialEnv
 
 from support.factories import make_augmentation, make_transform
 from support.tape import Count, check, make_tape, places, taken
-from torchrl_her import EnvReward, PackedStorage
+from torchrl_her import EnvReward, PackedStorage, call_transform
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
 
@@ -210,6 +210,31 @@ def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
         buffer.extend(data)
     assert len(buffer) == 200
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
+
+
+@pytest.mark.parametrize("transport", ["ray", "distributed"])
+def test_methods_of_the_transform_run_in_the_actor(at_the_end, transport):
+    buffer = make_buffer(at_the_end, transport=transport)
+    buffer.extend(next(make_data(8)))  # ends in the second episode
+    assert call_transform(buffer, "report").running == 1
+    assert not buffer.sample()["hindsight", "relabelled"].all()
+    call_transform(buffer.client(), "flush")
+    report = call_transform(buffer, "report")
+    assert (report.transitions, report.episodes, report.running) == (8, 2, 0)
+    with pytest.raises(AttributeError, match="'HERTransform' object has no attribute 'repot'"):
+        call_transform(buffer, "repot")
+    buffer.close()
+    with pytest.raises(RuntimeError, match="The RayReplayBuffer is closed"):
+        call_transform(buffer, "report")
+
+
+def test_arguments_and_results_of_methods_travel_to_the_actor_and_back(at_the_end):
+    buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
+    data = next(make_data(8))
+    buffer.extend(data)
+    assert len(buffer.extend(call_transform(buffer, "flush"))) == 5 * 3  # the second episode
+    stamped = call_transform(make_buffer(at_the_end), "adopt", data=data)
+    assert stamped["hindsight_stamp"].shape == (8, 2)
 
 
 def test_limits_of_torchrls_actor_also_exist_without_hindsight(at_the_end):
