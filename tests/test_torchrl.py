@@ -1,9 +1,13 @@
 """The private attributes of TorchRL, tensordict and torch behave as `torchrl_her._torchrl` assumes."""
 
 import copy
+import re
+import runpy
 
 import pytest
+import tensordict
 import torch
+import torchrl
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
@@ -12,6 +16,17 @@ from torchrl.envs import Compose, MultiStepTransform, RenameTransform
 from support.factories import make_transform
 from support.refused import transitions
 from torchrl_her import PackedStorage, _torchrl
+
+
+@pytest.mark.parametrize("package", [torchrl, tensordict])
+def test_old_versions_are_refused_on_import_and_newer_ones_are_not(package, monkeypatch):
+    for version in ("0.9.2", "0.13.3", "0.13.0+g1234567"):
+        monkeypatch.setattr(package, "__version__", version)
+        with pytest.raises(ImportError, match=rf"needs {package.__name__} 0\.14 or newer, but {re.escape(version)} is"):
+            runpy.run_path(_torchrl.__file__)
+    for version in ("0.14.0", "0.14.0a0+g1234567", "0.15.3", "1.0.0", "2026.10.27", None):
+        monkeypatch.setattr(package, "__version__", version)
+        runpy.run_path(_torchrl.__file__)
 
 
 def rename(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -10,14 +11,22 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+import tensordict
 import torch
 import torchrl
 from tensordict import TensorDict, TensorDictBase
-from tensordict import __file__ as td_file
 from torch import nn
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 from torchrl.envs import Compose, EnvBase, MultiStepTransform, Transform
+
+for package in (torchrl, tensordict):  # in older versions, private methods that this module uses are missing
+    version = re.match(r"(\d+)\.(\d+)", package.__version__ or "")
+    if version is not None and tuple(map(int, version.groups())) < (0, 14):
+        raise ImportError(
+            f"torchrl_her needs {package.__name__} 0.14 or newer, but {package.__version__} is installed: "
+            "pip install --upgrade torchrl"
+        )
 
 
 def transforms_around(transform: Transform) -> tuple[list[Transform], list[Transform]]:
@@ -78,7 +87,8 @@ def warn_user(message: str) -> None:
 
 
 _LIBRARIES = tuple(
-    os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__, torchrl.__file__, td_file)
+    os.path.join(os.path.dirname(str(file)), "")
+    for file in (__file__, torch.__file__, torchrl.__file__, tensordict.__file__)
 )
 _STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
 
