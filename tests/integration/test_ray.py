@@ -1,4 +1,4 @@
-"""HERTransform in a Ray actor: collectors in other processes write into it, and a learner samples from it.
+"""HERTransform in a Ray actor: collectors in other processes write into it, and learners sample from it.
 
 Every actor is a process that imports TorchRL, so tests use few actors, and a single buffer if possible.
 """
@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -37,6 +38,7 @@ from torchrl_her import EnvReward, PackedStorage, call_transform
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
 
+from ray.cluster_utils import Cluster  # noqa: E402
 from torchrl.collectors.distributed import RayCollector  # noqa: E402 (it needs Ray)
 
 SIZE = 10_000  # rows of storages and goal tables, large enough that nothing is overwritten
@@ -314,20 +316,50 @@ def run_example(*arguments):
     pipe = subprocess.PIPE
     options = {"env": environment, "stdout": pipe, "stderr": pipe, "text": True, "start_new_session": True}
     with subprocess.Popen(command, **options) as script:
+        limit = threading.Timer(300, script.kill)
+        limit.start()
         try:
             yield script, partial(processes_with, mark)
         finally:
+            limit.cancel()
             script.kill()
 
 
 def processes_with(mark):
-    """Return the names of the processes with an entry in their environment."""
-    names = []
+    """Return the names of the processes with an entry in their environment, by process id."""
+    names = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has just ended, or belongs to another user
             if mark.encode() in (process / "environ").read_bytes():
-                names.append((process / "comm").read_text().strip())
+                names[int(process.name)] = (process / "comm").read_text().strip()
     return names
+
+
+def read_until(script, condition):
+    """Return what the script writes to stderr, until a condition holds for it."""
+    err = ""
+    while not condition(err):
+        character = script.stderr.read(1)
+        assert character, err
+        err += character
+    return err
+
+
+def steps(err):
+    """Return the number of steps that the progress bar shows."""
+    return max(map(int, re.findall(r"(\d+)/100000", err)), default=0)
+
+
+def kill(processes, name):
+    """Kill one of the processes with a name."""
+    os.kill(next(process for process, found in processes().items() if found.startswith(name)), signal.SIGKILL)
+
+
+def interrupt(script):
+    os.killpg(script.pid, signal.SIGINT)  # like a terminal, to all processes in the foreground
+    _, err = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert err.endswith("Interrupted.\n"), err
 
 
 def ended(processes, seconds=10.0):
@@ -388,14 +420,49 @@ def test_the_example_ends_and_leaves_no_process():
 @needs_proc
 def test_the_example_interrupted_leaves_no_process():
     with run_example("--steps", "100000", "--collectors", "1") as (script, processes):
-        err = ""
-        while "steps/s" not in err:  # the progress bar appears after the actors have started
-            character = script.stderr.read(1)
-            assert character, err
-            err += character
+        read_until(script, steps)
         assert len(processes()) > 5
-        os.killpg(script.pid, signal.SIGINT)  # like a terminal, to all processes in the foreground
+        interrupt(script)
+        assert ended(processes)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_the_example_replaces_a_killed_collector():
+    with run_example("--steps", "100000") as (script, processes):
+        read_until(script, steps)
+        kill(processes, "ray::Collector")
+        before = steps(read_until(script, lambda err: "new ones are started" in err))
+        read_until(script, lambda err: steps(err) > before)
+        interrupt(script)
+        assert ended(processes)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_the_example_replaces_the_collectors_of_a_lost_machine_once_another_one_joins():
+    machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        with run_example("--steps", "100000", "--address", machines.address) as (script, _):
+            read_until(script, lambda err: "0/100000" in err)  # the buffer has taken the CPU of the first machine
+            lost = machines.add_node(num_cpus=2)
+            read_until(script, steps)
+            machines.remove_node(lost, allow_graceful=False)
+            before = steps(read_until(script, lambda err: "new ones are started" in err))
+            machines.add_node(num_cpus=2)
+            read_until(script, lambda err: steps(err) > before)
+            interrupt(script)
+    finally:
+        machines.shutdown()
+
+
+@pytest.mark.slow
+@needs_proc
+def test_the_example_ends_with_a_message_if_the_replay_buffer_is_killed():
+    with run_example("--steps", "100000") as (script, processes):
+        read_until(script, steps)
+        kill(processes, "ray::TensorDict")
         _, err = script.communicate(timeout=60)
         assert script.returncode == 1
+        assert "The replay buffer died, and its transitions are lost" in err, err
         assert ended(processes)
-    assert err.endswith("Interrupted.\n"), err
