@@ -21,6 +21,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import (
     LazyTensorStorage,
@@ -39,6 +40,7 @@ from torchrl_her import EnvReward, PackedStorage, call_transform
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
 
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.exceptions import RayActorError  # noqa: E402
 from torchrl.collectors.distributed import RayCollector  # noqa: E402 (it needs Ray)
 
 SIZE = 10_000  # rows of storages and goal tables, large enough that nothing is overwritten
@@ -136,6 +138,10 @@ def share_relabelled(buffer, batches=20):
     return rows["hindsight", "relabelled"][ended].float().mean().item()
 
 
+def check_learner(client):
+    return check(torch.cat([client.sample() for _ in range(20)]))
+
+
 # Collectors
 
 # By name: the environments of each collector, arguments of the buffer, and arguments of the collectors.
@@ -193,6 +199,41 @@ def test_a_learner_samples_correct_goals_while_collectors_overwrite_the_buffer(a
     assert count.sampled > 1_000
     assert len(buffer) == size
     assert share_relabelled(buffer) > 0.7  # the goals of the first steps of some episodes have left the table
+
+
+@pytest.mark.slow
+def test_several_learners_sample_correct_goals_from_one_buffer(at_the_end):
+    buffer = make_buffer(at_the_end)
+    collector = make_collector(at_the_end, TAPES[:2], replay_buffer=buffer, total_frames=1_000_000)
+    collector.start()
+    while buffer.write_count < 300:
+        time.sleep(0.01)
+    learner = ray.remote(num_cpus=0.25)(check_learner)
+    counts = ray.get([learner.remote(client) for client in buffer.clients(2)])
+    assert [count.sampled for count in counts] == [20 * BATCH_SIZE] * 2
+    assert all(count.share > 0.65 for count in counts)  # running episodes are not relabelled
+
+
+@pytest.mark.slow
+def test_after_the_buffer_died_a_new_one_resumes_from_a_checkpoint(at_the_end, tmp_path):
+    buffer = make_buffer(at_the_end)
+    data = make_data(8)  # the second episode has 9 steps, and the first write ends after its third
+    buffer.extend(next(data))
+    rotation = CheckpointRotation(tmp_path, keep_last=2)
+    rotation.save(Checkpoint(buffer=buffer), step=8)
+    ray.kill(buffer._rb)
+    with pytest.raises(RayActorError):
+        len(buffer)
+    buffer.close()
+    buffer = make_buffer(at_the_end)
+    rotation.load_latest(Checkpoint(buffer=buffer))
+    call_transform(buffer, "flush")
+    assert call_transform(buffer, "report").running == 0
+    samples = torch.cat([buffer.sample() for _ in range(3)])
+    check(samples)
+    _, episode, step = samples["observation"].unbind(-1)
+    first = samples[(episode == 1) & (step == 0) & samples["hindsight", "relabelled"].flatten()]
+    assert first["desired_goal"][:, 2].unique().tolist() == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -380,28 +421,43 @@ from torchrl.modules import MLP
 from support.pages import run_block
 
 shares = []
+
+def update(batch):
+    shares.append(batch["hindsight", "relabelled"].float().mean())
+    if "time" in names and len(shares) == first + 5:  # the block that starts collectors in the background
+        ray.kill(names["collector"].remote_collectors[0])
+
 names = {
     "capacity": 10_000,
     "policy": TensorDictModule(MLP(4, 2), ["observation"], ["action"]),
-    "update": lambda batch: shares.append(batch["hindsight", "relabelled"].float().mean()),
+    "update": update,
+    "total": 12_000,
 }
-ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False, logging_level="error")
 try:
     run_block("how-to/ray", 0, names)
+    print(len(shares), torch.stack(shares[-1000:]).mean().item())
+    run_block("how-to/ray", 1, names)
+    run_block("how-to/ray", 2, names | {"update": lambda batch: batch["hindsight", "relabelled"]})
+    names["collector"].shutdown()
+    first = len(shares)
+    run_block("how-to/ray", 3, names)
+    assert names["replay_buffer"].write_count >= 12_000
 finally:
     ray.shutdown()
-print(len(shares), torch.stack(shares[-1000:]).mean().item())
 """
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_relabels():
+def test_the_code_of_the_page_relabels_and_replaces_a_killed_collector():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_ENABLE_AUTO_CONNECT": "0"}
     done = subprocess.run(
         [sys.executable, "-c", CODE_OF_THE_PAGE], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    batches, share = map(float, done.stdout.split())
+    batches, share = map(float, done.stdout.splitlines()[0].split())
+    assert "transitions     6,1" in done.stdout, done.stdout  # the report
+    assert "'workers': 2, 'workers_alive': 1" in done.stdout, done.stdout
     assert batches >= 100 * 6_000 / 50
     assert 0.7 < share < 0.85
 
