@@ -75,7 +75,13 @@ class Config:
     expectile: float = 0.9
     temperature: float = 10.0  # inverse temperature: 0 is behavioural cloning
     evaluation: Evaluating = field(default_factory=Evaluating)
-    hydra: Any = field(default_factory=lambda: {"run": {"dir": RUN}, "sweep": {"dir": SWEEP}})
+    hydra: Any = field(
+        default_factory=lambda: {
+            "run": {"dir": RUN},
+            "sweep": {"dir": SWEEP},
+            "callbacks": {"folder": {"_target_": "start.FolderOfRun"}},
+        }
+    )
 
 
 ConfigStore.instance().store("gciql", Config)

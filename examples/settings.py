@@ -135,6 +135,7 @@ class Settings:
         default_factory=lambda: {
             "run": {"dir": "outputs/${hydra.job.name}/${env.name}/${now:%Y-%m-%d_%H-%M-%S}"},
             "sweep": {"dir": "outputs/${hydra.job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
+            "callbacks": {"folder": {"_target_": "start.FolderOfRun"}},
             "output_subdir": None,  # the settings of the run are in config.yaml
             "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
         }

@@ -41,7 +41,7 @@ def load_settings(folder: Path) -> Settings:
     """Return the settings of a run, for this machine's CPU."""
     saved = read_settings(folder)
     script = importlib.import_module(saved.algorithm)
-    config = cast(Settings, OmegaConf.to_object(with_types(saved, script.Config)))
+    config = cast(Settings, OmegaConf.to_object(with_types(saved, script.Config, folder)))
     config.device = "cpu"
     return config
 

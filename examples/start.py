@@ -12,11 +12,13 @@ import torch
 from common import Inputs, make_env, make_hindsight, make_replay_buffer
 from gymnasium import spaces
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from settings import LoggerKind, Priority, Settings, Speedup, When
 from torchrl.envs import EnvBase
+from yaml import YAMLError
 
 ENDLESS = 10_000  # steps in which an episode without a time limit must end
 CHUNK = "collector.steps_per_chunk"
@@ -35,6 +37,25 @@ CHANGEABLE = [
 ]  # fmt: skip
 
 
+class FolderOfRun(Callback):
+    """Creates the folder of a run or of a sweep, or exits with a message. Hydra would show a traceback."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: D102
+        self.create(config, "hydra.run.dir")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: D102
+        self.create(config, "hydra.sweep.dir")
+
+    def create(self, config: DictConfig, setting: str) -> None:
+        """Create the folder in a setting."""
+        folder = OmegaConf.select(config, setting)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"The folder {folder} cannot be created: {error.strerror}. Set another one: {setting}=..."
+            raise SystemExit(message) from None
+
+
 def start(config: DictConfig) -> tuple[Any, Path]:
     """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -49,6 +70,7 @@ def start(config: DictConfig) -> tuple[Any, Path]:
     saved = read_settings(Path(config.resume))
     if saved.algorithm != config.algorithm:
         raise SystemExit(f"The run in {config.resume} was started with {saved.algorithm}.py: use that script.")
+    with_types(saved, kind_of(config), Path(config.resume))  # exits if the file is incomplete
     return check(change(saved, config, HydraConfig.get().overrides.task)), Path(config.resume)
 
 
@@ -60,18 +82,39 @@ def kind_of(config: DictConfig) -> type[Settings]:
 def read_settings(folder: Path) -> DictConfig:
     """Return the saved settings of a run, without types."""
     path = folder / "config.yaml"
-    saved: Any = OmegaConf.load(path) if path.exists() else {}
+    try:
+        saved: Any = OmegaConf.load(path) if path.exists() else {}
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise SystemExit(damaged(folder, " ".join(str(error).split()))) from None
     if "algorithm" not in saved:
         raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
     return saved
 
 
-def with_types(config: DictConfig, kind: type) -> Any:
-    """Return settings with the types of a dataclass, or exit if it has no such settings."""
+def damaged(folder: Path, cause: str) -> str:
+    """Return the message about a file with settings that was, for example, not written completely."""
+    return f"{folder / 'config.yaml'} is incomplete or damaged: {cause}. Repair it, or start a new run."
+
+
+def with_types(config: DictConfig, kind: type, folder: Path | None = None) -> Any:
+    """Return settings with the types of a dataclass, or exit if it has no such settings.
+
+    The settings of a run, in a folder, must be complete.
+    """
+    defaults = OmegaConf.structured(kind(hydra=None))
+    if folder and (missing := sorted(names(defaults) - names(config))):
+        raise SystemExit(damaged(folder, f"{len(missing)} settings are missing, such as {missing[0]}"))
     try:
-        return OmegaConf.merge(OmegaConf.structured(kind(hydra=None)), OmegaConf.to_container(config))
+        return OmegaConf.merge(defaults, OmegaConf.to_container(config))
     except OmegaConfBaseException as error:
-        raise SystemExit(f"{error.full_key}: {error.msg}") from None
+        message = f"{error.full_key}: {str(error.msg).splitlines()[0]}"
+        raise SystemExit(damaged(folder, message) if folder else message) from None
+
+
+def names(config: DictConfig) -> set[str]:
+    """Return the names of all settings."""
+    groups = {str(key): value for key, value in config.items() if isinstance(value, DictConfig)}
+    return {f"{group}.{name}" for group, values in groups.items() for name in values} | {*map(str, config)} - {*groups}
 
 
 def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
@@ -89,6 +132,7 @@ def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictC
         if key.partition(".")[0] in CHANGEABLE:
             OmegaConf.update(changed, key, value)
         elif value != (before := OmegaConf.select(kept, key)):
+            before = getattr(before, "name", before)  # of an enum
             raise SystemExit(f"A resumed run keeps {key}={before}. It can change {', '.join(CHANGEABLE[:-1])}.")
     return with_types(changed, kind_of(config))
 
@@ -146,8 +190,9 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     numbers = {key for key in read & set(info) if not np.ndim(info[key]) and np.asarray(info[key]).dtype.kind in "biuf"}
     if missing := read - numbers:
         raise SystemExit(
-            f"{sorted(missing)} must be numbers or bools in every info of {name}, which has {sorted(info)}: set "
-            "env.info_keys and env.success (terminated, if the episode ends at the goal)."
+            f"{sorted(missing)} must be numbers or bools in every info of {name}, which has {sorted(info)}: return "
+            f'info["{min(missing)}"] in step, or set env.info_keys and env.success (terminated, if the episode ends at '
+            "the goal)."
         )
     play_on_trial(config, env)
     return env

@@ -48,6 +48,14 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     assert (folder / "episodes.png").stat().st_size > 5_000
 
 
+@pytest.mark.parametrize("script", ["dqn", "gciql"])
+def test_a_folder_that_cannot_be_created_is_named_with_the_setting_to_change(script, run_script, tmp_path):
+    (tmp_path / "file").touch()
+    for setting, *mode in (["hydra.run.dir"], ["hydra.sweep.dir", "--multirun"]):
+        with pytest.raises(SystemExit, match=rf"^The folder file/run cannot be created: .*\. Set .*{setting}="):
+            run_script(script, *mode, f"{setting}=file/run")
+
+
 def test_a_resumed_run_takes_the_given_settings_and_no_others():
     started = ["+task=bit_flipping_50", "seed=3"]
     settings = configure("dqn", *started, "batch_size=512", "exploration.random_actions=0.5")
@@ -72,6 +80,7 @@ def test_a_resumed_run_takes_the_given_settings_and_no_others():
         (["gamma=0.5"], r"keeps gamma=0\.98"),
         (["env.num_envs=4"], r"keeps env\.num_envs=16"),
         (["+env.kwargs.n_bits=4"], r"keeps env\.kwargs\.n_bits=50"),
+        (["hindsight.strategy=final"], r"keeps hindsight\.strategy=future\. "),
     ):
         with pytest.raises(SystemExit, match=message):
             resumed(*overrides)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import run
+import show
 import torch
 from hydra.errors import ConfigCompositionException
 from script_runs import configure, differences, drawn, logged, state_of, train
@@ -130,6 +131,18 @@ def test_a_file_of_another_program_is_no_run(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(SystemExit, match=r"no config\.yaml with the settings of a run"):
         read_settings(tmp_path)
+
+
+def test_settings_that_were_not_written_completely_are_refused_with_the_name_of_their_file(folder, run_script):
+    file = folder / "config.yaml"
+    text = file.read_text()
+    show.load_settings(folder)
+    for length in range(20, len(text) - 1, 13):
+        file.write_text(text[:length])
+        with pytest.raises(SystemExit, match=r"config\.yaml is incomplete or damaged: .* or start a new run"):
+            show.load_settings(folder)
+    with pytest.raises(SystemExit, match=r"config\.yaml is incomplete or damaged: .* or start a new run"):
+        run_script("dqn", f"resume={folder}")
 
 
 def files_in(folder):

@@ -214,7 +214,7 @@ REFUSED = [
     ("ddpg env.desired_goal_key=desired", r"have no \['desired'\], only \['achieved_goal', "),
     (
         "ddpg env.info_keys=[fuel]",
-        r"\['fuel'\] must be numbers or bools in every info of .*, which has \['is_success', 'terminated'\]: set env",
+        r"\['fuel'\] must be .* which has \['is_success', 'terminated'\]: return info.* or set env\.info_keys",
     ),
     (
         "ddpg env.goal_fn=no_such_module:goal",
@@ -315,7 +315,7 @@ REFUSED = [
     ("ddpg env.name=OtherRewards-v0 env.success=at_goal", "OtherRewards-v0 gives 0 to 1 .*: use clip_target=false"),
     (
         "ddpg env.name=OtherRewards-v0 clip_target=false",
-        r"\['is_success'\] must be numbers or bools in every info of .* has \['at_goal', 'terminated'\]: set .*env\.s",
+        r"\['is_success'\] must be .* has \['at_goal', .*: return info\[.is_success.\] in step, or set .*env\.success",
     ),
 ]
 

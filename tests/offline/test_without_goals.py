@@ -80,6 +80,9 @@ BAD = {
     "short actions": (changed(actions=np.zeros((50, 2))), ValueError, "one row per state.*'actions': 50"),
     "two terminals": (changed(terminals=np.ones((51, 1))), ValueError, r"shape \(51, 1\)"),
     "empty": (lambda file: save_ogbench(file, []), ValueError, "last state"),
+    "strings": (changed(room=np.array(["hall"] * 51)), TypeError, "array 'room' of .* has the dtype <U4.*numbers"),
+    "terminals as strings": (changed(terminals=np.array(["0"] * 51)), TypeError, "array 'terminals' .* dtype <U1"),
+    "objects": (changed(settings=np.array({})), ValueError, "array 'settings' of .* cannot be read .*allow_pickle"),
 }
 
 

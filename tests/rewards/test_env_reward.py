@@ -41,6 +41,7 @@ WAYS = {
     "TorchRL wrapper": lambda: GymEnv(POINT_REACH),
     "transformed environment": lambda: TransformedEnv(GymEnv(POINT_REACH), StepCounter()),
     "class": lambda: PointReach,
+    "id": lambda: POINT_REACH,
     "function of a Gymnasium environment": lambda: lambda: gymnasium.make(POINT_REACH),
     "function of a TorchRL environment": lambda: lambda: TransformedEnv(GymEnv(POINT_REACH), StepCounter()),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -30,8 +31,9 @@ def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
 
     Raises:
         KeyError: if an array is missing.
-        ValueError: if the file is not an ``.npz`` file, arrays differ in length, the last state is not terminal, or the
-            file contains no transition.
+        TypeError: if an array with one row per state contains no numbers.
+        ValueError: if the file is not an ``.npz`` file, an array cannot be read, arrays differ in length, the last
+            state is not terminal, or the file contains no transition.
 
     Examples:
         A file with two trajectories of three and two states:
@@ -52,12 +54,18 @@ def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
     if not str(path).endswith(".npz"):
         raise ValueError(f"load_ogbench reads .npz files, got {str(path)!r}: pass the path of an OGBench data set.")
     with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
+        arrays = {name: _read(path, file, name) for name in file.files}
     if missing := [name for name in REQUIRED if name not in arrays]:
         raise KeyError(
             f"{path} has no array {missing[0]!r}, which OGBench files contain; present: {', '.join(arrays)}. Pass an "
             "OGBench file, or name its arrays accordingly."
         )
+    for name, array in arrays.items():
+        if array.shape[:1] == arrays["terminals"].shape and array.dtype.kind not in "biufc":
+            raise TypeError(
+                f"The array {name!r} of {path} has the dtype {array.dtype}, which tensors cannot have: convert it to "
+                "numbers, or leave it out of the file."
+            )
     terminal = arrays.pop("terminals").astype(bool)
     _check(path, arrays, terminal)
 
@@ -77,6 +85,15 @@ def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
     others = {name: each for name, each in arrays.items() if each.shape[:1] == terminal.shape and name not in entries}
     entries |= {name: torch.from_numpy(each[begins]) for name, each in others.items()}
     return TensorDict(entries, batch_size=len(last))
+
+
+def _read(path: str | os.PathLike[str], file: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    try:
+        return file[name]
+    except ValueError as error:  # Python objects, or a damaged file
+        raise ValueError(
+            f"The array {name!r} of {path} cannot be read ({error}): download the file again, or leave the array out."
+        ) from error
 
 
 def _check(path: str | os.PathLike[str], arrays: dict[str, np.ndarray], terminal: np.ndarray) -> None:

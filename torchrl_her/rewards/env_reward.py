@@ -24,9 +24,9 @@ class EnvReward(GoalReward):
     batches is called row by row, and a warning is issued.
 
     Args:
-        env (gymnasium.Env | EnvBase | Callable): a Gymnasium environment, a TorchRL wrapper of one, or a function
-            without arguments that returns either. If Gymnasium wrappers define one of the two functions, the function
-            of the outermost wrapper is used.
+        env (gymnasium.Env | EnvBase | Callable | str): a Gymnasium environment, a TorchRL wrapper of one, a function
+            without arguments that returns either, or the id of a Gymnasium environment. If Gymnasium wrappers define
+            one of the two functions, the function of the outermost wrapper is used.
 
     Keyword Args:
         info_keys (Sequence[NestedKey]): keys of stored entries to pass as ``info``. ``info`` maps the last part of each
@@ -42,12 +42,11 @@ class EnvReward(GoalReward):
         ValueError: when called, if a function returns an array of the wrong shape, or expects goals of another shape.
 
     Examples:
-        >>> import gymnasium
         >>> import torch
         >>> from tensordict import TensorDict
         >>> import torchrl_her.envs
         >>> from torchrl_her import EnvReward
-        >>> reward = EnvReward(gymnasium.make("torchrl_her/PointReach-v0"))
+        >>> reward = EnvReward("torchrl_her/PointReach-v0")
         >>> achieved = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
         >>> goals = {"desired_goal": torch.zeros(2, 2), "next": {"achieved_goal": achieved}}
         >>> reward(TensorDict(goals, batch_size=2))["next", "reward"].flatten()
@@ -77,9 +76,9 @@ class EnvReward(GoalReward):
 
 def _goal_environment(env: Any) -> Any:
     """Return the environment to use, without TorchRL's transforms, and check that it has ``compute_reward``."""
-    is_made = not isinstance(env, (gymnasium.Env, EnvBase)) and callable(env)
+    is_made = isinstance(env, str) or (callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)))
     if is_made:
-        env = env()
+        env = gymnasium.make(env) if isinstance(env, str) else env()
     while isinstance(env, TransformedEnv):
         env = env.base_env
     is_batch = isinstance(env, (SerialEnv, ParallelEnv)) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1)
