@@ -113,8 +113,9 @@ def with_types(config: DictConfig, kind: type, folder: Path | None = None) -> An
 
 def names(config: DictConfig) -> set[str]:
     """Return the names of all settings."""
-    groups = {str(key): value for key, value in config.items() if isinstance(value, DictConfig)}
-    return {f"{group}.{name}" for group, values in groups.items() for name in values} | {*map(str, config)} - {*groups}
+    settings = cast(dict[str, Any], OmegaConf.to_container(config))
+    groups = {key: value for key, value in settings.items() if isinstance(value, dict)}
+    return {f"{group}.{name}" for group, values in groups.items() for name in values} | set(settings) - set(groups)
 
 
 def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
