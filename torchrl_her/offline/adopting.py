@@ -63,7 +63,8 @@ class AdoptingTransform(RelabelTransform):
         Returns:
             TensorDictBase: a shallow copy of ``data``, ``[*batch]``, that shares all entries and adds
                 ``"hindsight_stamp"``, ``int64 [*batch, 2]``. Pass it to ``TensorStorage``, flattened with
-                ``.reshape(-1)`` if it has several dimensions.
+                ``.reshape(-1)`` if it has several dimensions. Otherwise, each row holds T transitions, and a sample of
+                256 rows has the batch size ``[256, T]``.
 
         Raises:
             ValueError: if ``capacity`` is smaller than the data set; if the transform has adopted, written, loaded or
