@@ -37,8 +37,8 @@ class HERTransform(StampingTransform):
     and under ``"next"``, and the reward is recomputed. Stored transitions do not change. The algorithm is described by
     [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
 
-    Flatten data ``[B, T]`` for a storage with one dimension: ``rb.extend(data.reshape(-1))``. Otherwise, each row holds T
-    transitions, and a sample of 256 rows has the batch size ``[256, T]``.
+    Flatten data ``[B, T]`` for a storage with one dimension: ``rb.extend(data.reshape(-1))``. Otherwise, each row holds
+    T transitions, and a sample of 256 rows has the batch size ``[256, T]``.
 
     Samples have an additional entry ``("hindsight", "relabelled")``, ``bool [*batch, 1]``. Random numbers come from
     torch's default generator, so ``torch.manual_seed`` makes samples reproducible.
