@@ -186,6 +186,8 @@ class HERTransform(StampingTransform):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Check the other transforms of the buffer, then compile sampling with ``torch.compile``.
 
+        On a CPU, this saves little: at most 13% of the time of ``sample(256)`` was measured, after 13 s of compilation.
+
         Args:
             *args: passed to ``torch.compile``.
             **kwargs: passed to ``torch.compile``.

@@ -4,6 +4,7 @@ import csv
 import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("stable_baselines3", reason="the benchmarks need the extra 'benchmarks'")
 pytest.importorskip("cpprb", reason="the benchmarks need the extra 'benchmarks'")
 
+import compiled
 import growth
 import measuring
 import sampling
@@ -18,6 +20,8 @@ import where_time_goes
 import writing
 from contenders import CONTENDERS, FILE, SB3
 from contenders.transitions import BATCHES
+
+from torchrl_her import HERTransform
 
 DOCS = Path(__file__).parents[2] / "docs"
 SPEED = "reference/results/speed.md"
@@ -109,3 +113,10 @@ def test_the_time_of_hindsight_is_split_for_both_storages(run, monkeypatch):
     check_printed(printed, (SPEED, "where the time goes, µs", 10))
     cells = [line.split("|")[2:-1] for line in printed.splitlines() if line.startswith("| HERTransform")]
     assert all(float(whole) > float(inside) > 0 and int(operators) > 20 for whole, inside, operators, _ in cells)
+
+
+def test_compiled_sampling_is_measured_in_one_process_and_in_two(run, monkeypatch):
+    monkeypatch.setattr(HERTransform, "compile", Mock())  # takes a minute
+    printed = run(compiled, "--stored", SIZE, "--rounds", 3)
+    check_printed(printed, (SPEED, "`sample(256)`", 4))
+    assert HERTransform.compile.call_count == 2
