@@ -43,12 +43,25 @@ def test_entries_of_a_sample_share_nothing():
         assert bits(batch.exclude(key)) == others
 
 
-def test_eight_bit_floats_are_stored():
-    """TorchRL's checkpoints and much of PyTorch do not support them."""
-    rb, data = packed_buffer(), make_transitions(20, entries=[("byte", torch.float8_e4m3fn, (3,))])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_dtypes_that_pytorch_cannot_add_are_read_back_in_every_way(dtype, tmp_path):
+    rb, twin, data = packed_buffer(), packed_buffer(), make_transitions(20, entries=[("value", dtype, (3,))])
     rb.extend(data)
     batch, info = rb.sample(return_info=True)
-    assert torch.equal(batch["byte"].float().nan_to_num(), data["byte"][info["index"]].float().nan_to_num())
+    assert bits(batch) == bits(data[info["index"].tolist()])
+    for index in ([3], slice(2, 5), torch.tensor([1, 4]), slice(None)):
+        assert bits(rb[index]) == bits(data[index])
+    assert bits(rb[3].unsqueeze(0)) == bits(data[3:4])
+    twin.load_state_dict(rb.state_dict())
+    assert bits(twin[:]) == bits(data)
+    if dtype.is_floating_point:
+        with pytest.raises(TypeError, match=r"tensordict cannot load '.*float8.*' from a checkpoint: .*\.view\(torch"):
+            rb.dumps(tmp_path)
+    else:
+        rb.dumps(tmp_path)
+        twin.empty()
+        twin.loads(tmp_path)
+        assert bits(twin[:]) == bits(data)
 
 
 def test_keys_have_the_order_of_the_first_write():

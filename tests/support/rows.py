@@ -32,7 +32,10 @@ ENTRIES: list[Entry] = [
 
 
 def make_transitions(count: int, number: int = 0, entries: Sequence[Entry] = ENTRIES) -> TensorDict:
-    """Return transitions ``[count]`` with random bits in every entry; "uid" counts from ``number``."""
+    """Return transitions ``[count]`` with random bits in every entry; "uid" counts from ``number``.
+
+    The floats of the first transition are -0.0, which addition changes to +0.0.
+    """
     generator = torch.Generator().manual_seed(number)
     transitions = TensorDict({"uid": torch.arange(number, number + count)}, [count])
     for key, dtype, shape in entries:
@@ -40,6 +43,8 @@ def make_transitions(count: int, number: int = 0, entries: Sequence[Entry] = ENT
         size = (count, *shape, dtype.itemsize)
         random = torch.randint(0, high, size, dtype=torch.uint8, generator=generator)
         transitions[key] = _quiet(random.view(dtype)).reshape(count, *shape)
+        if dtype.is_floating_point or dtype.is_complex:
+            transitions[key][:1] = torch.tensor(-0.0).to(dtype)
     return transitions
 
 

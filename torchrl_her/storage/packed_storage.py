@@ -1,12 +1,12 @@
-"""A storage that keeps each transition in one row of a matrix, and its checkpointer."""
+"""A storage that keeps each transition in one row of a matrix."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -27,16 +27,14 @@ from tensordict import (
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch import multiprocessing as mp
-from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
-from torchrl_her._torchrl import CustomTensorStorage, hooks_of
+from torchrl_her._torchrl import CustomTensorStorage
+from torchrl_her.storage.checkpointer import TENSOR_SAVED, PackedStorageCheckpointer
 from torchrl_her.storage.ownership import OwnedEntries, set_owned
 from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
 
+PIECE = 2**26  # bytes that are copied at once between memory and a checkpoint
 BY_WRITERS = {"index"}  # added by the writers of TensorDict buffers after `check_write`
-TENSOR_SAVED = (
-    "{} has tensors outside of a TensorDict, but PackedStorage stores TensorDicts: load it into a LazyTensorStorage."
-)
 
 
 class OwnedRows(OwnedEntries):
@@ -55,37 +53,6 @@ class OwnedRows(OwnedEntries):
         if column is None:
             return False
         return value.data_ptr() == self._rows.data_ptr() + column.start * column.dtype.itemsize
-
-
-class PackedStorageCheckpointer(TensorStorageCheckpointer):
-    """Saves the same files as TorchRL's checkpointer, but sparse: rows without transitions take no space on disk.
-
-    Each checkpointer can load the files of the other. If there are hooks, which may change rows, TorchRL's checkpointer
-    is used.
-    """
-
-    def dumps(self, storage: PackedStorage, path: str | Path) -> None:
-        """Save a storage into a directory, which is created if it does not exist."""
-        save_hooks, _ = hooks_of(self)
-        if save_hooks or not storage.initialized:
-            return super().dumps(storage, path)
-        path = Path(path)
-        path.mkdir(exist_ok=True)
-        stored = storage[:]
-        files = storage.entries.memmap_like(path, copy_existing=True)  # full size, sparse
-        files[: len(stored)].update_(stored)
-        metadata = {"metadata": {}, "is_pytree": False, "len": len(storage)}
-        (path / "storage_metadata.json").write_text(json.dumps(metadata))
-
-    def loads(self, storage: PackedStorage, path: str | Path) -> None:
-        """Load a storage from a directory."""
-        _, load_hooks = hooks_of(self)
-        if load_hooks:
-            return super().loads(storage, path)
-        metadata = json.loads((Path(path) / "storage_metadata.json").read_text())
-        if metadata["is_pytree"]:
-            raise TypeError(TENSOR_SAVED.format(path))
-        storage.read_from(TensorDict.load_memmap(path), metadata["len"])
 
 
 class PackedStorage(CustomTensorStorage):
@@ -271,7 +238,7 @@ class PackedStorage(CustomTensorStorage):
         if self.initialized and all(isinstance(each, slice) and each == slice(None) for each in indices):
             return self._layout.view(self._written_rows()).lock_()
         found = super().get(index)
-        return found.clone() if is_tensor_collection(found) else found
+        return _copy(found) if is_tensor_collection(found) else found
 
     def _written_rows(self) -> Tensor:
         written = -(self.count // -self._lanes)
@@ -290,7 +257,7 @@ class PackedStorage(CustomTensorStorage):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the stored transitions, with one item per entry, as TorchRL's storages do."""
         state = super().state_dict()
-        return state | {"_storage": self.entries.clone().state_dict()} if self.initialized else state
+        return state | {"_storage": _copy(self.entries).state_dict()} if self.initialized else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
@@ -299,12 +266,17 @@ class PackedStorage(CustomTensorStorage):
         if state_dict["initialized"]:
             saved = TensorDict()
             saved.load_state_dict(state_dict["_storage"], strict=False)
-            self.read_from(saved, state_dict["_len"])
+            self.read_from(lambda: saved, state_dict["_len"])
         else:
             self.count = 0
 
-    def read_from(self, saved: TensorDictBase, count: int) -> None:
-        """Load the entries ``[size, ...]`` of a storage of the same size, of which ``count`` are written."""
+    def read_from(self, load: Callable[[], TensorDictBase], count: int) -> None:
+        """Load the entries ``[size, ...]`` of a storage of the same size, of which ``count`` are written.
+
+        ``load`` returns the entries. It is called again for each of `pieces`, so that memory-mapped entries which were
+        read can be released.
+        """
+        saved = load()
         shape = saved.batch_size[: self.ndim]
         room = self._shape_for(shape[1:])
         if shape != room:
@@ -315,9 +287,15 @@ class PackedStorage(CustomTensorStorage):
         if not self.initialized:
             self.allocate(saved[0])
         self._layout.check(saved)
-        written = -(count // -self._lanes)
-        self.entries[:written].update_(saved[:written])
+        for piece in self.pieces(count):
+            self.entries[piece].update_(load()[piece])
         self.count = count
+
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Yield slices of the first dimension that contain ``count`` transitions, each of at most about 64 MB."""
+        written, step = -(count // -self._lanes), max(1, PIECE // self._rows[0].nbytes)
+        for start in range(0, written, step):
+            yield slice(start, min(start + step, written))
 
     def __getstate__(self) -> dict[str, Any]:
         allocated = self.initialized  # first, because it maps shared rows
@@ -331,6 +309,11 @@ class PackedStorage(CustomTensorStorage):
         super().__setstate__(state)
         if self.initialized:
             self.entries = self._layout.view(self._rows)
+
+
+def _copy(entries: Any) -> Any:
+    """Return a copy with the same bits. ``TensorDict.clone`` adds zero, which changes -0.0 and some dtypes lack."""
+    return entries.apply(torch.clone, filter_empty=False)
 
 
 def _as_tensordict(data: Any) -> TensorDictBase:
