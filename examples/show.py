@@ -24,6 +24,7 @@ from episode_plots import draw_episodes, draw_frames
 from omegaconf import OmegaConf
 from plots import save
 from rendering import check_display, is_mujoco, mark_goal
+from run import damage_of
 from settings import Env, Settings
 from start import read_settings, with_types
 from tensordict.nn import TensorDictModuleBase
@@ -48,6 +49,8 @@ def load_settings(folder: Path) -> Settings:
 
 def load_policy(config: Settings, checkpoint: Path) -> TensorDictModuleBase:
     """Return the greedy policy of a checkpoint, with its normalization."""
+    if damage := damage_of(checkpoint):
+        raise SystemExit(f"{checkpoint} is damaged ({damage}): name another one with --step.")
     env = make_env(config.env)
     policy = importlib.import_module(config.algorithm).make_policy(config, env, Inputs(config, env))
     Checkpoint(policy=policy).load(checkpoint, components=["policy"], map_location=config.device)

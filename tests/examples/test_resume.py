@@ -2,7 +2,10 @@
 
 import importlib.util
 import multiprocessing
+import os
 import shutil
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import run
@@ -77,6 +80,9 @@ def test_the_curve_goes_on_where_it_stopped(script, tmp_path):
 
 
 # The folder of a run
+
+NEWEST = Path("checkpoints/checkpoint-000000000200")
+BUFFER = "components/0000-buffer"
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +186,7 @@ def test_a_resumed_run_explores_with_the_given_share_of_random_actions(folder):
 
 
 def test_a_finished_run_can_be_resumed(folder):
+    (folder / NEWEST / "sizes.json").unlink()  # as in a checkpoint that TorchRL's CheckpointRotation saved
     history = train(f"dqn resume={folder}", folder).components["log"]
     assert [step for step, _ in history["evaluation/success"]] == [0, 100, 200]
 
@@ -197,3 +204,70 @@ def test_a_killed_run_logs_no_step_twice(folder):
     assert logged(folder, "train/loss") == history["train/loss"]
     assert [step for step, _ in history["train/loss"]] == [100, 200]
     assert not list((folder / "checkpoints").glob(".checkpoint-*"))
+
+
+# Damaged checkpoints, and full disks
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("manifest.json", None),
+        (f"{BUFFER}/storage/next/done.memmap", 0),
+        (f"{BUFFER}/transform.t", 3),
+        ("components/0003-optimizer/state.json", 0),
+        ("components/0004-policy/state/tensor_00000000.memmap", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_run_continues_from_the_previous_one(name, size, folder):
+    file = folder / NEWEST / name
+    file.unlink() if size is None else os.truncate(file, size)
+    with pytest.raises(SystemExit, match=rf"{NEWEST} is damaged \({name}\): name another one with --step"):
+        show.load_policy(configure("dqn"), folder / NEWEST)
+    message = f"{NEWEST} is damaged: {name} missing or of another size. The run continues from checkpoint-000000000100"
+    with pytest.warns(UserWarning, match=message):
+        history = train(f"dqn resume={folder}", folder).components["log"]
+    assert [step for step, _ in history["train/loss"]] == [100, 200]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        "checkpoint-000000000100", "checkpoint-000000000200", "damaged-checkpoint-000000000200"
+    }  # fmt: skip
+    assert run.damage_of(folder / NEWEST) == ""
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_resumed(folder):
+    for checkpoint in (folder / "checkpoints").iterdir():
+        os.truncate(checkpoint / "sizes.json", 0)
+    before = files_in(folder)
+    names = r"checkpoint-0*200 is damaged \(sizes.json\)\. checkpoint-0*100 is damaged \(sizes.json\)\."
+    with pytest.raises(SystemExit, match=f"has no checkpoint: delete it and start again. {names}"):
+        train(f"dqn resume={folder}", folder)
+    assert before == files_in(folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the names of open files are unknown")
+def test_a_checkpoint_gets_its_name_when_its_files_are_on_the_disk(tmp_path, monkeypatch):
+    synced, named, rename = set(), [], Path.rename
+
+    def note(path, target):
+        named.append((target.name, {each for each in (path, *path.rglob("*")) if each not in synced}))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(Path(f"/proc/self/fd/{file}").resolve()))
+    monkeypatch.setattr(Path, "rename", note)
+    train("dqn total_steps=100", tmp_path)
+    assert named == [("checkpoint-000000000100", set())]
+    assert tmp_path / "checkpoints" in synced
+
+
+@pytest.mark.parametrize("command", ["dqn buffer.prioritized=error hidden=[512,512]", "sac hidden=[512,512]"])
+def test_a_full_disk_stops_a_run_with_the_missing_space_before_it_saves(command, tmp_path, monkeypatch):
+    train(f"{command} total_steps=100", tmp_path)
+    size = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*"))
+    assert size > 3e6
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=size))  # too little for whole blocks
+    message = r"checkpoint-0*200 needs .* MB, and the disk has .* MB free: free (0.9|1.0) MB more, and continue"
+    with pytest.raises(SystemExit, match=message):
+        train(f"{command} resume={tmp_path}", tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-000000000100"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=size + 2**20 + 50_000))
+    assert train(f"{command} resume={tmp_path}", tmp_path).components["progress"]["steps"] == 200
