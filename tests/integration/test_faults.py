@@ -170,6 +170,7 @@ def test_the_code_of_the_page_saves_and_resumes(tmp_path):
         assert len(rb) == names["progress"]["frames"] == steps - 20
         rb.extend(names["data"])
         run_block("how-to/checkpoints", 2, names)
+        run_block("how-to/checkpoints", 3, names)
         assert names["progress"]["frames"] == steps
     assert len(names["rotation"].checkpoints()) == 2
 
@@ -392,6 +393,17 @@ def test_a_plain_checkpoint_over_an_earlier_one_is_missing_for_a_moment(tmp_path
         rotation.save(checkpoint, step=step)
         path = rotation.latest()
         assert Checkpoint.is_checkpoint(path)
+
+
+@pytest.mark.parametrize(("damage", "expected"), [(lambda file: os.truncate(file, 0), 0), (os.remove, 7)])
+def test_a_damaged_file_of_a_plain_buffer_loads_as_zeros_or_is_left_out(damage, expected, tmp_path):
+    """Therefore the docs recommend PackedStorage, and waiting for the disk before a checkpoint gets its name."""
+    rb, loaded = plain(10), plain(10)
+    rb.dumps(tmp_path / "rb")
+    loaded[:]["value"].fill_(7)
+    damage(tmp_path / "rb" / "storage" / "value.memmap")
+    loaded.loads(tmp_path / "rb")
+    assert set(loaded[:]["value"].tolist()) == {expected}
 
 
 def test_a_plain_dump_does_not_wait_for_a_process_that_writes(tmp_path):

@@ -6,6 +6,7 @@ with the goals at which the previous run ended, so only `flush()` after loading 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ LENGTHS = (5, 19, 2, 30, 1, 12)
 CAPACITY = SIZE + ENVIRONMENTS * (max(LENGTHS) + 2)  # goals of running episodes are published later
 SAVED_EVERY = 2  # batches
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "checkpoints.md"
-ADVISED = re.search(r"<!-- resume -->\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL).group(1)
+ADVISED = re.findall(r"<!-- (?:resume|save) -->\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 class ContinuedTape(tape.Tape):
@@ -71,14 +72,14 @@ class Training:
         """Load the last complete checkpoint, if any, with the code of the docs."""
         names = ("rb", "loss", "optimizer", "progress", "hindsight", "directory")
         variables = {name: getattr(self, name) for name in names}
-        variables |= {"shutil": shutil, "Checkpoint": Checkpoint, "CheckpointRotation": CheckpointRotation}
-        exec(compile(ADVISED, PAGE.name, "exec"), variables)
-        self.checkpoint, self.rotation = variables["checkpoint"], variables["rotation"]
+        variables |= {"os": os, "shutil": shutil, "Checkpoint": Checkpoint, "CheckpointRotation": CheckpointRotation}
+        exec(compile("\n".join(ADVISED), PAGE.name, "exec"), variables)
+        self.rotation, self.write = variables["rotation"], variables["save"]
         return self.progress["frames"] > 0
 
     def save(self) -> None:
-        """Save a checkpoint."""
-        self.rotation.save(self.checkpoint, step=self.progress["frames"])
+        """Save a checkpoint, with the code of the docs."""
+        self.write(self.progress["frames"])
 
     def train(self, run: int) -> Iterator[None]:
         """Collect and learn endlessly; yield whenever a checkpoint is due."""
