@@ -80,6 +80,7 @@ class PackedStorage(CustomTensorStorage):
         ValueError: if keys, shapes or dtypes differ from the first write (nothing is stored then), if a loaded storage
             has another size, or if ``device`` is combined with ``scratch_dir`` or ``shared_init``, or
             ``compilable`` with ``shared_init``.
+        OSError: if a loaded checkpoint is damaged, or the disk has too little space for one.
         FileExistsError: on the first write, if ``scratch_dir`` already contains the rows of a storage.
 
     Examples:
