@@ -1,7 +1,9 @@
 """check_goal_env finds planted mistakes, and nothing in correct environments."""
 
 import contextlib
+import copy
 import io
+import json
 import re
 import subprocess
 import sys
@@ -14,8 +16,8 @@ import pytest
 import torch
 from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
 
-from support.correct_goal_envs import CORRECT, Putt
-from support.goal_envs import FAULTS, Reach, apart, observed, variant, with_energy
+from support.correct_goal_envs import CORRECT, Grid, Putt
+from support.goal_envs import FAULTS, Dense, EndsOnSuccess, Reach, apart, observed, variant, with_energy
 from torchrl_her import EnvReward, SparseReward, __main__, check_goal_env
 from torchrl_her.diagnosis.goal_env.finding import NAMES, SEVERITIES
 
@@ -48,6 +50,7 @@ def test_a_correct_environment_has_no_errors_and_no_warnings(name):
     report = check_goal_env(CORRECT[name](), steps=600)
     assert not report.errors
     assert not report.warnings
+    assert ("achieved-goal-moves-late" in names(report.notes)) == ("explicit Euler" in name)
     assert report.steps == 600
 
 
@@ -111,6 +114,70 @@ def test_mistakes_in_compute_terminated_are_found(mistake, name):
     report = check_goal_env(variant(ends=lambda *_: False, **mistake)(), steps=500)
     assert name in all_names(report)
     assert not [found for found in all_names(report) if found.startswith("reward-")]
+
+
+READS = {
+    "pop": lambda info: info.pop("energy"),
+    "setdefault": lambda info: info.setdefault("energy", 0.0),
+    "popitem": lambda info: info.popitem(),
+    "copy": lambda info: info.copy()["energy"],
+    "copy.copy": lambda info: copy.copy(info)["energy"],
+    "|": lambda info: (info | {})["energy"],
+    "| on the right": lambda info: ({} | info)["energy"],
+    "update": lambda info: {}.update(info),
+    "unpacking": lambda info: {**info},
+    "keys": lambda info: "energy" in info.keys(),  # noqa: SIM118
+    "reversed": lambda info: list(reversed(info)),
+    "len": len,
+    "bool": bool,
+    "==": lambda info: info == {},
+    "json": json.dumps,
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_an_entry_of_info_is_found_however_it_is_read(way):
+    reading = variant(
+        compute_reward=lambda s, a, d, i: (READS[way](i), Reach.compute_reward(s, a, d, i))[1],
+        reward_of_step=Reach.compute_reward,
+        info=lambda s, a, d: {"energy": 0.1 * s.time},
+    )
+    report = check_goal_env(reading(), steps=60, ignore=["reward-not-batched", "no-goal-reached"])
+    assert all_names(report) == {"reward-needs-info"}
+    assert "reads 'energy' from info" in report.warnings[0].message
+
+
+@pytest.mark.parametrize("base", [Reach, Dense])
+def test_a_time_limit_is_found_besides_an_end_on_success(base):
+    limited = variant(
+        EndsOnSuccess,
+        compute_reward=base.compute_reward,
+        ends=lambda s, a, d: bool(s.compute_terminated(a, d, {})) or s.time >= 40,
+    )
+    report = check_goal_env(limited(), steps=400)
+    assert names(report.errors) == ["terminated-differs"]
+    assert names(report.warnings) == ["time-limit-terminates"]
+    assert "terminated after exactly 40 steps" in report.warnings[0].message
+
+
+def test_a_threshold_is_compared_with_the_length_of_a_step():
+    def numbers_and_note(**members):
+        (note,) = check_goal_env(variant(**members)(), steps=600).notes
+        return [
+            float(number) for number in re.findall(r"(?:within about|by|by at most) ([\d.e-]+\d)", note.message)
+        ], note
+
+    (limit, median, largest), note = numbers_and_note(threshold=1e-6)
+    assert limit == pytest.approx(1e-6, rel=1e-3)
+    assert 0.1 < median < 0.2 < largest < 0.283
+    assert "The threshold may be too small" in note.advice
+    (limit, *_), note = numbers_and_note(draw_goal=lambda s: s.np_random.uniform(1.3, 1.4, 2))
+    assert limit == pytest.approx(0.2, rel=1e-3)
+    assert "threshold" not in note.advice
+    for width, threshold in ((1 / 64, 0.0), (0.02, 1e-6)):  # grids, whose goals are reached exactly
+        numbers, note = numbers_and_note(base=Grid, width=width, threshold=threshold)
+        assert not numbers
+        assert "threshold" not in note.advice
 
 
 def test_ignored_findings_are_left_out():

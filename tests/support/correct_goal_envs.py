@@ -39,6 +39,58 @@ class Putt(Reach):
         return super().step(np.zeros(2))
 
 
+class Falling(Reach):
+    """An episode ends when the ball reaches the ground, always after eleven steps."""
+
+    def reset(self, **options):
+        self.height, self.speed = 1.0, 0.0
+        return super().reset(**options)
+
+    def step(self, action):
+        self.speed -= 0.015
+        self.height += self.speed
+        return super().step(action)
+
+    def observe(self):
+        return observed(self, observation=np.array([self.height, 0.0]))
+
+    def ends(self, achieved, desired):
+        return self.height <= 0
+
+
+class Rolling(Reach):
+    """The first action gives the ball a direction. It leaves the circle, always after seven steps."""
+
+    def reset(self, **options):
+        super().reset(**options)
+        self.position = np.zeros(2)
+        return self.observe(), {}
+
+    def step(self, action):
+        if self.time == 0:
+            self.velocity = 0.65 * action / np.linalg.norm(action)
+        return super().step(self.velocity)
+
+    def ends(self, achieved, desired):
+        return bool(np.linalg.norm(achieved) > 0.9)
+
+
+class Grid(Reach):
+    """A point moves by one cell in one of four directions, and reaches only its own cell."""
+
+    width, threshold = 1 / 64, 0.0
+
+    def reset(self, **options):
+        super().reset(**options)
+        self.position, self.goal = self.width * self.np_random.integers(-40, 41, (2, 2))
+        return self.observe(), {}
+
+    def step(self, action):
+        action = np.sign(action) * (np.abs(action) == np.abs(action).max())
+        self.position = self.position + self.width * action
+        return super().step(np.zeros(2))
+
+
 class Directions(Reach):
     """Goals are unit vectors, and the reward is their scalar product."""
 
@@ -88,6 +140,11 @@ def started_at_zero(env, **options):
     return env.observe(), info
 
 
+def sets_info(env, achieved, desired, info):
+    info["distance"] = apart(achieved, desired)
+    return (info["distance"] <= 0.2) - 1.0
+
+
 def truncated_on_success(result):
     observation, reward, _, _, info = result
     return observation, reward, False, reward == 0, info
@@ -105,6 +162,17 @@ CORRECT = {
     "starts at rest, explicit Euler": Coasting,
     "one step": variant(step=lambda s, a: ended(Reach.step(s, a))),
     "one step, dense": variant(Dense, step=lambda s, a: ended(Reach.step(s, a))),
+    "40 steps, which it counts in the observation": variant(
+        ends=lambda s, a, d: s.time >= 40, observe=lambda s: observed(s, observation=np.array([s.time / 40, 0.0]))
+    ),
+    "a ball that falls to the ground, semi-implicit Euler": Falling,
+    "a ball that rolls out of a circle": Rolling,
+    "an object that is moved seldom, and never at first": variant(
+        longest=20, step=lambda s, a: Reach.step(s, a * (s.time > 0 and s.np_random.random() < 0.3))
+    ),
+    "sets entries of info": variant(compute_reward=sets_info),
+    "a grid": Grid,
+    "a grid with rounding errors": variant(Grid, width=0.02, threshold=1e-6),
     "unit vectors": Directions,
     "rewards that grow with the goal": variant(
         compute_reward=lambda s, a, d, i: (apart(a, d) <= 0.2) * (1 + np.linalg.norm(d, axis=-1)), info=lambda *_: {}

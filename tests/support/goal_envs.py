@@ -142,12 +142,11 @@ class InPlace(Reach):
 
 class Lagging(Reach):
     def reset(self, **options):
-        observation, info = super().reset(**options)
-        self.last = self.position.copy()
-        return observation, info
+        self.last = None
+        return super().reset(**options)
 
     def observe(self):
-        observation = observed(self, achieved_goal=getattr(self, "last", self.position).copy())
+        observation = observed(self, achieved_goal=self.position if self.last is None else self.last)
         self.last = self.position.copy()
         return observation
 
@@ -272,6 +271,9 @@ FAULTS = {
         "terminated-ignores-desired-goal",
     ),
     "endless": (variant(longest=np.inf), "endless"),
+    "time limit as terminated": (variant(ends=lambda s, a, d: s.time >= 40), "time-limit-terminates"),
+    "time limit as terminated, dense": (variant(Dense, ends=lambda s, a, d: s.time >= 40), "time-limit-terminates"),
+    "threshold far too small": (variant(threshold=1e-6), "no-goal-reached"),
     "shapes": (variant(observe=lambda s: observed(s, desired_goal=np.zeros(3))), "goal-shapes-differ"),
     "dtypes": (variant(observe=lambda s: observed(s, desired_goal=s.goal.astype(np.float32))), "goal-dtypes-differ"),
     "centimetres": (variant(observe=lambda s: observed(s, desired_goal=100 * s.goal)), "desired-goal-far"),
@@ -293,6 +295,14 @@ FAULTS = {
     "constant achieved goal at reset": (ZeroAtReset, "achieved-goal-jumps"),
     "lagging": (Lagging, "achieved-goal-lags"),
     "lagging in its reward": (LaggingInItsReward, "achieved-goal-lags"),
+    "lagging, observations are noise": (
+        variant(Lagging, observe=lambda s: Lagging.observe(s) | {"observation": s.np_random.uniform(-1, 1, 2)}),
+        "achieved-goal-moves-late",
+    ),
+    "lagging, nonlinear observations": (
+        variant(Lagging, observe=lambda s: Lagging.observe(s) | {"observation": np.sin(3 * s.position)}),
+        "achieved-goal-moves-late",
+    ),
     "changing goal": (Wandering, "desired-goal-changes"),
     "stale desired goal": (StaleDesired, "desired-goal-stale-at-reset"),
     "one goal": (variant(draw_goal=lambda s: np.array([0.5, 0.5])), "one-goal"),

@@ -23,7 +23,6 @@ from torchrl_her.diagnosis.goal_env.play import (
     EnvironmentFails,
     Episodes,
     Goals,
-    Step,
     UnreadableGoals,
     Watcher,
     play,
@@ -96,6 +95,8 @@ def check_goal_env(
     if reward is not None and not isinstance(reward, GoalReward):
         reward = GoalReward(reward)
     is_made = isinstance(env, str) or (callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)))
+    if is_made:
+        env = gymnasium.make(env) if isinstance(env, str) else env()
     env = _gymnasium_env(env)
     report = GoalEnvReport(type(env.unwrapped).__name__)
     try:
@@ -109,6 +110,7 @@ def check_goal_env(
 
 # A finding is left out if one of the findings that explain it was found.
 EXPLAINED_BY = {
+    "achieved-goal-moves-late": {"achieved-goal-lags"},
     "reward-differs": {
         "achieved-goal-lags",
         "desired-goal-changes",
@@ -143,7 +145,7 @@ def _check(
         yield Finding("reward-missing", str(error), advice)
     probes = [] if reward is None else [Probe(function, reward.info_keys) for function in reward.functions]
     watcher = Watcher(getattr(env, "observation_space", None))
-    played: list[Step] = []
+    played: list[tuple[Any, ...]] = []
     try:
         for step in play(env, goals, probes, watcher, steps, seed):
             played.append(step)
@@ -189,10 +191,6 @@ def _check_episodes(
 
 
 def _gymnasium_env(env: Any) -> Any:
-    if isinstance(env, str):
-        return gymnasium.make(env)
-    if callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)):
-        env = env()
     while isinstance(env, TransformedEnv):
         env = env.base_env
     if isinstance(env, GymWrapper):

@@ -177,20 +177,5 @@ def example(rows: np.ndarray, episodes: Episodes) -> tuple[int, str]:
     """Return the first step that ``rows``, ``bool [n]``, selects, and a phrase that locates it."""
     row = int(rows.argmax())
     away = distance(episodes.next_achieved[row], episodes.desired[row])
-    share = f"{rows.sum():,} of {len(rows):,} steps"
-    return (
-        row,
-        f"{share}; the first is step {episodes.step[row]} of episode {episodes.episode[row]}, {away:.4g} from the goal",
-    )
-
-
-def values_of_pairs(probe: Probe, episodes: Episodes, count: int) -> np.ndarray:
-    """Return the values of up to ``count`` pairs of an achieved goal and the desired goal of another step."""
-    rng = np.random.default_rng(0)
-    steps, others = rng.integers(len(episodes.reward), size=(2, count))
-    return np.array(
-        [
-            probe.call(episodes.next_achieved[step], episodes.desired[other], episodes.infos[step])
-            for step, other in zip(steps, others, strict=True)
-        ]
-    )
+    first = f"step {episodes.step[row]} of episode {episodes.episode[row]}, {away:.4g} from the goal"
+    return row, f"{rows.sum():,} of {len(rows):,} steps; the first is {first}"

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchrl_her.diagnosis.goal_env.finding import Finding
-from torchrl_her.diagnosis.goal_env.play import Episodes, Watcher, distance
+from torchrl_her.diagnosis.goal_env.play import Episodes, Watcher, distances
 
 FEWEST = 100  # a constant achieved goal is reported only if there are at least this many steps
+CHANCE = 1e-3  # a first step that never moves the achieved goal is reported if chance explains it less often
 JUMP = 1.5  # a first step that is longer than all others by this factor is a jump
 EPISODES = 3  # resets are judged only if there are at least this many episodes
 # The limits of distances to achieved goals beyond which desired goals are reported:
@@ -54,13 +55,11 @@ def check_numbers(episodes: Episodes) -> Iterator[Finding]:
 
 def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
     """Check that the achieved goal belongs to its own step."""
-    moved = np.array([distance(*pair) for pair in zip(episodes.achieved, episodes.next_achieved, strict=True)])
+    moved = distances(episodes.achieved, episodes.next_achieved)
     if not moved.any() and len(moved) >= FEWEST:
         yield _constant(episodes.next_achieved)
-    if not moved.any():
+    if not moved.any() or watcher.modified:  # modified values are unreliable
         return
-    if watcher.modified:
-        return  # its values are unreliable
     if _lags(episodes):
         yield Finding(
             "achieved-goal-lags",
@@ -104,6 +103,15 @@ def _check_first_steps(episodes: Episodes, moved: np.ndarray) -> Iterator[Findin
     jumps, others = moved[first], np.delete(moved, first)
     if len(first) < EPISODES or not len(others):
         return
+    second = moved[episodes.step == 1] > 0
+    if not jumps.any() and second.mean() >= 0.5 and (1 - second.mean()) ** len(first) < CHANCE:
+        yield Finding(
+            "achieved-goal-moves-late",
+            f"The first step moved the achieved goal in none of {len(first):,} episodes, the second in "
+            f"{second.sum():,} of {len(second):,}.",
+            f"If the first action already changes the state, the achieved goal is one step late. {LAGS} If it does "
+            "not (an actuator with a delay, a mass at rest with explicit Euler steps), this is correct.",
+        )
     longest = float(others.max())
     repeats = [np.array_equal(episodes.achieved[row], episodes.next_achieved[row - 1]) for row in first[1:]]
     stale = np.array([False, *repeats]) & (jumps > longest)
@@ -131,9 +139,7 @@ def _check_first_steps(episodes: Episodes, moved: np.ndarray) -> Iterator[Findin
 
 def check_desired(episodes: Episodes) -> Iterator[Finding]:
     """Check that the desired goal is constant within an episode, can be reached, and differs between episodes."""
-    changed = np.array(
-        [not np.array_equal(*pair) for pair in zip(episodes.desired, episodes.next_desired, strict=True)]
-    )
+    changed = distances(episodes.desired, episodes.next_desired) > 0
     first = episodes.step == 0
     if changed.any():
         if not changed[~first].any() and first.sum() >= EPISODES:
@@ -152,15 +158,16 @@ def check_desired(episodes: Episodes) -> Iterator[Finding]:
                 "Draw it only in reset, and end the episode (truncated=True) before the goal changes.",
             )
         return
+    if first.sum() < EPISODES:
+        return
     goals = np.unique(episodes.desired.reshape(len(first), -1)[first], axis=0)
-    if first.sum() >= EPISODES and len(goals) == 1:
+    if len(goals) == 1:
         yield Finding(
             "one-goal",
             f"All {first.sum():,} episodes have the same desired goal.",
             "Without hindsight, networks can ignore it. With hindsight, they must read it: relabelled goals differ.",
         )
-    if first.sum() >= EPISODES:
-        yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
+    yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
 
 
 def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:

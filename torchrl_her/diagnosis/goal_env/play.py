@@ -65,25 +65,10 @@ class Goals:
 
 
 @dataclass
-class Step:
-    """One step, with the goals and observations before and after it."""
-
-    goals: tuple[np.ndarray, np.ndarray]  # achieved and desired, before the step
-    next_goals: tuple[np.ndarray, np.ndarray]
-    observation: np.ndarray  # float64 [features], without the goals
-    next_observation: np.ndarray
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: dict[str, Any]
-    episode: int
-    step: int
-
-
-@dataclass
 class Episodes:
     """All played episodes, with one row per step."""
 
+    infos: list[dict[str, Any]]
     achieved: np.ndarray  # [n, *goal], before the step
     next_achieved: np.ndarray  # [n, *goal]
     desired: np.ndarray  # [n, *goal], before the step
@@ -95,23 +80,12 @@ class Episodes:
     truncated: np.ndarray  # bool [n]
     episode: np.ndarray  # int64 [n]
     step: np.ndarray  # int64 [n], in the episode
-    infos: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, steps: list[Step]) -> Episodes:
-        """Stack steps."""
-        goals, next_goals = (
-            zip(*(getattr(step, name) for step in steps), strict=True) for name in ("goals", "next_goals")
-        )
-        (achieved, desired), (next_achieved, next_desired) = map(_stack_all, (goals, next_goals))
-        names = ("observation", "next_observation", "reward", "terminated", "truncated", "episode", "step")
-        rest = {name: np.stack([np.asarray(getattr(step, name)) for step in steps]) for name in names}
-        infos = [step.info for step in steps]
-        return cls(achieved, next_achieved, desired, next_desired, infos=infos, **rest)
-
-    def distances(self) -> np.ndarray:
-        """Return the distance from the achieved to the desired goal after each step, ``float64 [n]``."""
-        return np.array([distance(*pair) for pair in zip(self.next_achieved, self.desired, strict=True)])
+    def of(cls, steps: Iterable[tuple[Any, ...]]) -> Episodes:
+        """Stack the fields of steps."""
+        infos, *columns = zip(*steps, strict=True)
+        return cls(list(infos), *map(np.stack, columns))
 
 
 @dataclass
@@ -139,8 +113,8 @@ class Watcher:
 
 def play(
     env: Any, goals: Goals, probes: Iterable[Probe], watcher: Watcher, steps: int | None, seed: int
-) -> Iterator[Step]:
-    """Yield the steps of episodes with random actions.
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the steps of episodes with random actions, each with the fields of `Episodes`.
 
     In every second episode, an action is repeated as long as it approaches the goal. The first episode takes at most
     half of the steps, each later one at most a tenth.
@@ -170,9 +144,9 @@ def play(
                 if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
                     action = env.action_space.sample()
             visited.append(after[0])
-            flags = terminated, truncated
-            yield Step(before, after, rest, next_rest, reward, *flags, info, episode, step)
-            before, rest, is_over = after, next_rest, any(flags)
+            goals_of_step = before[0], after[0], before[1], after[1]
+            yield info, *goals_of_step, rest, next_rest, reward, terminated, truncated, episode, step
+            before, rest, is_over = after, next_rest, terminated or truncated
             step, played = step + 1, played + 1
         episode += 1
 
@@ -203,6 +177,11 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.sqrt(np.square(difference).sum()))
 
 
+def distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the Euclidean distance of each pair of goals ``[n, *goal]``, ``float64 [n]``."""
+    return np.array([distance(*pair) for pair in zip(one, other, strict=True)])
+
+
 def _path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)
 
@@ -226,7 +205,3 @@ def _leaves(observation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.ndarray, np.generic)) and np.asarray(value).dtype.kind in "biuf"
-
-
-def _stack_all(columns: Iterable[Iterable[np.ndarray]]) -> list[np.ndarray]:
-    return [np.stack(list(column)) for column in columns]

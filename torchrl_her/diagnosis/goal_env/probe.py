@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,32 +127,26 @@ def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ReadInfo(dict[str, Any]):
-    """An ``info`` dictionary that records which entries are read."""
+    """An ``info`` dictionary that records which of its entries are read before they are replaced."""
 
     def __init__(self, info: dict[str, Any]):
         super().__init__(info)
+        self.given = info
         self.read: set[str] = set()
 
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return super().__getitem__(key)
 
-    def __contains__(self, key: object) -> bool:
-        self.read.add(str(key))
-        return super().__contains__(key)
+def _recorded(method: Callable[..., Any], reads_one: bool) -> Callable[..., Any]:
+    """Return a method of dict that records the key in its first argument, or all keys."""
 
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return super().get(key, default)
+    def call(info: _ReadInfo, *arguments: Any) -> Any:
+        keys = arguments[:1] if reads_one else dict.keys(info)
+        info.read.update(str(key) for key in keys if dict.get(info, key) is info.given.get(key))
+        return method(info, *arguments)
 
-    def __iter__(self) -> Iterator[str]:
-        self.read.update(super().keys())
-        return super().__iter__()
+    return call
 
-    def items(self) -> Any:
-        self.read.update(super().keys())
-        return super().items()
 
-    def values(self) -> Any:
-        self.read.update(super().keys())
-        return super().values()
+READ_ONE = ("__contains__", "__getitem__", "get", "pop", "setdefault")
+READ_ALL = ("__eq__", "__iter__", "__len__", "__ne__", "__or__", "__reversed__", "__ror__", "copy", "items", "keys")
+for _name in (*READ_ONE, *READ_ALL, "popitem", "values"):
+    setattr(_ReadInfo, _name, _recorded(getattr(dict, _name), _name in READ_ONE))

@@ -14,16 +14,17 @@ from torchrl_her.diagnosis.goal_env.functions import (
     check_is_function,
     example,
     scale_of,
-    values_of_pairs,
 )
 from torchrl_her.diagnosis.goal_env.goals import LAGS
-from torchrl_her.diagnosis.goal_env.play import Episodes
+from torchrl_her.diagnosis.goal_env.play import Episodes, distance, distances
 from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree
 
 FEWEST_LATE = 5  # at least this many rewards must match the next achieved goal
 PAIRS = 300  # pairs of achieved and desired goals, few of which should be reached
 SHARE_REACHED = 0.9
+LINES, BISECTIONS = 10, 40  # lines on which the threshold is searched, and halvings of each
+LONG_STEP = 20.0  # a threshold is small if the median step is longer by this factor
 SUCCESS_KEYS = ("is_success", "success")
 
 
@@ -102,15 +103,15 @@ def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, w
     row, where = example(differs, episodes)
     message = f"step returned the reward {episodes.reward[row] + 0:.6g} and {what} {computed[row] + 0:.6g} ({where})."
     advice = "Let step return self.compute_reward(achieved_goal, desired_goal, info) for the goals that it returns."
-    distances = episodes.distances()
+    away = distances(episodes.next_achieved, episodes.desired)
     by_step, by_function = (np.unique(each) for each in (episodes.reward, computed))
     matrix = np.stack([computed, np.ones_like(computed)], axis=1)
     scale, offset = np.linalg.lstsq(matrix, episodes.reward, rcond=None)[0]
     if len(by_function) > 1 and agree(matrix @ [scale, offset], episodes.reward).all():
         message += f" The reward of step is {scale:.4g} times the other"
         message += "." if abs(offset) < 1e-6 else f", plus {offset:.4g}."
-    elif len(by_step) == 2 and set(by_function) <= set(by_step) and _has_threshold(distances, episodes.reward):
-        limits = [distances[each == by_step[1]].max(initial=0.0) for each in (episodes.reward, computed)]
+    elif len(by_step) == 2 and set(by_function) <= set(by_step) and _has_threshold(away, episodes.reward):
+        limits = [away[each == by_step[1]].max(initial=0.0) for each in (episodes.reward, computed)]
         message += f" step calls goals reached up to a distance of {limits[0]:.4g}, {what} up to {limits[1]:.4g}."
     else:
         largest = np.abs(episodes.reward - computed).max()
@@ -119,10 +120,10 @@ def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, w
     return Finding("reward-differs", message, advice)
 
 
-def _has_threshold(distances: np.ndarray, rewards: np.ndarray) -> bool:
+def _has_threshold(away: np.ndarray, rewards: np.ndarray) -> bool:
     """Return whether all goals with the higher of two rewards are nearer than all goals with the lower one."""
     is_reached = rewards == rewards.max()
-    return bool(distances[is_reached].max() <= distances[~is_reached].min())
+    return bool(away[is_reached].max() <= away[~is_reached].min())
 
 
 def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
@@ -132,13 +133,11 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
     # The difference cancels a cost that does not depend on goals.
     is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2
     if is_sparse and not is_reached.any():
-        yield Finding(
-            "no-goal-reached",
-            f"No goal was reached in {len(own):,} steps.",
-            "At a reached goal, the reward of step and the end of the episode were not checked: play more steps.",
-        )
+        yield _none_reached(probe, episodes)
     if (own == own[0]).all() and len(own) >= FEWEST:
-        share = (values_of_pairs(probe, episodes, PAIRS) == own[0]).mean()
+        pairs = np.random.default_rng(0).integers(len(own), size=(2, PAIRS)).T
+        goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
+        share = np.mean([probe.call(goals[row], desired[other], infos[row]) == own[0] for row, other in pairs])
         if share > SHARE_REACHED:
             yield Finding(
                 "reward-reaches-everything",
@@ -148,6 +147,45 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
             )
     if is_sparse:
         yield from _check_success(episodes, actual, own, is_reached)
+
+
+def _none_reached(probe: Probe, episodes: Episodes) -> Finding:
+    """Compare the distance within which a goal is reached with the lengths of steps."""
+    achieved, desired = episodes.next_achieved, episodes.desired
+    message = f"No goal was reached in {len(desired):,} steps."
+    unchecked = "At a reached goal, the reward of step and the end of the episode were not checked"
+    advice = f"{unchecked}: play more steps."
+    moved = distances(episodes.achieved, achieved)
+    step = float(np.median(moved[moved > 0])) if moved.any() else 0.0
+    if achieved.dtype.kind == desired.dtype.kind == "f" and step and not _share_grid(achieved, desired, 1e-6 * step):
+        limit = _threshold(probe, episodes)
+        message += (
+            f" A goal is reached within about {limit:.4g}. When the achieved goal moves, it moves by {step:.4g} per "
+            f"step (median), and by at most {moved.max():.4g}."
+        )
+        if step > LONG_STEP * limit:
+            advice = f"The threshold may be too small: a step seldom ends so near a goal. Check its unit. {unchecked}."
+    return Finding("no-goal-reached", message, advice)
+
+
+def _threshold(probe: Probe, episodes: Episodes) -> float:
+    """Return the distance within which a goal is reached: the median of `LINES` from achieved to desired goals."""
+    limits = []
+    for row in np.linspace(0, len(episodes.reward) - 1, LINES).astype(int):
+        achieved, desired, own = episodes.next_achieved[row], episodes.desired[row], probe.values().own[row]
+        reached = 0.0  # the part of the line in which goals are reached
+        for halving in range(1, BISECTIONS + 1):
+            goal = achieved + (reached + 0.5**halving) * (desired - achieved)
+            if probe.call(achieved, goal.astype(desired.dtype), episodes.infos[row]) == own:
+                reached += 0.5**halving
+        limits.append(reached * distance(achieved, desired))
+    return float(np.median(limits))
+
+
+def _share_grid(achieved: np.ndarray, desired: np.ndarray, width: float) -> bool:
+    """Return whether goals ``[n, *goal]`` share coordinates in each dimension, up to ``width``."""
+    columns = (np.round(each.reshape(len(each), -1).astype(np.float64) / width).T for each in (achieved, desired))
+    return all(np.isin(*pair).any() for pair in zip(*columns, strict=True))
 
 
 def _check_success(
