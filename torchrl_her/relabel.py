@@ -166,6 +166,7 @@ class RelabelTransform(BufferTransform, ABC):
             self.reward,
             keys,
             compares_rewards=not recomputes_all,
+            goal_fn=goal_fn,
             replaced=frozenset(key for pair in self._extra_keys for key in pair),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform
 
-from support.walks import THRESHOLD, walks
+from support.walks import THRESHOLD, still, walks
 from torchrl_her import HERTransform, HindsightAugmentation, SparseReward
 
 
@@ -94,6 +95,53 @@ def test_the_share_of_reached_goals_is_unknown_if_their_reward_varies():
     rb.sample()
     assert rb.transform[0].report().original_reached is None
     assert "goal reached    unknown original" in str(rb.transform[0].report())
+
+
+def test_the_share_of_reached_goals_counts_the_samples_since_their_reward_is_known():
+    rb = make()
+    data = walks(4)
+    data["next", "achieved_goal"][0] = data["desired_goal"][0]
+    data["achieved_goal"][1], data["next", "reward"][0] = data["desired_goal"][0], 0.0
+    rb.extend(data[:1])  # another goal would be needed to see whether it can be missed
+    rb.sample()
+    assert rb.transform[0].report().original_reached is None
+    rb.extend(data[1:])
+    kept = rb.sample()
+    kept = kept[~kept["hindsight", "relabelled"][:, 0]]
+    assert rb.transform[0].report().original_reached == (kept["next", "reward"] == 0).double().mean().item()
+
+
+def grid(episodes, steps=25):
+    """Return transitions on a grid of 200 cells per dimension."""
+    data = walks(episodes, steps)
+    for key in ("achieved_goal", "desired_goal"):
+        for place in (data, data["next"]):
+            place[key] = (place[key] * 100).round() / 100
+    return data
+
+
+@pytest.mark.parametrize("size", [1, 25, 1000])
+@pytest.mark.parametrize(
+    ("threshold", "data", "is_small"),
+    [
+        (1e-6, walks, True),
+        (1e-6, functools.partial(still, period=5), True),
+        (THRESHOLD, walks, False),
+        (THRESHOLD / 10, walks, False),
+        (1e-6, still, False),
+        (0.0, grid, False),
+    ],
+)
+def test_a_threshold_that_is_far_smaller_than_a_step_of_the_goal_is_reported(threshold, data, is_small, size):
+    rb, data = buffer_with(HERTransform(SparseReward(threshold), capacity=2000)), data(20)
+    data["next", "reward"] = SparseReward(threshold)(data.clone())["next", "reward"]
+    for chunk in data.split(size):
+        rb.extend(chunk)
+    report = rb.transform[0].report()
+    assert ("threshold       may be too small" in str(report)) == is_small == (report.step_length is not None)
+    if is_small:
+        steps = (data["next", "achieved_goal"] - data["achieved_goal"]).norm(dim=-1)
+        assert steps[steps > 0].quantile(0.2) < report.step_length < steps[steps > 0].quantile(0.8)
 
 
 def test_returns_of_several_steps_are_averaged():

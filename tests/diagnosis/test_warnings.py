@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 from torchrl.envs import RewardScaling
 
-from support.walks import THRESHOLD, walks
+from support.walks import THRESHOLD, still, walks
 from torchrl_her import EnvReward, GoalReward, HERTransform, HindsightAugmentation, PackedStorage, SparseReward
 from torchrl_her.goals import goal_rows
 
@@ -35,11 +36,11 @@ def make_buffer(
 
 
 @contextlib.contextmanager
-def one_warning(*words: str) -> Iterator[None]:
+def one_warning(*words: str) -> Iterator[list[warnings.WarningMessage]]:
     """Expect one warning that contains these words and names this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield
+        yield caught
     assert [str(each.message) for each in caught if each.filename != __file__] == []
     messages = [str(each.message) for each in caught]
     assert len(messages) == 1, messages
@@ -60,6 +61,11 @@ each_transform = pytest.mark.parametrize("kind", [HERTransform, HindsightAugment
 def in_writes(rb: ReplayBuffer, data: TensorDict, size: int) -> None:
     for chunk in data.split(size):
         rb.extend(chunk)
+
+
+def unmoved(data: TensorDict) -> TensorDict:
+    data["next", "achieved_goal"] = data["achieved_goal"].clone()
+    return data
 
 
 # The end of episodes
@@ -165,6 +171,147 @@ def test_a_reward_function_that_modifies_its_arguments_is_an_error(kind, name):
     assert len(rb) == 0
 
 
+class Env:
+    """An environment with a ``compute_reward``, and a goal that it can read instead of its argument."""
+
+    def __init__(self, compute_reward: Any):
+        self.unwrapped, self.goal = self, torch.full((2,), 0.3)
+        self.compute_reward = lambda achieved, desired, info: compute_reward(
+            torch.as_tensor(achieved), torch.as_tensor(desired), self.goal
+        ).numpy()
+
+
+OF_ITS_GOAL = EnvReward(Env(lambda achieved, desired, goal: reached(achieved, goal).float() - 1))
+WITHOUT_MISSES = {
+    "constant": (lambda achieved, desired: -torch.ones(len(achieved)), ["ignores the desired goal, or its threshold"]),
+    "reads self.goal": (OF_ITS_GOAL, ["(self.goal instead of desired_goal)", "check_goal_env(env)"]),
+    "distance to self.goal": (EnvReward(Env(lambda a, d, goal: -(a - goal).norm(dim=-1))), ["desired_goal). check"]),
+    "wrong sign": (lambda achieved, desired: (achieved - desired).norm(dim=-1), ["its sign is wrong"]),
+    "threshold of all goals": (SparseReward(9.0), ["its threshold"]),
+}
+
+
+def rewarded(data: TensorDict, reward: Any) -> TensorDict:
+    """Replace the rewards by those of a module or function, and return the transitions."""
+    reward = reward if isinstance(reward, TensorDictModuleBase) else GoalReward(reward)
+    data["next", "reward"] = reward(data.clone())["next", "reward"].detach().float()
+    return data
+
+
+@each_transform
+@pytest.mark.parametrize("size", [5, 25, 10_000])
+@pytest.mark.parametrize("name", WITHOUT_MISSES)
+def test_a_reward_that_is_no_better_at_the_goal_warns_with_the_cause(name, size, kind):
+    reward, words = WITHOUT_MISSES[name]
+    rb = make_buffer(reward, kind=kind)
+    with one_warning("no transition a better reward for reaching its goal", *words):
+        in_writes(rb, rewarded(walks(ends_on_success=True), reward), size)
+        rb.extend(rewarded(walks(seed=1), reward))
+    rb.sample()
+    report = rb.transform[0].report()
+    assert report.original_reached is report.relabelled_reached is None
+    assert report.original_reward is not None
+
+
+def test_a_reward_of_another_goal_than_the_stored_one_warns_about_the_goal_only():
+    with one_warning("(self.goal instead of desired_goal)"):
+        in_writes(make_buffer(OF_ITS_GOAL), walks(), 1)
+
+
+def with_costs() -> TensorDictModule:
+    """Return a reward with a cost of the action."""
+
+    def reward(achieved, desired, action):
+        return reached(achieved, desired).float()[:, None] - 1 - action.square().sum(-1, keepdim=True)
+
+    return TensorDictModule(reward, [("next", "achieved_goal"), "desired_goal", "action"], [("next", "reward")])
+
+
+class Unlearned(torch.nn.Module):
+    """A reward before its training: it is the same for all goals."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, achieved, desired):
+        return self.weight * (achieved - desired).norm(dim=-1)
+
+
+def first_at_the_goal() -> TensorDict:
+    """Return episodes of which the first ones begin at their goal and hardly move."""
+    data = walks(20)
+    start = data["desired_goal"][:100] + 1e-4 * torch.rand(100, 2)
+    data["achieved_goal"][:100], data["next", "achieved_goal"][:99] = start, start[1:]
+    data["next", "achieved_goal"][99] = start[0]
+    data["next", "done"][:100] = data["next", "truncated"][:100] = torch.arange(1, 101)[:, None] % 25 == 0
+    return data
+
+
+CORRECT_REWARDS = {
+    "dense": lambda achieved, desired: -(achieved - desired).norm(dim=-1),
+    "dense, tiny": lambda achieved, desired: -1e-6 * (achieved - desired).norm(dim=-1),
+    "0 and 1": lambda achieved, desired: reached(achieved, desired).float(),
+    "0 and -1": SparseReward(THRESHOLD),
+    "with costs": with_costs(),
+    "before learning": Unlearned(),
+    "growing with the goal": lambda achieved, desired: reached(achieved, desired) * (1 + desired.norm(dim=-1)),
+}
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, HERTransform), (25, HindsightAugmentation), (10_000, HERTransform)])
+@pytest.mark.parametrize("data", [walks, first_at_the_goal, still])
+@pytest.mark.parametrize("name", CORRECT_REWARDS)
+def test_correct_rewards_are_silent(name, data, size, kind):
+    reward, data = CORRECT_REWARDS[name], data()
+    data["action"] = torch.rand(len(data), 2)
+    rb = make_buffer(reward, kind=kind)
+    with no_warning():
+        in_writes(rb, rewarded(data, reward), size)
+    rb.sample()
+    assert rb.transform[0].report().step_length is None
+
+
+def test_someone_who_uses_the_environments_reward_is_not_advised_to_use_it():
+    env = Env(lambda achieved, desired, goal: reached(achieved, desired).float() - 1)
+    with one_warning("stored reward is", "check_goal_env(env)", "reward_type") as caught:
+        in_writes(make_buffer(EnvReward(env)), walks(threshold=0.2), 25)
+    assert "Use the environment's own reward" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("size", [1, 25, 10_000])
+@pytest.mark.parametrize("reward", [SparseReward(THRESHOLD), CORRECT_REWARDS["dense"]])
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_desired_goal_that_moves_within_an_episode_is_named(every, reward, size):
+    data = walks(50)
+    moved = torch.arange(len(data)) // every * 0.01
+    after = data["desired_goal"] + moved.roll(-1)[:, None]
+    data["desired_goal"] += moved[:, None]
+    data["next", "desired_goal"] = after
+    of_next = data.clone()
+    of_next["desired_goal"] = after
+    data["next", "reward"] = rewarded(of_next, reward)["next", "reward"]
+    with one_warning("desired goal differs at the root and under 'next'"):
+        in_writes(make_buffer(reward), data, size)
+
+
+@each_transform
+@pytest.mark.parametrize("size", [5, 25, 10_000])
+@pytest.mark.parametrize("reward", [SparseReward(THRESHOLD), CORRECT_REWARDS["dense"]])
+def test_a_next_goal_that_equals_the_goal_at_the_root_causes_one_warning_with_this_cause(reward, size, kind):
+    data = unmoved(rewarded(walks(), reward))
+    with one_warning("most likely first: 'next' holds the goals of the root"):
+        in_writes(make_buffer(reward, kind=kind), data, size)
+
+
+@pytest.mark.parametrize("size", [1, 25, 10_000])
+def test_a_wrong_reward_of_an_object_that_does_not_move_warns(size):
+    data = still(20, 25)
+    data["next", "reward"] *= 2
+    with one_warning("stored reward is", "the achieved goal is the same at the root and under 'next'"):
+        in_writes(make_buffer(), data, size)
+
+
 def test_info_of_the_previous_step_is_named():
     data = walks()
     energy = torch.rand(len(data), 1)
@@ -197,11 +344,6 @@ def every_second(data: TensorDict) -> TensorDict:
 
 def reversed_in_time(data: TensorDict) -> TensorDict:
     return data[torch.arange(len(data) - 1, -1, -1)]
-
-
-def unmoved(data: TensorDict) -> TensorDict:
-    data["next", "achieved_goal"] = data["achieved_goal"].clone()
-    return data
 
 
 def forgotten(data: TensorDict) -> TensorDict:
@@ -546,16 +688,6 @@ def test_an_emptied_buffer_forgets_running_episodes_and_goals(transform):
 
 
 # Correct configurations that look unusual
-
-
-def still(episodes: int, steps: int) -> TensorDict:
-    """Return episodes in which nothing moves, like an object before it is touched."""
-    data = walks(episodes, steps)
-    for key in ("achieved_goal", ("next", "achieved_goal")):
-        data[key] = data[key][torch.arange(len(data)) // steps * steps]
-    data["next", "achieved_goal"] = data["achieved_goal"].clone()
-    data["next", "reward"] = SparseReward(THRESHOLD)(data.clone())["next", "reward"]
-    return data
 
 
 @pytest.mark.parametrize("steps", [5, 25])

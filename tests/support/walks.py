@@ -36,3 +36,20 @@ def walks(
     after = {"achieved_goal": outcome, "desired_goal": goal.clone(), "reward": reward[:, None]}
     after |= {"terminated": flags[:, :1], "truncated": flags[:, 1:], "done": flags.any(1, keepdim=True)}
     return TensorDict({"achieved_goal": position, "desired_goal": goal, "next": after}, batch_size=len(rows))
+
+
+def still(episodes: int = 20, steps: int = 25, *, period: int | None = None) -> TensorDict:
+    """Return walks in which the achieved goal does not move, like an object before it is touched.
+
+    With ``period``, a divisor of ``steps``, it moves in the last step of each period, but not in the last step of an
+    episode.
+    """
+    period = period or steps
+    data = walks(episodes, steps)
+    row = torch.arange(len(data))
+    after = torch.where((row + 1) % steps == 0, row, row + 1)
+    positions = data["achieved_goal"]
+    data["achieved_goal"], data["next", "achieved_goal"] = (positions[each // period * period] for each in (row, after))
+    distance = (data["next", "achieved_goal"] - data["desired_goal"]).norm(dim=-1, keepdim=True)
+    data["next", "reward"] = (distance <= THRESHOLD).float() - 1
+    return data

@@ -39,13 +39,15 @@ class ContinuityCheck:
         transitions (int): the number of written transitions.
         breaks (int): the number of transitions that do not continue an episode.
         ambiguous (int): the number of transitions that could continue several running episodes.
+        is_broken (bool | None): whether many transitions do not continue an episode; None before enough were judged.
         loaded_lanes (int): the number of running episodes that were loaded; 0 after the next write.
     """
 
     def __init__(self) -> None:
         self.transitions = self.breaks = self.ambiguous = self.loaded_lanes = 0
         self._counted = self._counted_breaks = 0
-        self._has_warned = self._has_warned_of_ambiguous = False
+        self.is_broken: bool | None = None
+        self._has_warned_of_ambiguous = False
         self._last: Goals | None = None  # the last goals of the last write; None if it had no breaks
 
     def check(
@@ -60,7 +62,7 @@ class ContinuityCheck:
         self.ambiguous += tracked.ambiguous
         self._warn_if_loaded_lanes_stop(tracked)
         self._warn_if_ambiguous()
-        if self._has_warned:
+        if self.is_broken:
             return
         goals = self._after_last(written)
         self._counted += min(count, max(0, count - first))
@@ -68,13 +70,13 @@ class ContinuityCheck:
         self._counted_breaks += len(breaks)
         if self._counted >= ENOUGH:
             share = self._counted_breaks / self._counted
-            if share >= SHARE:
-                self._has_warned = True
+            self.is_broken = share >= SHARE
+            if self.is_broken:
                 such_as = f" (such as {written.name(int(breaks.min()))})" if len(breaks) else ""
                 _warn_of_breaks(share, such_as, _likely_causes(goals, _are_close(tensordict, keys, written)))
             self._counted = self._counted_breaks = 0
         self._last = None
-        if len(tracked.breaks) and not self._has_warned:
+        if len(tracked.breaks) and not self.is_broken:
             self._last = goals[0][-ROWS:].copy(), goals[1][-ROWS:].copy()
 
     def _warn_if_loaded_lanes_stop(self, tracked: TrackedTransitions) -> None:

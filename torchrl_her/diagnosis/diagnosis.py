@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -32,6 +32,7 @@ class Diagnosis:
         reward: the reward module.
         keys: the keys of the entries.
         compares_rewards: whether computed and stored rewards should agree.
+        goal_fn: maps achieved entries ``[n, *state]`` to goals ``[n, *goal]``.
         replaced: entries that relabelling replaces besides the goals and rewards.
     """
 
@@ -41,11 +42,12 @@ class Diagnosis:
         keys: HERKeys,
         *,
         compares_rewards: bool = True,
+        goal_fn: Callable[[Tensor], Tensor] | None = None,
         replaced: frozenset[NestedKey] = frozenset(),
     ):
         self.keys = keys
         self._replaced = replaced
-        self.rewards = RewardCheck(reward, keys, compares=compares_rewards)
+        self.rewards = RewardCheck(reward, keys, compares=compares_rewards, goal_fn=goal_fn)
         self.continuity = ContinuityCheck()
         self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
         self._unsearched: TensorDictBase | None = None  # rows of adopted data, searched at the first sample
@@ -59,8 +61,16 @@ class Diagnosis:
 
     def restarted(self, *, compares_rewards: bool) -> Diagnosis:
         """Return a new object with the same settings, in which all counts are 0."""
-        compares = self.rewards.compares and compares_rewards
-        return Diagnosis(self.rewards.reward, self.keys, compares_rewards=compares, replaced=self._replaced)
+        rewards = self.rewards
+        new = Diagnosis(
+            rewards.reward,
+            self.keys,
+            compares_rewards=rewards.compares,
+            goal_fn=rewards.goal_fn,
+            replaced=self._replaced,
+        )
+        new.rewards.compares &= compares_rewards
+        return new
 
     def for_copy(self) -> Diagnosis:
         """Return the diagnosis of a copied transform, in which the counts of samples are 0."""
@@ -106,6 +116,8 @@ class Diagnosis:
         """Check that written transitions ``[*batch]`` continue episodes."""
         if not self._is_dummy(written):
             self.continuity.check(tensordict, self.keys, written, tracked)
+            if self.continuity.is_broken is not None:
+                self.rewards.warn_if_waiting(are_continuous=not self.continuity.is_broken)
         self._count_compiled(table)
 
     def _count_compiled(self, table: GoalTable | None) -> None:
@@ -170,9 +182,10 @@ class Diagnosis:
             evicted=_ratio(counts.evicted, counts.to_relabel),
             elsewhere=_ratio(counts.elsewhere, counts.to_relabel),
             original_reward=_ratio(counts.original_reward, counts.original),
-            original_reached=_ratio(counts.original_reached, counts.original) if knows_reached else None,
+            original_reached=_ratio(counts.original_reached, counts.original_judged) if knows_reached else None,
             relabelled_reward=_ratio(counts.relabelled_reward, counts.relabelled),
-            relabelled_reached=_ratio(counts.relabelled_reached, counts.relabelled) if knows_reached else None,
+            relabelled_reached=_ratio(counts.relabelled_reached, counts.relabelled_judged) if knows_reached else None,
+            step_length=self.rewards.reach.step,
         )
 
 

@@ -42,6 +42,8 @@ class Report:
             the goal table.
         elsewhere (float | None): of the same transitions, the share that was not relabelled because another transform
             wrote the transition, or because it is padding.
+        step_length (float | None): the median distance by which a step moves the achieved goal, if the threshold of the
+            reward may be too small: goals at a hundredth of a step from an outcome are missed. Otherwise None.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -79,6 +81,7 @@ class Report:
     episode_running: float | None = None
     evicted: float | None = None
     elsewhere: float | None = None
+    step_length: float | None = None
 
     def __str__(self) -> str:
         lengths = ""
@@ -105,6 +108,9 @@ class Report:
                 f"{_percent(self.original_reached)} original, {_percent(self.relabelled_reached)} relabelled",
             ),
         ]
+        if self.step_length is not None:
+            threshold = f"may be too small: a step moves the achieved goal by {self.step_length:.4g} (median), "
+            rows += [("threshold", threshold), ("", "and goals at a hundredth of this distance are missed")]
         return "\n".join([self.transform, *(f"  {name:<16}{text}" for name, text in rows)])
 
 

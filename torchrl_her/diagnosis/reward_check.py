@@ -7,43 +7,68 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_her._torchrl import warn_user
-from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.diagnosis.reach import ReachCheck, is_better
+from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.comparisons import agree
+from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.reached_reward import ReachedReward
 
-ROWS = 64  # transitions that are compared in one write
+ROWS = 64  # transitions that are compared in one write; the first ones are compared in every write
 ENOUGH = 16  # the check ends when this many compared transitions reach their goal and this many miss it
 DISTANCES = 2**22  # distances of one write are computed for at most this many components of goals
+# If no transition has missed its goal after this many different desired goals or transitions, none is expected to.
+GOALS, TRANSITIONS = 8, 2000
+GOAL_CHANGES = (
+    "Its desired goal differs at the root and under 'next', so the two rewards are for different goals. A desired goal "
+    "must be constant within an episode: draw it in reset, before the observation is built, and end the episode "
+    "(truncated=True) before it changes. Store the last observation of an episode under 'next', not the first one of "
+    "the next episode."
+)
 
 
 class RewardCheck:
     """Compares the reward module with stored rewards, until enough reached and missed goals have been compared.
 
     A goal counts as reached if the stored reward equals the module's reward with the transition's own outcome as its
-    goal. The first write is compared, then each write with a reward outside the range of earlier ones, and the next
-    write after the number of transitions has doubled.
+    goal. This reward must be better than the reward for some other goal; otherwise, reached goals are unknown. The
+    first write is compared, then each write with a reward outside the range of earlier ones, and the next write after
+    the number of transitions has doubled.
 
     Attributes:
         reached_reward (float, optional): the reward of a reached goal; None if it is unknown or varies.
         recomputes_ends (bool): whether the reward module writes ``terminated``.
         compares (bool): whether stored and computed rewards should agree.
+        reach (ReachCheck): compares the threshold of the reward with the steps of the achieved goal.
     """
 
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, compares: bool = True):
+    def __init__(
+        self,
+        reward: TensorDictModuleBase,
+        keys: HERKeys,
+        *,
+        compares: bool = True,
+        goal_fn: Callable[[Tensor], Tensor] | None = None,
+    ):
         self.reward = reward
         self.keys = keys
+        self.goal_fn = goal_fn
         self.reached_reward: float | None = None
         self._is_over = False
         self.compares = compares
+        self.reach = ReachCheck()
         self.recomputes_ends = keys.terminated in reward.out_keys
+        self._is_learned = not compares or any(each.requires_grad for each in reward.parameters())
         self._checks_ends = not self.recomputes_ends  # until it is known whether episodes end on success
         self._reached = self._missed = 0  # compared transitions
+        self._can_miss = False  # whether another goal than its own outcome gave a transition a worse reward
+        self._desired: set[bytes] = set()  # desired goals, until a transition has missed its goal
+        self._waiting: str | None = None  # a warning that is issued unless the achieved goals are wrong
         self._range = (math.inf, -math.inf)  # of stored rewards
         self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
 
@@ -57,6 +82,9 @@ class RewardCheck:
         if self._is_over or not len(written.done):
             return
         stored = get_entry(tensordict, self.keys.reward, "reward_key")
+        reads_steps = STEPS_TO_GOAL in self.reward.in_keys  # written transitions have no such entry
+        if not (reads_steps or self.reach.is_over):
+            self._check_reach(tensordict, written)
         values = stored.float().numpy(force=True)
         if written.mask is not None:
             values = values.reshape(len(written.mask), -1)[written.mask]
@@ -64,18 +92,24 @@ class RewardCheck:
         self._written += len(written.done)
         if self._written < self._next and self._range[0] <= low and high <= self._range[1]:
             return
-        self._next = 2 * self._written
-        self._range = min(low, self._range[0]), max(high, self._range[1])
-        if STEPS_TO_GOAL in self.reward.in_keys:  # written transitions have no such entry
+        if reads_steps:
             self._check_values(values)
-            return
+        else:
+            rows, goals = written.rows_of(tensordict), written.goals
+            chosen = self._choose(rows, goals)
+            self._compare(rows[chosen], goals[chosen], lambda row: written.name(int(chosen[row])))
+            if not self._can_miss and not self._has_tried_enough():
+                return  # the next write is compared, too
+        self._next = 2 * self._written if self._written >= ROWS else 0
+        self._range = min(low, self._range[0]), max(high, self._range[1])
 
-        rows, goals = written.rows_of(tensordict), written.goals
-        chosen = self._choose(rows, goals)
-        rows, goals = rows[chosen], goals[chosen]
-        if len(rows) == 1:  # with a single row, a wrong shape can look correct
-            rows, goals, chosen = rows.expand(2), goals.expand(2, *goals.shape[1:]), chosen.expand(2)
-        self._compare(rows, goals, lambda row: written.name(int(chosen[row])))
+    def _check_reach(self, tensordict: TensorDictBase, written: WrittenTransitions) -> None:
+        moved = (written.start != written.outcome).nonzero()[0]
+        if len(moved):
+            index = torch.from_numpy(moved[:: -(-len(moved) // ROWS)]).to(written.goals.device)
+            rows, goals = written.rows_of(tensordict)[index], written.goals[index]
+            root = map_goals(rows.get(self.keys.achieved), self.goal_fn).detach().to(goals.dtype)
+            self.reach.check(rows, root, goals, self._evaluate)
 
     def _check_values(self, stored: np.ndarray) -> None:
         """Warn if stored rewards have other values than 0 and -1, the rewards of `ReachedReward`."""
@@ -105,13 +139,12 @@ class RewardCheck:
         return torch.cat([candidates[nearest], extremes, evenly]).unique()
 
     def _compare(self, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]) -> None:
-        computed, stored = self._evaluate(rows), rows.get(self.keys.reward)
-        own = rows.copy()
-        for key in (self.keys.desired, self.keys.next_desired):
-            own.set(key, goals)
-        best, computed, stored = (
-            each.to(goals.device).double().reshape(len(rows), -1) for each in (self._evaluate(own), computed, stored)
-        )
+        stored = rows.get(self.keys.reward).to(goals.device).double().reshape(len(rows), -1)
+        computed, best = self._evaluate(rows), self._evaluate(rows, goals)
+        if not self._can_miss:
+            self._look_for_missed_goals(rows, goals, computed, best, name)
+        if not self._can_miss:
+            return
         reached = agree(stored, best).all(1)
         self.reached_reward = float(best[0, 0]) if agree(best, best[:1, :1]).all() else None
         if self.compares:
@@ -122,12 +155,20 @@ class RewardCheck:
         self._missed += int((~reached).sum())
         self._is_over = min(self._reached, self._missed) >= ENOUGH
 
-    def _evaluate(self, rows: TensorDictBase) -> Tensor:
-        """Return the reward module's rewards of transitions ``[n]``, or raise an error if it misbehaves."""
+    def _evaluate(self, rows: TensorDictBase, goals: Tensor | None = None) -> Tensor:
+        """Return the reward module's rewards of transitions ``[n]``, ``float64 [n, agents]``.
+
+        ``goals``, ``[n, *goal]``, replace the desired goals. An error is raised if the module misbehaves.
+        """
+        count, stored, rows = len(rows), rows.get(self.keys.reward), rows.copy()
+        if goals is not None:
+            for key in (self.keys.desired, self.keys.next_desired):
+                rows.set(key, goals)
+        if len(rows) == 1:  # with a single row, a wrong shape can look correct
+            rows, stored = rows.expand(2), stored.expand(2, *stored.shape[1:])
         given = rows.clone()
         with torch.no_grad():
             reward = self.reward(given).get(self.keys.reward, None)
-        stored = rows.get(self.keys.reward)
         if reward is None or reward.numel() != stored.numel() or reward.shape[:1] != stored.shape[:1]:
             got = "nothing" if reward is None else f"the shape {tuple(reward.shape)}"
             several = stored.numel() > len(rows)
@@ -143,32 +184,92 @@ class RewardCheck:
                     f"The reward module modified its input {key!r}, so goals and rewards of a sample would be "
                     "inconsistent: work on a copy (.clone() of a tensor, .copy() of an array)."
                 )
-        return reward
+        return reward[:count].to(stored.device).double().reshape(count, -1)
+
+    def _has_tried_enough(self) -> bool:
+        """Return whether another goal than a transition's own outcome should have given a worse reward by now."""
+        return len(self._desired) >= GOALS or self._written >= TRANSITIONS
+
+    def _look_for_missed_goals(
+        self, rows: TensorDictBase, goals: Tensor, computed: Tensor, best: Tensor, name: Callable[[int], str]
+    ) -> None:
+        """Find out whether the transitions get a better reward for their own outcome than for another goal."""
+        desired, others, rewards = rows.get(self.keys.desired), goals.roll(len(goals) // 2, 0), computed
+        if not is_better(best, computed).any():
+            rewards = self._evaluate(rows, others)
+        self._can_miss = bool(is_better(best, rewards).any())
+        if self._can_miss:
+            return
+        values = desired.reshape(len(rows), -1).contiguous().view(torch.uint8).numpy(force=True)
+        self._desired.update(goal.tobytes() for goal in values)
+        if self._is_learned or not self._has_tried_enough():
+            return
+        self._is_over = True
+        apart = torch.cat([distances(goals, each) for each in (desired, others)])
+        rewards = torch.cat([computed, rewards])
+        worse = is_better(rewards, torch.cat([best, best]))
+        row = int(worse.nonzero()[0]) if worse.any() else int(apart.argmax())
+        own = row % len(rows)
+        is_env = isinstance(self.reward, EnvReward)
+        if worse.any():
+            cause = "its sign is wrong, or achieved and desired goals have different units or frames of reference"
+        else:
+            cause = "it ignores the desired goal" + (" (self.goal instead of desired_goal)" if is_env else "")
+            if agree(best, best[:1]).all():
+                cause += ", or its threshold is so small or so large that no goal or every goal is reached"
+        warn_user(
+            f"The reward module gives no transition a better reward for reaching its goal than for missing it: "
+            f"{_number(best[own])} for {name(own)} with its own outcome as its goal, and {_number(rewards[row])} "
+            f"with a goal that is {float(apart[row]):.4g} away. Possible cause: {cause}."
+            + (" check_goal_env(env) finds the cause." if is_env else "")
+        )
 
     def _warn_if_rewards_differ(
         self, computed: Tensor, stored: Tensor, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]
     ) -> None:
         differs = ~agree(computed, stored)
-        if not bool(differs.any()):
+        of_row = differs.any(1)
+        if not bool(of_row.any()):
             return
         self.compares = False
-        row, agent = differs.nonzero()[0].tolist()
+        has_one_goal = _unchanged(rows, self.keys.desired, self.keys.next_desired).to(goals.device)
+        unmoved = _unchanged(rows, self.keys.achieved, self.keys.next_achieved).to(goals.device)
+        row = int((of_row.byte() * 2 + has_one_goal.byte()).argmax())  # first choice: a transition with one goal
+        agent = int(differs[row].nonzero()[0])
         distance = float(distances(goals[row : row + 1], rows[row : row + 1].get(self.keys.desired)))
-        warn_user(
-            f"The reward module gives {computed[row, agent]:.6g} for a transition whose stored reward is "
-            f"{stored[row, agent]:.6g} ({name(row)}); its achieved and desired goal are {distance:.4g} apart. "
-            f"Relabelled and original rewards would be inconsistent. {self._advice(rows)}"
+        message = (
+            f"The reward module gives {_number(computed[row, agent])} for a transition whose stored reward is "
+            f"{_number(stored[row, agent])} ({name(row)}); its achieved and desired goal are {distance:.4g} apart. "
         )
+        if not has_one_goal[row]:
+            warn_user(message + GOAL_CHANGES)
+            return
+        message += f"Relabelled and original rewards would be inconsistent. {self._advice(rows)}"
+        if unmoved[of_row].all():
+            self._waiting = message + " In this transition, the achieved goal is the same at the root and under 'next'."
+        else:
+            warn_user(message)
+
+    def warn_if_waiting(self, *, are_continuous: bool) -> None:
+        """Issue the warning that waits until it is known whether transitions continue each other, if they do."""
+        message, self._waiting = self._waiting, None
+        if message is not None and are_continuous:
+            warn_user(message)
 
     def _advice(self, rows: TensorDictBase) -> str:
         for key in getattr(self.reward, "info_keys", ()):
             under_next = unravel_key(("next", key))
             if rows.get(under_next, None) is not None:
                 return f"info_keys names {key!r}, which belongs to the previous step: use {under_next!r}."
+        place = "place transforms that scale rewards or normalize goals after the hindsight transform, in the buffer."
+        if isinstance(self.reward, EnvReward):
+            return (
+                "Give EnvReward an environment with the settings (reward_type, ...) of the one that collects, and "
+                f"{place} Otherwise step and compute_reward of the environment differ: check_goal_env(env) shows how."
+            )
         return (
-            "Use the environment's own reward, EnvReward(env), with goals in its units: place transforms that scale "
-            "rewards or normalize goals after the hindsight transform, in the buffer. For a learned reward, pass "
-            "recompute_all_rewards=True to HERTransform."
+            f"Use the environment's own reward, EnvReward(env), with goals in its units: {place} For a learned reward, "
+            "pass recompute_all_rewards=True to HERTransform."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
@@ -191,6 +292,15 @@ class RewardCheck:
 def distances(achieved: Tensor, desired: Tensor) -> Tensor:
     """Return the Euclidean distances of goals ``[n, *goal]``, ``float32 [n]``."""
     return torch.linalg.vector_norm((achieved.float() - desired.float()).reshape(len(achieved), -1), dim=1)
+
+
+def _unchanged(rows: TensorDictBase, key: NestedKey, next_key: NestedKey) -> Tensor:
+    """Return which transitions ``[n]`` have the same entry at the root and under ``"next"``, ``bool [n]``."""
+    return (rows.get(key) == rows.get(next_key)).reshape(len(rows), -1).all(1)
+
+
+def _number(value: Tensor) -> str:
+    return f"{float(value.reshape(-1)[0]) + 0.0:.6g}"  # + 0.0 turns -0 into 0
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

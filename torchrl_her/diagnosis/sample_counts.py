@@ -41,9 +41,11 @@ class Counts(NamedTuple):
     original: float = 0.0
     original_reward: float = 0.0
     original_reached: float = 0.0
+    original_judged: float = 0.0  # counted while the reward of a reached goal was known
     relabelled: float = 0.0
     relabelled_reward: float = 0.0
     relabelled_reached: float = 0.0
+    relabelled_judged: float = 0.0
     in_sequences: float = 0.0  # transitions of sequences whose last transition was relabelled
 
 
@@ -148,9 +150,12 @@ def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None)
     """Return the counts of a sample, ``float64 [counts]``."""
     relabelled = sample.relabelled.reshape(-1)
     reward = sample.reward.reshape(len(relabelled), -1).mean(1, dtype=torch.float64)
-    reached = torch.zeros_like(reward) if reached_reward is None else ((reward - reached_reward).abs() < 1e-6).double()
-    values = torch.stack([torch.ones_like(reward), reward, reached], dim=1)  # [n, 3]
-    of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 3]
+    reached = judged = torch.zeros_like(reward)
+    ones = torch.ones_like(reward)
+    if reached_reward is not None:
+        reached, judged = ((reward - reached_reward).abs() < 1e-6).double(), ones
+    values = torch.stack([ones, reward, reached, judged], dim=1)  # [n, 4]
+    of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 4]
     draw = sample.draw
     if draw is None or table is None:
         return torch.cat([of_groups.new_zeros(4), of_groups.flatten(), of_groups.new_zeros(1)])
