@@ -286,7 +286,8 @@ def test_rewards_are_computed_in_one_call_per_write():
         calls.clear()
         index = rb.extend(make_tensordict(chunk))
         # Rewards are compared with stored rewards at the first write, and again when the number of transitions doubles.
-        assert len(calls) in ((1, 3) if number else (3,))
+        # The first comparison also computes rewards for other goals.
+        assert len(calls) in ((1, 3) if number else (4,))
         assert calls[-1] == len(index)
 
 

@@ -19,10 +19,10 @@ from torchrl.envs import (
 
 from support.factories import check_refused
 from support.refused import NEXT_ACHIEVED, REWARD, make_small_buffer, transitions
-from support.rewards import distance
+from support.rewards import nearness
 from torchrl_her import HERTransform
 
-make_hindsight = partial(HERTransform, distance, capacity=100)
+make_hindsight = partial(HERTransform, nearness, capacity=100)
 n_steps = partial(MultiStepTransform, 3, 0.9)
 scale_rewards = partial(RewardScaling, loc=0.0, scale=2.0, in_keys=[REWARD])
 scale_goals = partial(RewardScaling, loc=0.0, scale=2.0, in_keys=["desired_goal"])
@@ -121,7 +121,7 @@ def test_transforms_that_relabelling_does_not_undo_are_not_refused():
     rb.extend(transitions(count=25))
     batch = rb.sample(50)
     assert batch["hindsight", "relabelled"].all()
-    expected = 2 * distance(batch[NEXT_ACHIEVED], batch["desired_goal"] / 2)[:, None]
+    expected = 2 * nearness(batch[NEXT_ACHIEVED], batch["desired_goal"] / 2)[:, None]
     torch.testing.assert_close(batch[REWARD], expected, check_dtype=False)
 
 

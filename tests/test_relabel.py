@@ -14,7 +14,7 @@ from support.refused import (
     transitions,
     without,
 )
-from support.rewards import check_relabelled, distance, distance_of_row, point_reach, sample_of
+from support.rewards import check_relabelled, distance, distance_of_row, nearness, point_reach, sample_of
 from torchrl_her import EnvReward, GoalReward, HERTransform, SparseReward
 
 GOALS = [NEXT_ACHIEVED, "desired_goal"]
@@ -164,7 +164,7 @@ def test_rewards_may_be_stored_without_a_last_dimension():
     rb.extend(data)
     batch = rb.sample(50)
     assert batch["hindsight", "relabelled"].all()
-    expected = distance(batch["next", "achieved_goal"], batch["desired_goal"])
+    expected = nearness(batch["next", "achieved_goal"], batch["desired_goal"])
     assert torch.equal(batch["next", "reward"], expected)
 
 
@@ -189,7 +189,7 @@ def test_an_entry_that_relabelling_recomputes_and_that_is_not_stored_is_refused(
 
 @pytest.mark.parametrize("options", [{}, {"terminated_fn": None}])
 def test_flags_that_are_not_recomputed_may_be_missing(options):
-    rb = make_small_buffer(GoalReward(distance, **options))
+    rb = make_small_buffer(GoalReward(nearness, **options))
     rb.extend(transitions().exclude(TERMINATED, ("next", "truncated")))
     assert rb.sample(50)["hindsight", "relabelled"].sum() == 0  # the episode is still running
     assert len(rb) == 10
@@ -206,8 +206,8 @@ def test_a_module_that_writes_no_reward_is_refused():
 
 @pytest.mark.filterwarnings("error")
 def test_a_reward_that_differs_from_stored_rewards_is_reported_once():
-    rb = make_small_buffer(lambda achieved, desired: 10 * distance(achieved, desired))
-    with pytest.warns(UserWarning, match=r"gives 22\.36.* whose stored reward is 2\.236.*EnvReward\(env\)"):
+    rb = make_small_buffer(lambda achieved, desired: 10 * nearness(achieved, desired))
+    with pytest.warns(UserWarning, match=r"gives -22\.36.* whose stored reward is -2\.236.*EnvReward\(env\)"):
         rb.extend(transitions())
     rb.extend(transitions(10))
 

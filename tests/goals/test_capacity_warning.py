@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from support.refused import make_small_buffer, transitions
-from support.rewards import distance
+from support.rewards import nearness
 
 
 def warnings_of(length, writes, chunk, size=1000, **options):
@@ -72,7 +72,7 @@ def test_running_episodes_of_many_environments_are_not_mistaken_for_lost_goals()
         start, desired = torch.stack([episode, step], 1).float(), -torch.ones(len(step), 2)
         outcome, done = start + torch.tensor([0.0, 1.0]), (step == length - 1).unsqueeze(1)
         after = {"achieved_goal": outcome, "desired_goal": desired, "done": done}
-        after["reward"] = distance(outcome, desired).unsqueeze(1)
+        after["reward"] = nearness(outcome, desired).unsqueeze(1)
         rb.extend(TensorDict({"achieved_goal": start, "desired_goal": desired, "next": after}, [len(step)]).clone())
         rb.sample(512)
     assert int(rb.transform[0].table.counters[1]) > size  # more episodes than the table has records

@@ -20,12 +20,12 @@ from support.data_sets import (
 from support.factories import check_refused, same
 from support.goals import reached
 from support.refused import changed, transitions, wider, with_nan, without
-from support.rewards import distance
+from support.rewards import nearness
 from torchrl_her import GoalReward, HERTransform, PastDesired, ReachedReward, SparseReward
 from torchrl_her.offline import data_set
 
 COUNT = 100  # four episodes of 25 steps
-make = partial(make_hindsight, reward=distance, capacity=COUNT)
+make = partial(make_hindsight, reward=nearness, capacity=COUNT)
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_bad_data_is_refused_and_changes_nothing(name, with_spec):
     change, error, message = BAD[name]
     dtype = torch.int64 if name == "rounded" else torch.float32
     transform = make_hindsight(
-        reward=GoalReward(distance, terminated_fn=reached),
+        reward=GoalReward(nearness, terminated_fn=reached),
         capacity=COUNT,
         goal_spec=Unbounded((2,), dtype=dtype) if with_spec else None,
     )
@@ -193,7 +193,7 @@ def test_ends_on_success_are_reported():
     td["desired_goal"][24] = td[NEXT_DESIRED][24] = td[NEXT_ACHIEVED][24]
     td[REWARD][24] = 0.0
     td["next", "terminated"][24] = True
-    transform = HERTransform(distance, capacity=COUNT)
+    transform = HERTransform(nearness, capacity=COUNT)
     assert any("does not recompute" in message for message in warnings_of(lambda: transform.adopt(td)))
 
 

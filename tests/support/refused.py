@@ -17,7 +17,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import Compose, GymEnv, Transform
 
 from support.factories import check_refused, make_transform, same, seeded_sample, state_of
-from support.rewards import distance
+from support.rewards import nearness
 
 NEXT_ACHIEVED = ("next", "achieved_goal")
 NEXT_DESIRED = ("next", "desired_goal")
@@ -36,14 +36,14 @@ def transitions(first: int = 0, count: int = 10, length: int = 25) -> TensorDict
     outcome = achieved + torch.tensor([0.0, 1.0])
     desired = (-1 - episode).expand(-1, 2).float()
     done = step == length - 1
-    under_next = {"achieved_goal": outcome, "desired_goal": desired, "reward": distance(outcome, desired)[:, None]}
+    under_next = {"achieved_goal": outcome, "desired_goal": desired, "reward": nearness(outcome, desired)[:, None]}
     flags = {"done": done, "terminated": torch.zeros_like(done), "truncated": done}
     data = {"achieved_goal": achieved, "desired_goal": desired, "next": under_next | flags}
     return TensorDict(data, batch_size=count).clone()
 
 
 def make_small_buffer(
-    reward: Any = distance,
+    reward: Any = nearness,
     *,
     before: Iterable[Callable[[], Transform]] = (),
     after: Iterable[Callable[[], Transform]] = (),
