@@ -109,7 +109,7 @@ class Report:
             ),
         ]
         if self.step_length is not None:
-            threshold = f"may be too small: a step moves the achieved goal by {self.step_length:.4g} (median), "
+            threshold = f"may be too small: a step moves the achieved goal by {self.step_length:.4g} (median),"
             rows += [("threshold", threshold), ("", "and goals at a hundredth of this distance are missed")]
         return "\n".join([self.transform, *(f"  {name:<16}{text}" for name, text in rows)])
 
