@@ -248,6 +248,14 @@ def first_at_the_goal() -> TensorDict:
     return data
 
 
+def always_at_the_goal() -> TensorDict:
+    """Return episodes that begin at their goal and do not move."""
+    data = still()
+    data["desired_goal"] = data["achieved_goal"].clone()
+    data["next", "desired_goal"] = data["achieved_goal"].clone()
+    return data
+
+
 CORRECT_REWARDS = {
     "dense": lambda achieved, desired: -(achieved - desired).norm(dim=-1),
     "dense, tiny": lambda achieved, desired: -1e-6 * (achieved - desired).norm(dim=-1),
@@ -260,7 +268,7 @@ CORRECT_REWARDS = {
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, HERTransform), (25, HindsightAugmentation), (10_000, HERTransform)])
-@pytest.mark.parametrize("data", [walks, first_at_the_goal, still])
+@pytest.mark.parametrize("data", [walks, still, first_at_the_goal, always_at_the_goal])
 @pytest.mark.parametrize("name", CORRECT_REWARDS)
 def test_correct_rewards_are_silent(name, data, size, kind):
     reward, data = CORRECT_REWARDS[name], data()

@@ -67,7 +67,9 @@ class RewardCheck:
         self._checks_ends = not self.recomputes_ends  # until it is known whether episodes end on success
         self._reached = self._missed = 0  # compared transitions
         self._can_miss = False  # whether another goal than its own outcome gave a transition a worse reward
-        self._desired: set[bytes] = set()  # desired goals, until a transition has missed its goal
+        # The desired goals and the outcomes that were compared until a transition has missed its goal.
+        self._desired: set[bytes] = set()
+        self._outcomes: list[Tensor] = []
         self._waiting: str | None = None  # a warning that is issued unless the achieved goals are wrong
         self._range = (math.inf, -math.inf)  # of stored rewards
         self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
@@ -194,15 +196,21 @@ class RewardCheck:
         self, rows: TensorDictBase, goals: Tensor, computed: Tensor, best: Tensor, name: Callable[[int], str]
     ) -> None:
         """Find out whether the transitions get a better reward for their own outcome than for another goal."""
-        desired, others, rewards = rows.get(self.keys.desired), goals.roll(len(goals) // 2, 0), computed
+        self._outcomes.append(goals)
+        outcomes, desired, rewards = torch.cat(self._outcomes), rows.get(self.keys.desired), computed
+        others = outcomes.roll(len(outcomes) // 2, 0)[-len(goals) :]
         if not is_better(best, computed).any():
             rewards = self._evaluate(rows, others)
         self._can_miss = bool(is_better(best, rewards).any())
         if self._can_miss:
+            self._desired, self._outcomes = set(), []
             return
         values = desired.reshape(len(rows), -1).contiguous().view(torch.uint8).numpy(force=True)
         self._desired.update(goal.tobytes() for goal in values)
-        if self._is_learned or not self._has_tried_enough():
+        if not self._has_tried_enough():
+            return
+        self._outcomes = []
+        if self._is_learned:
             return
         self._is_over = True
         apart = torch.cat([distances(goals, each) for each in (desired, others)])
