@@ -269,7 +269,7 @@ REFUSED = [
     ("ddpg gamma=1", r"clip_target=true needs gamma < 1 .*gamma=1.0\): use clip_target=false"),
     (
         "ddpg buffer.prioritized=movement hindsight.when=writing ++env.kwargs.max_episode_steps=25",
-        r"MovementPriority needs\. It does not work with HindsightAugmentation.* is hindsight\.when=writing",
+        r"MovementPriority needs .* It does not work with HindsightAugmentation.* is hindsight\.when=writing",
     ),
     (
         "ddpg hindsight.when=writing env.num_envs=10",

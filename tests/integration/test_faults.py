@@ -321,6 +321,7 @@ def interrupted_at(number, action):
         return True
     finally:
         sys.settrace(None)
+        torch.set_grad_enabled(True)  # an interrupt at the exit of torch.no_grad() leaves it disabled
     return False
 
 
