@@ -1,0 +1,435 @@
+"""Any sequence of writes, samples, copies and refusals, in any kind of buffer, agrees with the oracle.
+
+``HYPOTHESIS_PROFILE=soak pytest -n 0 tests/test_state_machine.py -k any`` tries new sequences until you interrupt it.
+"""
+
+import copy
+import os
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from scipy import stats
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from torchrl.envs import Compose, MultiStepTransform
+
+from support.factories import WAYS_TO_COPY, same, state_of
+from support.hindsight_oracle import Oracle, rows_of
+from support.world import MOVES, Goals, World
+from torchrl_her import Future, Geometric, GoalReward, HERTransform, Mixture, PackedStorage
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of configurations that lose goals on purpose
+
+STRATEGIES = {  # and the oracle's names of their members, with probabilities
+    "current": {"current": 1.0},
+    "future": {"future": 1.0},
+    "final": {"final": 1.0},
+    "episode": {"episode": 1.0},
+    "random": {"random": 1.0},
+    "past_desired": {"past_desired": 1.0},
+    Future(own=False): {"later": 1.0},
+    Geometric(0.5): {"geometric": 1.0},
+    Mixture({"future": 0.5, "random": 0.3, "past_desired": 0.2}): {"future": 0.5, "random": 0.3, "past_desired": 0.2},
+}
+STORAGES = {"lazy": LazyTensorStorage, "memmap": LazyMemmapStorage, "list": ListStorage, "packed": PackedStorage}
+NOT_IN_TORCHRL = {("memmap", "pickle"), ("list", "dumps")}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a machine. The first value of each strategy is the simplest one."""
+
+    strategy: Any
+    her_ratio: float
+    envs: int
+    goals: Goals
+    ids: bool
+    kind: Any
+    storage: str
+    sampler: str
+    ndim: int
+    n_steps: int
+    chunk: int  # the steps of each environment in a write to two dimensions
+    size: int  # of the storage
+    capacity: int
+    max_episode_steps: int | None
+    extra_goal: bool
+    mask: bool  # whether transitions have a mask, so that some rows can be padding
+
+    def sampler_of(self) -> Any:
+        if self.sampler == "prioritized":
+            return PrioritizedSampler(self.size, alpha=0.7, beta=0.5)
+        if self.sampler == "slices":
+            return SliceSampler(slice_len=3, traj_key=("collector", "traj_ids"), strict_length=True)
+        return SamplerWithoutReplacement() if self.sampler == "without replacement" else RandomSampler()
+
+    def transform(self, **options: Any) -> HERTransform:
+        strategies = {"strategy": self.strategy, "extra_goals": {"other_goal": "final"} if self.extra_goal else None}
+        return HERTransform(
+            GoalReward(self.goals.reward, terminated_fn=self.goals.reached),
+            her_ratio=self.her_ratio,
+            **strategies | {"capacity": self.capacity, "max_episode_steps": self.max_episode_steps} | options,
+        )
+
+    def buffer(self) -> ReplayBuffer:
+        hindsight = self.transform(sequence_length=3 if self.sampler == "slices" else None)
+        n_step = [MultiStepTransform(self.n_steps, 0.9)] if self.n_steps > 1 else []
+        kind = TensorDictReplayBuffer if self.kind == "tensordict" else ReplayBuffer
+        options = {} if self.storage == "list" else {"ndim": self.ndim}
+        return kind(
+            storage=STORAGES[self.storage](self.size, **options),
+            sampler=self.sampler_of(),
+            transform=Compose(*n_step, hindsight),
+            batch_size=12,
+        )
+
+    def oracle(self) -> Oracle:
+        return Oracle(
+            STRATEGIES[self.strategy], self.capacity, self.her_ratio, self.max_episode_steps, n_steps=self.n_steps
+        )
+
+
+@st.composite
+def configs(draw):
+    ndim = draw(st.sampled_from([1, 2]))
+    chunk, envs = draw(st.integers(2, 6)), draw(st.integers(1, 4))
+    n_steps = draw(st.sampled_from([1, 3])) if ndim == 2 else 1
+    samplers = (
+        ["random", "without replacement"] if ndim == 2 else ["random", "without replacement", "prioritized", "slices"]
+    )
+    sampler = draw(st.sampled_from(samplers))
+    size = draw(st.sampled_from([100, 1000, 10])) if ndim == 1 else envs * chunk * draw(st.sampled_from([5, 1, 50]))
+    return Config(
+        strategy=draw(st.sampled_from([*STRATEGIES])),
+        her_ratio=draw(st.sampled_from([1.0, 0.5, 0.0])),
+        envs=envs,
+        goals=draw(st.sampled_from([Goals(), Goals((), torch.float64, 2**40), Goals((2, 2), torch.int64, 2**60)])),
+        ids=sampler == "slices" or draw(st.booleans()),
+        kind="plain" if n_steps > 1 else draw(st.sampled_from(["tensordict", "plain"])),
+        storage=draw(
+            st.sampled_from([*STORAGES] if ndim == 1 and sampler != "slices" else ["lazy", "memmap", "packed"])
+        ),
+        sampler=sampler,
+        ndim=ndim,
+        n_steps=n_steps,
+        chunk=chunk,
+        size=size,
+        capacity=draw(st.sampled_from([10_000, 10_000, size, 3 * size, max(2, size // 2)])),
+        max_episode_steps=draw(st.sampled_from([None, 4])) if n_steps == 1 else None,
+        extra_goal=draw(st.booleans()),
+        mask=ndim == 1 and sampler != "slices" and draw(st.booleans()),
+    )
+
+
+moves = st.sampled_from(MOVES)
+NAN = torch.nan
+
+
+def without(key):
+    return lambda data: data.exclude(key)
+
+
+def set_to(key, change):
+    return lambda data: data.set(key, change(data[key]))
+
+
+REFUSED = {
+    "no achieved goal": (without("achieved_goal"), KeyError, "no entry 'achieved_goal'"),
+    "no next desired goal": (without(("next", "desired_goal")), KeyError, "desired_goal"),
+    "goals of another dtype": (
+        set_to(("next", "achieved_goal"), lambda goals: goals.to(torch.int32)),
+        ValueError,
+        "int32",
+    ),
+    "goals of another shape": (
+        set_to(("next", "desired_goal"), lambda goals: torch.stack([goals, goals], -1)),
+        ValueError,
+        "shape",
+    ),
+    "n-step transitions": (lambda data: data.set("steps_to_next_obs", data["uid"]), ValueError, "n-step"),
+}
+
+
+def p_value_of(drawn, expected):
+    """Return the p-value of Pearson's chi-square test. Goals that are expected less than five times are one cell."""
+    count = sum(drawn.values())
+    cells = [(drawn[goal], count * probability) for goal, probability in expected.items() if count * probability >= 5]
+    rest = [count - sum(column) for column in zip(*cells, strict=True)] if cells else [count, count]
+    if rest[1] >= 1:
+        cells.append(rest)
+    observed, means = zip(*cells, strict=True)
+    return stats.chisquare(observed, means, sum_check=False).pvalue if len(cells) > 1 else 1.0
+
+
+class Hindsight(RuleBasedStateMachine):
+    """HERTransform in a buffer, and the oracle."""
+
+    @initialize(config=configs())
+    def begin(self, config):
+        torch.manual_seed(0)
+        self.config, self.world, self.oracle = config, World(config.envs, config.goals), config.oracle()
+        self.rb = config.buffer()
+        self.stored: dict[int, dict[Any, Any]] = {}  # all entries of each transition, as they were written
+        self.kept = 0  # rows that the storage should hold
+
+    @property
+    def hindsight(self):
+        return self.rb.transform[-1]
+
+    def tensordict(self, rows, padding=0):
+        """Return transitions ``[rows + padding]``, with a mask if the machine uses one."""
+        data = self.world.tensordict([*rows, *rows[:1] * padding], ids=self.config.ids)
+        if padding:
+            data[len(rows) :] = data[len(rows) :].apply(torch.zeros_like)
+            data["uid"][len(rows) :] = -1
+        if self.config.mask:
+            data["collector", "mask"] = torch.arange(len(data)) < len(rows)
+        return data
+
+    def write(self, rows, data):
+        """Write rows, in this order, as ``data``, and record them."""
+        written = data.reshape(-1)[: len(rows)]
+        keys = [key for key in written.keys(True, True) if key != "uid"]
+        self.stored |= {row.pop("uid"): row for row in rows_of(written, ["uid", *keys])}
+        before = len(self.oracle.windows)
+        self.oracle.write(rows)
+        if data.ndim:
+            self.rb.extend(data)
+        else:
+            self.rb.add(data)
+        added = len(self.oracle.windows) - before + data.numel() - len(rows)
+        self.kept = min(self.kept + added, self.config.size)
+        if 0 < self.kept <= 100 and self.config.sampler != "slices":
+            self.check(self.rb[:])
+
+    def check(self, batch, oracle=None):
+        """Check transitions ``[*batch]``."""
+        batch = batch.reshape(-1)
+        is_padding = batch["uid"] < 0
+        assert not batch["hindsight", "relabelled"][is_padding].any()
+        (oracle or self.oracle).check(batch[~is_padding], self.stored, self.config.goals.pairs)
+        if self.config.extra_goal and oracle is None:
+            self.check_extra_goal(batch[~is_padding])
+
+    def check_extra_goal(self, batch):
+        """Check the goals of the last steps of episodes, which the entry "other_goal" gets."""
+        assert torch.equal(batch["other_goal"], batch["next", "other_goal"])
+        original = ~batch["hindsight", "relabelled"].squeeze(-1)
+        assert torch.equal(batch["other_goal"][original], batch["desired_goal"][original])
+        for uid, goal in zip(batch["uid"].tolist(), self.config.goals.pairs(batch["other_goal"]).tolist(), strict=True):
+            part, step = self.oracle.place[uid]
+            allowed = {part.rows[length - 1].outcome for length in part.lengths(step)}
+            assert tuple(goal) in allowed | {part.rows[step].desired}
+
+    # Writes
+
+    @precondition(lambda self: self.config.ndim == 1)
+    @rule(env=st.integers(0, 3), plan=st.lists(moves, min_size=1, max_size=12))
+    def extend_with_one_environment(self, env, plan):
+        rows = self.world.play(env % self.config.envs, plan)
+        self.write(rows, self.tensordict(rows))
+
+    @precondition(lambda self: self.config.ndim == 1 and self.config.size >= 100)
+    @rule(env=st.integers(0, 3), steps=st.integers(60, 140), end=moves)
+    def extend_with_a_long_run(self, env, steps, end):
+        rows = self.world.play(env % self.config.envs, ["go"] * steps + [end])
+        self.write(rows, self.tensordict(rows))
+
+    @precondition(lambda self: self.config.ndim == 1)
+    @rule(env=st.integers(0, 3), move=moves)
+    def add(self, env, move):
+        rows = self.world.play(env % self.config.envs, [move])
+        self.write(rows, self.tensordict(rows)[0])
+
+    @precondition(lambda self: self.config.ndim == 1)
+    @rule(plan=st.lists(moves, min_size=4, max_size=20), time_major=st.booleans())
+    def extend_with_flattened_rows(self, plan, time_major):
+        steps, envs = max(1, len(plan) // self.config.envs), self.config.envs
+        lanes = [self.world.play(env, (plan * envs)[env * steps : (env + 1) * steps]) for env in range(envs)]
+        if time_major:
+            rows = [lane[step] for step in range(steps) for lane in lanes]
+        else:
+            rows = [row for lane in lanes for row in lane]
+        self.write(rows, self.tensordict(rows))
+
+    @precondition(lambda self: self.config.mask)
+    @rule(plan=st.lists(moves, min_size=1, max_size=8), padding=st.integers(1, 4))
+    def extend_with_padded_rows(self, plan, padding):
+        rows = self.world.play(0, plan)
+        self.write(rows, self.tensordict(rows, padding))
+
+    @precondition(lambda self: self.config.ndim == 2)
+    @rule(data=st.data())
+    def extend_with_lanes(self, data):
+        envs, chunk = self.config.envs, self.config.chunk
+        allowed = MOVES if self.config.n_steps == 1 else [move for move in MOVES if move != "silent"]
+        plan = data.draw(st.lists(st.sampled_from(allowed), min_size=envs * chunk, max_size=envs * chunk))
+        rows = [row for env in range(envs) for row in self.world.play(env, plan[env * chunk : (env + 1) * chunk])]
+        self.write(rows, self.tensordict(rows).reshape(envs, chunk))
+
+    # Refused writes
+
+    @rule(name=st.sampled_from([*REFUSED]))
+    def write_what_must_be_refused(self, name):
+        spoil, error, message = REFUSED[name]
+        world = copy.deepcopy(self.world)
+        envs, chunk = (self.config.envs, self.config.chunk) if self.config.ndim == 2 else (1, 5)
+        rows = [row for env in range(envs) for row in world.play(env, ["go"] * chunk)]
+        data = world.tensordict(rows, ids=self.config.ids)
+        if self.config.mask:
+            data["collector", "mask"] = torch.ones(len(data), dtype=torch.bool)
+        data = spoil(data)
+        before = state_of(self.rb)
+        with pytest.raises(error, match=message):
+            self.rb.extend(data.reshape(envs, chunk) if self.config.ndim == 2 else data)
+        after = state_of(self.rb)
+        for state in (before, after):
+            state.pop("_sampler")  # segment trees cannot be compared
+        assert same(before, after)
+
+    # Samples
+
+    @precondition(lambda self: self.kept and self.config.sampler != "slices")
+    @rule()
+    def sample(self):
+        self.check(self.rb.sample())
+
+    @precondition(lambda self: self.config.sampler == "slices" and self.has_slices)
+    @rule()
+    def sample_sequences(self):
+        for _ in range(4):
+            self.check_sequences(self.rb.sample())
+
+    @property
+    def has_slices(self):
+        """Whether the storage holds a trajectory of three steps."""
+        ids = self.rb.storage[:]["collector", "traj_ids"].tolist() if self.kept else []
+        return any(a == b == c for a, b, c in zip(ids, ids[1:], ids[2:], strict=False))
+
+    def check_sequences(self, batch):
+        """Check that one goal is drawn for each sequence of three, for its last transition."""
+        for rows in batch.split(3):
+            relabelled = rows["hindsight", "relabelled"].squeeze(-1).tolist()
+            goals = self.config.goals.pairs(rows["desired_goal"]).tolist()
+            parts = [self.oracle.place[uid][0] for uid in rows["uid"].tolist()]
+            if relabelled[-1]:
+                assert tuple(goals[-1]) in self.oracle.goals(int(rows["uid"][-1]))
+            for each, goal, part in zip(relabelled, goals, parts, strict=True):
+                assert not each or (part is parts[-1] and goal == goals[-1])
+
+    def teardown(self):
+        """At the end, compare the goals of some transitions with their exact probabilities."""
+        if not hasattr(self, "rb") or not self.kept or self.config.sampler == "slices" or self.config.n_steps > 1:
+            return
+        self.flush()
+        self.check(self.rb[:])
+        stored = self.contents().reshape(-1).exclude("index")
+        for row in range(0, len(stored), 1 + len(stored) // 4):
+            uid = int(stored["uid"][row])
+            expected = self.oracle.probabilities(uid) if uid >= 0 else None
+            if expected is None or not self.config.her_ratio:
+                continue
+            batch = self.hindsight(stored[[row] * 1000])
+            relabelled = batch["hindsight", "relabelled"].squeeze(-1)
+            drawn = Counter(map(tuple, self.config.goals.pairs(batch["desired_goal"])[relabelled].tolist()))
+            assert drawn.keys() <= expected.keys()
+            p_value = p_value_of(drawn, expected)
+            assert p_value > 1e-8, f"{self.oracle.place[uid]} got {drawn}, with the probabilities {expected}"
+
+    @precondition(lambda self: self.kept and self.config.sampler != "slices")
+    @rule()
+    def read_everything(self):
+        stored = self.contents()
+        self.check(self.rb[:])
+        uids = stored["uid"].flatten().tolist()
+        assert max(self.oracle.windows, default=-1) in uids, "the newest transition is not stored"
+        assert same(stored, self.contents()), "reading changed the storage"
+
+    def contents(self):
+        """Return a copy of the stored rows."""
+        stored = self.rb.storage[:]
+        return torch.stack(stored).clone() if isinstance(stored, list) else stored.clone()
+
+    # The state of the transform
+
+    @rule()
+    def flush(self):
+        self.hindsight.flush()
+        self.oracle.flush()
+
+    @rule()
+    def empty(self):
+        self.rb.empty()
+        self.hindsight.clear()
+        self.oracle.clear()
+        self.kept = 0
+
+    @precondition(lambda self: self.config.n_steps == 1 and self.kept)  # TorchRL cannot save some empty buffers
+    @rule(way=st.sampled_from([*WAYS_TO_COPY]), into_a_used_buffer=st.booleans())
+    def go_on_with_a_copy(self, way, into_a_used_buffer):
+        if (self.config.storage, way) in NOT_IN_TORCHRL:
+            return
+        twin = self.config.buffer()
+        if into_a_used_buffer:
+            world = World(self.config.envs, self.config.goals)
+            steps = self.config.chunk if self.config.ndim == 2 else 3
+            rows = [row for env in range(self.config.envs) for row in world.play(env, ["go"] * steps)]
+            data = self.tensordict(rows)
+            twin.extend(data.reshape(self.config.envs, steps) if self.config.ndim == 2 else data)
+        with tempfile.TemporaryDirectory() as folder:
+            self.rb = WAYS_TO_COPY[way](self.rb, twin, Path(folder))
+
+    @precondition(lambda self: self.config.ids and self.config.n_steps == 1 and self.oracle.order)
+    @rule()
+    def adopt_what_was_written(self):
+        rows, oracle = self.oracle.order, self.config.oracle()
+        oracle.capacity = 10 * len(rows) + 10
+        oracle.write(rows)
+        oracle.flush()
+        hindsight = self.config.transform(capacity=oracle.capacity, extra_goals=None)
+        data = hindsight.adopt(self.tensordict(rows))
+        rb = TensorDictReplayBuffer(storage=TensorStorage(data), transform=hindsight)
+        self.check(rb[:], oracle)
+
+    @invariant()
+    def the_number_of_rows_is_right(self):
+        assert len(self.rb) == self.kept
+
+
+OPTIONS = {"stateful_step_count": 20, "deadline": None, "derandomize": True, "report_multiple_bugs": False}
+if os.environ.get("HYPOTHESIS_PROFILE") == "soak":  # new examples, until you interrupt it
+    OPTIONS |= {"max_examples": 10**9, "derandomize": False}
+
+
+def test_any_sequence_of_operations_agrees_with_the_oracle():
+    run_state_machine_as_test(Hindsight, settings=settings(**{"max_examples": 100} | OPTIONS))
+
+
+@pytest.mark.slow
+def test_many_sequences_of_operations_agree_with_the_oracle():
+    run_state_machine_as_test(Hindsight, settings=settings(**{"max_examples": 1000} | OPTIONS))
