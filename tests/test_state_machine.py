@@ -41,7 +41,15 @@ from torchrl.envs import Compose, MultiStepTransform
 from support.factories import WAYS_TO_COPY, same, state_of
 from support.hindsight_oracle import Oracle, rows_of
 from support.world import MOVES, Goals, World
-from torchrl_her import Future, Geometric, GoalReward, HERTransform, Mixture, PackedStorage
+from torchrl_her import (
+    Future,
+    Geometric,
+    GoalReward,
+    HERTransform,
+    HindsightAugmentation,
+    Mixture,
+    PackedStorage,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of configurations that lose goals on purpose
 
@@ -56,7 +64,9 @@ STRATEGIES = {  # and the oracle's names of their members, with probabilities
     Geometric(0.5): {"geometric": 1.0},
     Mixture({"future": 0.5, "random": 0.3, "past_desired": 0.2}): {"future": 0.5, "random": 0.3, "past_desired": 0.2},
 }
+NEED_DESIRED_GOALS = [name for name, members in STRATEGIES.items() if "past_desired" in members]
 STORAGES = {"lazy": LazyTensorStorage, "memmap": LazyMemmapStorage, "list": ListStorage, "packed": PackedStorage}
+GOALS = st.sampled_from([Goals(), Goals((), torch.float64, 2**40), Goals((2, 2), torch.int64, 2**60)])
 NOT_IN_TORCHRL = {("memmap", "pickle"), ("list", "dumps")}
 
 
@@ -128,7 +138,7 @@ def configs(draw):
         strategy=draw(st.sampled_from([*STRATEGIES])),
         her_ratio=draw(st.sampled_from([1.0, 0.5, 0.0])),
         envs=envs,
-        goals=draw(st.sampled_from([Goals(), Goals((), torch.float64, 2**40), Goals((2, 2), torch.int64, 2**60)])),
+        goals=draw(GOALS),
         ids=sampler == "slices" or draw(st.booleans()),
         kind="plain" if n_steps > 1 else draw(st.sampled_from(["tensordict", "plain"])),
         storage=draw(
@@ -147,7 +157,6 @@ def configs(draw):
 
 
 moves = st.sampled_from(MOVES)
-NAN = torch.nan
 
 
 def without(key):
@@ -186,7 +195,68 @@ def p_value_of(drawn, expected):
     return stats.chisquare(observed, means, sum_check=False).pvalue if len(cells) > 1 else 1.0
 
 
-class Hindsight(RuleBasedStateMachine):
+class Writes(RuleBasedStateMachine):
+    """The writes that both hindsight transforms accept or refuse."""
+
+    def tensordict(self, rows, padding=0):
+        """Return transitions ``[rows + padding]``, with a mask if the machine uses one."""
+        data = self.world.tensordict([*rows, *rows[:1] * padding], ids=self.config.ids)
+        if padding:
+            data[len(rows) :] = data[len(rows) :].apply(torch.zeros_like)
+            data["uid"][len(rows) :] = -1
+        if self.config.mask:
+            data["collector", "mask"] = torch.arange(len(data)) < len(rows)
+        return data
+
+    @precondition(lambda self: self.config.ndim == 1)
+    @rule(env=st.integers(0, 3), plan=st.lists(moves, min_size=1, max_size=12))
+    def extend_with_one_environment(self, env, plan):
+        rows = self.world.play(env % self.config.envs, plan)
+        self.write(rows, self.tensordict(rows))
+
+    @precondition(lambda self: self.config.ndim == 1 and 100 <= self.config.size <= 1000)
+    @rule(env=st.integers(0, 3), steps=st.integers(60, 140), end=moves)
+    def extend_with_a_long_run(self, env, steps, end):
+        rows = self.world.play(env % self.config.envs, ["go"] * steps + [end])
+        self.write(rows, self.tensordict(rows))
+
+    @precondition(lambda self: self.config.ndim == 1)
+    @rule(plan=st.lists(moves, min_size=4, max_size=20), time_major=st.booleans())
+    def extend_with_flattened_rows(self, plan, time_major):
+        steps, envs = max(1, len(plan) // self.config.envs), self.config.envs
+        lanes = [self.world.play(env, (plan * envs)[env * steps : (env + 1) * steps]) for env in range(envs)]
+        if time_major:
+            rows = [lane[step] for step in range(steps) for lane in lanes]
+        else:
+            rows = [row for lane in lanes for row in lane]
+        self.write(rows, self.tensordict(rows))
+
+    @precondition(lambda self: self.config.mask)
+    @rule(plan=st.lists(moves, min_size=1, max_size=8), padding=st.integers(1, 4))
+    def extend_with_padded_rows(self, plan, padding):
+        rows = self.world.play(0, plan)
+        self.write(rows, self.tensordict(rows, padding))
+
+    @rule(name=st.sampled_from([*REFUSED]))
+    def write_what_must_be_refused(self, name):
+        spoil, error, message = REFUSED[name]
+        world = copy.deepcopy(self.world)
+        envs, chunk = (self.config.envs, self.config.chunk) if self.config.ndim == 2 else (1, 5)
+        rows = [row for env in range(envs) for row in world.play(env, ["go"] * chunk)]
+        data = world.tensordict(rows, ids=self.config.ids)
+        if self.config.mask:
+            data["collector", "mask"] = torch.ones(len(data), dtype=torch.bool)
+        data = spoil(data)
+        before = state_of(self.rb)
+        with pytest.raises(error, match=message):
+            self.rb.extend(data.reshape(envs, chunk) if self.config.ndim == 2 else data)
+        after = state_of(self.rb)
+        for state in (before, after):
+            state.pop("_sampler")  # segment trees cannot be compared
+        assert same(before, after)
+
+
+class Hindsight(Writes):
     """HERTransform in a buffer, and the oracle."""
 
     @initialize(config=configs())
@@ -200,16 +270,6 @@ class Hindsight(RuleBasedStateMachine):
     @property
     def hindsight(self):
         return self.rb.transform[-1]
-
-    def tensordict(self, rows, padding=0):
-        """Return transitions ``[rows + padding]``, with a mask if the machine uses one."""
-        data = self.world.tensordict([*rows, *rows[:1] * padding], ids=self.config.ids)
-        if padding:
-            data[len(rows) :] = data[len(rows) :].apply(torch.zeros_like)
-            data["uid"][len(rows) :] = -1
-        if self.config.mask:
-            data["collector", "mask"] = torch.arange(len(data)) < len(rows)
-        return data
 
     def write(self, rows, data):
         """Write rows, in this order, as ``data``, and record them."""
@@ -246,42 +306,13 @@ class Hindsight(RuleBasedStateMachine):
             allowed = {part.rows[length - 1].outcome for length in part.lengths(step)}
             assert tuple(goal) in allowed | {part.rows[step].desired}
 
-    # Writes
-
-    @precondition(lambda self: self.config.ndim == 1)
-    @rule(env=st.integers(0, 3), plan=st.lists(moves, min_size=1, max_size=12))
-    def extend_with_one_environment(self, env, plan):
-        rows = self.world.play(env % self.config.envs, plan)
-        self.write(rows, self.tensordict(rows))
-
-    @precondition(lambda self: self.config.ndim == 1 and self.config.size >= 100)
-    @rule(env=st.integers(0, 3), steps=st.integers(60, 140), end=moves)
-    def extend_with_a_long_run(self, env, steps, end):
-        rows = self.world.play(env % self.config.envs, ["go"] * steps + [end])
-        self.write(rows, self.tensordict(rows))
+    # Other writes
 
     @precondition(lambda self: self.config.ndim == 1)
     @rule(env=st.integers(0, 3), move=moves)
     def add(self, env, move):
         rows = self.world.play(env % self.config.envs, [move])
         self.write(rows, self.tensordict(rows)[0])
-
-    @precondition(lambda self: self.config.ndim == 1)
-    @rule(plan=st.lists(moves, min_size=4, max_size=20), time_major=st.booleans())
-    def extend_with_flattened_rows(self, plan, time_major):
-        steps, envs = max(1, len(plan) // self.config.envs), self.config.envs
-        lanes = [self.world.play(env, (plan * envs)[env * steps : (env + 1) * steps]) for env in range(envs)]
-        if time_major:
-            rows = [lane[step] for step in range(steps) for lane in lanes]
-        else:
-            rows = [row for lane in lanes for row in lane]
-        self.write(rows, self.tensordict(rows))
-
-    @precondition(lambda self: self.config.mask)
-    @rule(plan=st.lists(moves, min_size=1, max_size=8), padding=st.integers(1, 4))
-    def extend_with_padded_rows(self, plan, padding):
-        rows = self.world.play(0, plan)
-        self.write(rows, self.tensordict(rows, padding))
 
     @precondition(lambda self: self.config.ndim == 2)
     @rule(data=st.data())
@@ -291,26 +322,6 @@ class Hindsight(RuleBasedStateMachine):
         plan = data.draw(st.lists(st.sampled_from(allowed), min_size=envs * chunk, max_size=envs * chunk))
         rows = [row for env in range(envs) for row in self.world.play(env, plan[env * chunk : (env + 1) * chunk])]
         self.write(rows, self.tensordict(rows).reshape(envs, chunk))
-
-    # Refused writes
-
-    @rule(name=st.sampled_from([*REFUSED]))
-    def write_what_must_be_refused(self, name):
-        spoil, error, message = REFUSED[name]
-        world = copy.deepcopy(self.world)
-        envs, chunk = (self.config.envs, self.config.chunk) if self.config.ndim == 2 else (1, 5)
-        rows = [row for env in range(envs) for row in world.play(env, ["go"] * chunk)]
-        data = world.tensordict(rows, ids=self.config.ids)
-        if self.config.mask:
-            data["collector", "mask"] = torch.ones(len(data), dtype=torch.bool)
-        data = spoil(data)
-        before = state_of(self.rb)
-        with pytest.raises(error, match=message):
-            self.rb.extend(data.reshape(envs, chunk) if self.config.ndim == 2 else data)
-        after = state_of(self.rb)
-        for state in (before, after):
-            state.pop("_sampler")  # segment trees cannot be compared
-        assert same(before, after)
 
     # Samples
 
@@ -421,15 +432,127 @@ class Hindsight(RuleBasedStateMachine):
         assert len(self.rb) == self.kept
 
 
+@dataclass(frozen=True)
+class AugmentationConfig:
+    """The settings of a machine with HindsightAugmentation."""
+
+    strategy: Any
+    copies: int
+    envs: int
+    goals: Goals
+    ids: bool
+    mask: bool
+    storage: str
+    max_episode_steps: int
+    ndim: int = 1
+    n_steps: int = 1
+    size: int = 10_000
+
+    def buffer(self) -> ReplayBuffer:
+        hindsight = HindsightAugmentation(
+            GoalReward(self.goals.reward, terminated_fn=self.goals.reached),
+            strategy=self.strategy,
+            n_sampled_goal=self.copies,
+            max_episode_steps=self.max_episode_steps,
+        )
+        return TensorDictReplayBuffer(
+            storage=STORAGES[self.storage](self.size), transform=Compose(hindsight), batch_size=12
+        )
+
+
+class Augmentation(Writes):
+    """HindsightAugmentation in a buffer, and the oracle."""
+
+    @initialize(
+        config=st.builds(
+            AugmentationConfig,
+            strategy=st.sampled_from([name for name in STRATEGIES if name not in NEED_DESIRED_GOALS]),
+            copies=st.integers(0, 3),
+            envs=st.integers(1, 4),
+            goals=GOALS,
+            ids=st.booleans(),
+            mask=st.booleans(),
+            storage=st.sampled_from([*STORAGES]),
+            max_episode_steps=st.sampled_from([1000, 4]),
+        )
+    )
+    def begin(self, config):
+        torch.manual_seed(0)
+        self.config, self.world, self.rb = config, World(config.envs, config.goals), config.buffer()
+        self.oracle = Oracle(STRATEGIES[config.strategy], 10**9, 0.5, config.max_episode_steps)
+        self.stored: dict[int, dict[Any, Any]] = {}
+        self.expected: Counter[tuple[int, bool]] = Counter()  # the number of rows of each uid, original and copies
+
+    @property
+    def hindsight(self):
+        return self.rb.transform[-1]
+
+    def write(self, rows, data):
+        keys = [key for key in data.keys(True, True) if key != "uid"]
+        self.stored |= {row.pop("uid"): row for row in rows_of(data[: len(rows)], ["uid", *keys])}
+        self.oracle.write(rows)
+        self.rb.extend(data)
+        if len(data) > 1:  # otherwise it could be rb.add, which stores only one row
+            self.expect_ended_episodes()
+
+    def expect_ended_episodes(self):
+        """Record that all ended parts are stored."""
+        for part in self.oracle.parts:
+            if part.ended and not part.lost and (part.rows[0].uid, False) not in self.expected:
+                for row in part.rows:
+                    self.expected[row.uid, False] = 1
+                    self.expected[row.uid, True] = self.config.copies
+
+    @rule()
+    def flush(self):
+        self.oracle.flush()
+        self.rb.extend(self.hindsight.flush())
+        self.expect_ended_episodes()
+
+    @rule()
+    def empty(self):
+        self.rb.empty()
+        self.hindsight.clear()
+        self.oracle.clear()
+        self.expected.clear()
+
+    @precondition(lambda self: len(self.rb))
+    @rule(way=st.sampled_from([*WAYS_TO_COPY]))
+    def go_on_with_a_copy(self, way):
+        if (self.config.storage, way) not in NOT_IN_TORCHRL:
+            with tempfile.TemporaryDirectory() as folder:
+                self.rb = WAYS_TO_COPY[way](self.rb, self.config.buffer(), Path(folder))
+
+    @invariant()
+    def each_ended_episode_is_stored_with_its_copies(self):
+        if not hasattr(self, "rb") or not len(self.rb):
+            assert not hasattr(self, "rb") or not +self.expected
+            return
+        rows = self.rb[:]
+        relabelled = rows["hindsight", "relabelled"].squeeze(-1)
+        assert Counter(zip(rows["uid"].tolist(), relabelled.tolist(), strict=True)) == +self.expected
+        self.oracle.check(rows, self.stored, self.config.goals.pairs)
+        steps = rows["hindsight", "goal_step"].squeeze(-1).tolist()
+        goals = self.config.goals.pairs(rows["desired_goal"]).tolist()
+        for uid, is_copy, step, goal in zip(rows["uid"].tolist(), relabelled.tolist(), steps, goals, strict=True):
+            part, _ = self.oracle.place[uid]
+            if not is_copy:
+                assert step == -1
+            elif "random" not in self.oracle.members:
+                assert part.rows[step].outcome == tuple(goal)
+
+
 OPTIONS = {"stateful_step_count": 20, "deadline": None, "derandomize": True, "report_multiple_bugs": False}
 if os.environ.get("HYPOTHESIS_PROFILE") == "soak":  # new examples, until you interrupt it
     OPTIONS |= {"max_examples": 10**9, "derandomize": False}
 
 
-def test_any_sequence_of_operations_agrees_with_the_oracle():
-    run_state_machine_as_test(Hindsight, settings=settings(**{"max_examples": 100} | OPTIONS))
+@pytest.mark.parametrize("machine", [Hindsight, Augmentation])
+def test_any_sequence_of_operations_agrees_with_the_oracle(machine):
+    run_state_machine_as_test(machine, settings=settings(**{"max_examples": 100} | OPTIONS))
 
 
 @pytest.mark.slow
-def test_many_sequences_of_operations_agree_with_the_oracle():
-    run_state_machine_as_test(Hindsight, settings=settings(**{"max_examples": 1000} | OPTIONS))
+@pytest.mark.parametrize("machine", [Hindsight, Augmentation])
+def test_many_sequences_of_operations_agree_with_the_oracle(machine):
+    run_state_machine_as_test(machine, settings=settings(**{"max_examples": 1000} | OPTIONS))
