@@ -3,7 +3,7 @@ PYTHON ?= python3
 SEEDS ?= 1
 BIN := .venv/bin
 
-.PHONY: install demo test test-slow bench lint docs docs-serve dist clean
+.PHONY: install demo test test-slow mutants bench lint docs docs-serve dist clean
 
 install: .venv/.dev
 demo: .venv/.dev
@@ -12,6 +12,8 @@ test: .venv/.dev
 	$(BIN)/python -m pytest -m "not slow" --durations=10
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow --durations=10
+mutants: .venv/.dev  # one-line changes of the package that the tests must detect
+	$(BIN)/python tests/mutants.py
 bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/growth.py
