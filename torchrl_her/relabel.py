@@ -217,11 +217,19 @@ class RelabelTransform(BufferTransform, ABC):
                     self._process = os.getpid()
                     self._reset_after_fork()
                 before = self._state_before_write()
-                yield
-        except BaseException:
-            for name, value in before.items():
-                setattr(self, name, value)
+                try:
+                    yield
+                except BaseException:  # before the release, because the next writer continues the lanes
+                    self._restore(before)
+                    before = {}
+                    raise
+        except BaseException:  # an interrupt at the release
+            self._restore(before)
             raise
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
     @abstractmethod
     def _state_before_write(self) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from support.refused import make_small_buffer, transitions
 from support.streams import make_episode
 from support.traffic import Source, check, check_one_by_one, make_buffer
 from torchrl_her import EnvReward, SparseReward
+from torchrl_her.episodes.tracker import EpisodeTracker
+from torchrl_her.goals.write_lock import WriteLock
 
 SPAWN = torch.multiprocessing.get_context("spawn")
 KILLS = Path(__file__).parent / "faults" / "kills.py"
@@ -293,6 +295,30 @@ def test_goals_of_another_shape_are_refused_after_loading_without_goal_spec(tmp_
     with pytest.raises(ValueError, match=r"Goals have the shape \(2,\), but goal_spec or an earlier write has \(1,\)"):
         resumed.extend(episode(3, desired=torch.tensor([-1.0, -1.0])))
     assert resumed[:]["hindsight", "relabelled"].all()
+
+
+@pytest.mark.filterwarnings("ignore:The reward module gives")
+@pytest.mark.parametrize("make", [make_transform, make_augmentation])
+def test_a_failed_write_does_not_undo_the_write_of_a_waiting_thread(make, monkeypatch):
+    hindsight = make(reward=SparseReward(0.1))
+    data, waiting = transitions(0, 20, length=10), threading.Thread(target=lambda: hindsight.inv(data[:7]))
+    track, release = EpisodeTracker.track, WriteLock.__exit__
+
+    def fail(*_, **__):
+        monkeypatch.setattr(EpisodeTracker, "track", track)
+        waiting.start()
+        raise MemoryError
+
+    def release_and_switch(lock, *exception):
+        release(lock, *exception)
+        if threading.current_thread() is not waiting:
+            waiting.join()
+
+    monkeypatch.setattr(EpisodeTracker, "track", fail)
+    monkeypatch.setattr(WriteLock, "__exit__", release_and_switch)
+    with pytest.raises(MemoryError):
+        hindsight.inv(data[10:15])
+    assert hindsight.report().running == 1
 
 
 # Interrupts
