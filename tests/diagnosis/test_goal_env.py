@@ -128,8 +128,6 @@ READS = {
     "unpacking": lambda info: {**info},
     "keys": lambda info: "energy" in info.keys(),  # noqa: SIM118
     "reversed": lambda info: list(reversed(info)),
-    "len": len,
-    "bool": bool,
     "==": lambda info: info == {},
     "json": json.dumps,
 }
@@ -145,6 +143,16 @@ def test_an_entry_of_info_is_found_however_it_is_read(way):
     report = check_goal_env(reading(), steps=60, ignore=["reward-not-batched", "no-goal-reached"])
     assert all_names(report) == {"reward-needs-info"}
     assert "reads 'energy' from info" in report.warnings[0].message
+
+
+def test_a_function_that_reads_no_entry_of_info_is_silent():
+    silent = variant(
+        compute_reward=lambda s, a, d, i: Reach.compute_reward(s, a, d, i or {}),
+        reward_of_step=Reach.compute_reward,
+        info=lambda s, a, d: {"energy": 0.1 * s.time},
+    )
+    report = check_goal_env(silent(), steps=60, ignore=["reward-not-batched", "no-goal-reached"])
+    assert not all_names(report)
 
 
 @pytest.mark.parametrize("base", [Reach, Dense])

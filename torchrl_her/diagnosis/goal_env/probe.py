@@ -147,6 +147,6 @@ def _recorded(method: Callable[..., Any], reads_one: bool) -> Callable[..., Any]
 
 
 READ_ONE = ("__contains__", "__getitem__", "get", "pop", "setdefault")
-READ_ALL = ("__eq__", "__iter__", "__len__", "__ne__", "__or__", "__reversed__", "__ror__", "copy", "items", "keys")
+READ_ALL = ("__eq__", "__iter__", "__ne__", "__or__", "__reversed__", "__ror__", "copy", "items", "keys")
 for _name in (*READ_ONE, *READ_ALL, "popitem", "values"):
     setattr(_ReadInfo, _name, _recorded(getattr(dict, _name), _name in READ_ONE))
