@@ -256,6 +256,14 @@ def always_at_the_goal() -> TensorDict:
     return data
 
 
+def always_at_one_goal() -> TensorDict:
+    """Return 2,500 transitions that stay at one place, which is their goal."""
+    data = walks(100)
+    for key in ("achieved_goal", "desired_goal"):
+        data[key] = data["next", key] = torch.full((len(data), 2), 0.5)
+    return data
+
+
 CORRECT_REWARDS = {
     "dense": lambda achieved, desired: -(achieved - desired).norm(dim=-1),
     "dense, tiny": lambda achieved, desired: -1e-6 * (achieved - desired).norm(dim=-1),
@@ -268,7 +276,7 @@ CORRECT_REWARDS = {
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, HERTransform), (25, HindsightAugmentation), (10_000, HERTransform)])
-@pytest.mark.parametrize("data", [walks, still, first_at_the_goal, always_at_the_goal])
+@pytest.mark.parametrize("data", [walks, still, first_at_the_goal, always_at_the_goal, always_at_one_goal])
 @pytest.mark.parametrize("name", CORRECT_REWARDS)
 def test_correct_rewards_are_silent(name, data, size, kind):
     reward, data = CORRECT_REWARDS[name], data()

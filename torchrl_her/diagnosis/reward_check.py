@@ -210,10 +210,10 @@ class RewardCheck:
         if not self._has_tried_enough():
             return
         self._outcomes = []
-        if self._is_learned:
+        apart = torch.cat([distances(goals, each) for each in (desired, others)])
+        if self._is_learned or not apart.any():
             return
         self._is_over = True
-        apart = torch.cat([distances(goals, each) for each in (desired, others)])
         rewards = torch.cat([computed, rewards])
         worse = is_better(rewards, torch.cat([best, best]))
         row = int(worse.nonzero()[0]) if worse.any() else int(apart.argmax())
@@ -272,8 +272,9 @@ class RewardCheck:
         place = "place transforms that scale rewards or normalize goals after the hindsight transform, in the buffer."
         if isinstance(self.reward, EnvReward):
             return (
-                "Give EnvReward an environment with the settings (reward_type, ...) of the one that collects, and "
-                f"{place} Otherwise step and compute_reward of the environment differ: check_goal_env(env) shows how."
+                "Give EnvReward an environment with the settings (reward_type, ...) of the environment that collects, "
+                f"and {place} Otherwise step and compute_reward of the environment differ: check_goal_env(env) shows "
+                "how."
             )
         return (
             f"Use the environment's own reward, EnvReward(env), with goals in its units: {place} For a learned reward, "
