@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from torchrl_her.episodes.lanes import Lane
 from torchrl_her.episodes.transitions import WrittenTransitions
 
@@ -25,12 +23,6 @@ class RowLanes:
         self._rows = 0  # the number of rows of the last write; 0 if they cannot be environments
         self._length = 0  # the number of steps of a row
         self._lane_of_row: dict[int, Lane] = {}
-
-    def copy(self, lanes: dict[Lane, Lane]) -> RowLanes:
-        """Return a copy with other lanes: ``lanes`` maps each open lane to its copy."""
-        copied = copy.copy(self)
-        copied._lane_of_row = {row: lanes.get(lane, lane) for row, lane in self._lane_of_row.items()}
-        return copied
 
     def match(self, written: WrittenTransitions) -> dict[int, Lane]:
         """Begin a write; return the lane that each row continues, by the position of the row's first transition."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -59,7 +59,7 @@ class EpisodeTracker:
         # Open lanes by episode id, both dicts ordered from the longest to the shortest wait. Idle lanes wait longest.
         self._idle: dict[int, Lane] = {}
         self._lanes: dict[int, Lane] = {}
-        self._by_key: dict[Key, deque[Lane]] = {}  # all open lanes
+        self._by_key: dict[Key, tuple[Lane, ...]] = {}  # all open lanes
         self._lanes_of_id: Counter[int | None] = Counter()  # the number of open lanes with each trajectory id
         self._row_lanes = RowLanes()
 
@@ -79,7 +79,7 @@ class EpisodeTracker:
         transitions, row_lanes = write.transitions, self._row_lanes
         self.written += len(transitions.done)
         matches = row_lanes.match(transitions)
-        lanes_of_rows = {begin: lane for begin, lane in matches.items() if self._take(lane.key, lane)}
+        lanes_of_rows = {begin: self._take(lane.key, lane) for begin, lane in matches.items()}
         runs = _cut_into_runs(transitions, write.order, row_lanes.are_lanes)
         row_lanes.check_runs(len(runs))
         if self._to_begin is None:
@@ -176,55 +176,53 @@ class EpisodeTracker:
         return EpisodeTracker(self.max_episode_steps, self.patience, **options)
 
     def copy(self) -> EpisodeTracker:
-        """Return a copy with its own lanes, which share the data that they keep with the lanes of this tracker."""
-        copied, lanes = copy.copy(self), {lane: lane.copy() for lane in self.open_lanes()}
-        copied.lengths = copy.copy(self.lengths)
-        copied._idle = {episode: lanes[lane] for episode, lane in self._idle.items()}
-        copied._lanes = {episode: lanes[lane] for episode, lane in self._lanes.items()}
-        copied._by_key = {key: deque(map(lanes.__getitem__, waiting)) for key, waiting in self._by_key.items()}
+        """Return a copy that later writes do not affect. It is fast, because writes copy the lanes that they change."""
+        copied = copy.copy(self)
+        copied._idle, copied._lanes, copied._by_key = {**self._idle}, {**self._lanes}, {**self._by_key}
         copied._lanes_of_id = self._lanes_of_id.copy()
-        copied._row_lanes = self._row_lanes.copy(lanes)
+        copied.lengths, copied._row_lanes = copy.copy(self.lengths), copy.copy(self._row_lanes)
         return copied
 
     def flush(self) -> list[EpisodeSteps]:
         """End the running episodes and publish their steps."""
         episodes: dict[int, EpisodeSteps] = {}
         for lane in self.open_lanes():
-            self._end(lane, episodes)
+            self._end(lane.copy(), episodes)
         self._clear()
         return list(episodes.values())
 
     def _take(self, key: Key, lane: Lane | None = None) -> Lane | None:
-        """Remove an open lane with this key and return it, or None if there is none.
+        """Remove an open lane with this key and return a copy of it, or None if there is none.
 
         The lane is ``lane`` if given, or else the one that has waited longest.
         """
-        lanes = self._by_key.get(key)
-        if lanes is None or (lane is not None and lane not in lanes):
-            return None
+        lanes = self._by_key.get(key, ())
+        lane = next((each for each in lanes if lane is None or each.episode == lane.episode), None)
         if lane is None:
-            lane = lanes[0]
-        lanes.remove(lane)
-        if not lanes:
+            return None
+        self._by_key[key] = tuple(each for each in lanes if each is not lane)
+        if not self._by_key[key]:
             del self._by_key[key]
         self._lanes_of_id[key[0]] -= 1
         if not self._lanes_of_id[key[0]]:
             del self._lanes_of_id[key[0]]
         del (self._lanes if lane.episode in self._lanes else self._idle)[lane.episode]
-        return lane
+        return lane.copy()
 
     def _leave_open(self, lane: Lane, written: int) -> None:
         lane.written = written
         self._lanes[lane.episode] = lane
-        self._by_key.setdefault(lane.key, deque()).append(lane)
+        self._by_key[lane.key] = (*self._by_key.get(lane.key, ()), lane)
         self._lanes_of_id[lane.key[0]] += 1
 
     def _close_waiting_lanes(self, episodes: dict[int, EpisodeSteps]) -> None:
         """Publish the steps of lanes that became idle, and close lanes that waited too long."""
         idle_after = (min if self.publish_running else max)(2 * self.longest_wait, self.patience)
         for lane in self._waiting(self._lanes, idle_after):
-            lane.publish_into(episodes)
-            self._idle[lane.episode] = self._lanes.pop(lane.episode)
+            del self._lanes[lane.episode]
+            idle = self._idle[lane.episode] = lane.copy()
+            self._by_key[lane.key] = tuple(idle if each is lane else each for each in self._by_key[lane.key])
+            idle.publish_into(episodes)
         for lane in self._waiting(self._idle, self.patience):
             self._take(lane.key, lane)
             self.lengths.add(lane.steps)
