@@ -222,3 +222,8 @@ def test_saving_and_loading_take_little_memory_besides_the_rows(tmp_path):
     assert peak(lambda: rb.dumps(tmp_path)) < 100
     assert peak(lambda: twin.loads(tmp_path)) < 100
     assert torch.equal(twin[:]["observation"], rb[:]["observation"])
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no saved storage in .*missing: check the path"):
+        PackedStorage(4).loads(tmp_path / "missing")

@@ -70,6 +70,8 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
         if load_hooks:
             return super().loads(storage, path)
         path = Path(path)
+        if not path.is_dir():
+            raise FileNotFoundError(f"There is no saved storage in {path}: check the path.")
         metadata = _read(path / METADATA)
         if metadata and metadata["is_pytree"]:
             raise TypeError(TENSOR_SAVED.format(path))
