@@ -1,6 +1,7 @@
 """Any sequence of writes, samples, copies and refusals, in any kind of buffer, agrees with the oracle.
 
-``HYPOTHESIS_PROFILE=soak pytest -n 0 tests/test_state_machine.py -k any`` tries new sequences until you interrupt it.
+``HYPOTHESIS_PROFILE=soak pytest -n 0 tests/test_state_machine.py -k "test_any and Hindsight"`` (or ``Augmentation``)
+tries new sequences until you interrupt it.
 """
 
 import copy

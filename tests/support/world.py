@@ -94,7 +94,7 @@ class Env:
 
 @dataclass
 class World:
-    """Several environments. Each moves only when it is told to."""
+    """Several environments, each of which `play` advances separately."""
 
     count: int
     goals: Goals
