@@ -40,7 +40,8 @@ from torchrl.data import (
 from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import WAYS_TO_COPY, same, state_of
-from support.hindsight_oracle import Oracle, rows_of
+from support.hindsight_oracle import Oracle
+from support.recorded import Recorded
 from support.world import MOVES, Goals, World
 from torchrl_her import (
     Future,
@@ -199,6 +200,22 @@ def p_value_of(drawn, expected):
 class Writes(RuleBasedStateMachine):
     """The writes that both hindsight transforms accept or refuse."""
 
+    @property
+    def rb(self):
+        return self.recorded.rb
+
+    @property
+    def oracle(self):
+        return self.recorded.oracle
+
+    @property
+    def world(self):
+        return self.recorded.world
+
+    @property
+    def hindsight(self):
+        return self.rb.transform[-1]
+
     def tensordict(self, rows, padding=0):
         """Return transitions ``[rows + padding]``, with a mask if the machine uses one."""
         data = self.world.tensordict([*rows, *rows[:1] * padding], ids=self.config.ids)
@@ -263,41 +280,26 @@ class Hindsight(Writes):
     @initialize(config=configs(), plan=st.lists(moves, min_size=6, max_size=12))
     def begin(self, config, plan):
         torch.manual_seed(0)
-        self.config, self.world, self.oracle = config, World(config.envs, config.goals), config.oracle()
-        self.rb = config.buffer()
-        self.stored: dict[int, dict[Any, Any]] = {}  # all entries of each transition, as they were written
+        self.config = config
+        self.recorded = Recorded(config.buffer(), config.oracle(), World(config.envs, config.goals), config.ids)
         self.kept = 0  # rows that the storage should hold
         if config.ndim == 1:
             self.extend_with_one_environment(0, plan)
 
-    @property
-    def hindsight(self):
-        return self.rb.transform[-1]
-
     def write(self, rows, data):
         """Write rows, in this order, as ``data``, and record them."""
-        written = data.reshape(-1)[: len(rows)]
-        keys = [key for key in written.keys(True, True) if key != "uid"]
-        self.stored |= {row.pop("uid"): row for row in rows_of(written, ["uid", *keys])}
         before = len(self.oracle.windows)
-        self.oracle.write(rows)
-        if data.ndim:
-            self.rb.extend(data)
-        else:
-            self.rb.add(data)
+        self.recorded.write(rows, data)
         added = len(self.oracle.windows) - before + data.numel() - len(rows)
         self.kept = min(self.kept + added, self.config.size)
         if 0 < self.kept <= 100 and self.config.sampler != "slices":
             self.check(self.rb[:])
 
-    def check(self, batch, oracle=None):
+    def check(self, batch):
         """Check transitions ``[*batch]``."""
-        batch = batch.reshape(-1)
-        is_padding = batch["uid"] < 0
-        assert not batch["hindsight", "relabelled"][is_padding].any()
-        (oracle or self.oracle).check(batch[~is_padding], self.stored, self.config.goals.pairs)
-        if self.config.extra_goal and oracle is None:
-            self.check_extra_goal(batch[~is_padding])
+        self.recorded.check(batch)
+        if self.config.extra_goal:
+            self.check_extra_goal(batch.reshape(-1)[batch["uid"].reshape(-1) >= 0])
 
     def check_extra_goal(self, batch):
         """Check the goals of the last steps of episodes, which the entry "other_goal" gets."""
@@ -358,7 +360,7 @@ class Hindsight(Writes):
 
     def teardown(self):
         """At the end, compare the goals of some transitions with their exact probabilities."""
-        if not hasattr(self, "rb") or not self.kept:
+        if not hasattr(self, "recorded") or not self.kept:
             return
         if self.config.sampler == "slices":
             if self.has_slices:
@@ -423,7 +425,7 @@ class Hindsight(Writes):
             data = self.tensordict(rows)
             twin.extend(data.reshape(self.config.envs, steps) if self.config.ndim == 2 else data)
         with tempfile.TemporaryDirectory() as folder:
-            self.rb = WAYS_TO_COPY[way](self.rb, twin, Path(folder))
+            self.recorded.rb = WAYS_TO_COPY[way](self.rb, twin, Path(folder))
 
     @precondition(lambda self: self.config.ids and self.config.n_steps == 1 and self.oracle.order)
     @rule()
@@ -435,7 +437,7 @@ class Hindsight(Writes):
         hindsight = self.config.transform(capacity=oracle.capacity, extra_goals=None)
         data = hindsight.adopt(self.tensordict(rows))
         rb = TensorDictReplayBuffer(storage=TensorStorage(data), transform=hindsight)
-        self.check(rb[:], oracle)
+        Recorded(rb, oracle, self.world, stored=self.recorded.stored).check()
 
     @invariant()
     def the_number_of_rows_is_right(self):
@@ -488,20 +490,13 @@ class Augmentation(Writes):
     )
     def begin(self, config):
         torch.manual_seed(0)
-        self.config, self.world, self.rb = config, World(config.envs, config.goals), config.buffer()
-        self.oracle = Oracle(STRATEGIES[config.strategy], 10**9, 0.5, config.max_episode_steps)
-        self.stored: dict[int, dict[Any, Any]] = {}
+        self.config = config
+        oracle = Oracle(STRATEGIES[config.strategy], 10**9, 0.5, config.max_episode_steps)
+        self.recorded = Recorded(config.buffer(), oracle, World(config.envs, config.goals), config.ids)
         self.expected: Counter[tuple[int, bool]] = Counter()  # the number of rows of each uid, original and copies
 
-    @property
-    def hindsight(self):
-        return self.rb.transform[-1]
-
     def write(self, rows, data):
-        keys = [key for key in data.keys(True, True) if key != "uid"]
-        self.stored |= {row.pop("uid"): row for row in rows_of(data[: len(rows)], ["uid", *keys])}
-        self.oracle.write(rows)
-        self.rb.extend(data)
+        self.recorded.write(rows, data)
         if len(data) > 1:  # otherwise it could be rb.add, which stores only one row
             self.expect_ended_episodes()
 
@@ -531,17 +526,17 @@ class Augmentation(Writes):
     def go_on_with_a_copy(self, way):
         if (self.config.storage, way) not in NOT_IN_TORCHRL:
             with tempfile.TemporaryDirectory() as folder:
-                self.rb = WAYS_TO_COPY[way](self.rb, self.config.buffer(), Path(folder))
+                self.recorded.rb = WAYS_TO_COPY[way](self.rb, self.config.buffer(), Path(folder))
 
     @invariant()
     def each_ended_episode_is_stored_with_its_copies(self):
-        if not hasattr(self, "rb") or not len(self.rb):
-            assert not hasattr(self, "rb") or not +self.expected
+        if not hasattr(self, "recorded") or not len(self.rb):
+            assert not hasattr(self, "recorded") or not +self.expected
             return
         rows = self.rb[:]
         relabelled = rows["hindsight", "relabelled"].squeeze(-1)
         assert Counter(zip(rows["uid"].tolist(), relabelled.tolist(), strict=True)) == +self.expected
-        self.oracle.check(rows, self.stored, self.config.goals.pairs)
+        self.recorded.check(rows)
         steps = rows["hindsight", "goal_step"].squeeze(-1).tolist()
         goals = self.config.goals.pairs(rows["desired_goal"]).tolist()
         for uid, is_copy, step, goal in zip(rows["uid"].tolist(), relabelled.tolist(), steps, goals, strict=True):

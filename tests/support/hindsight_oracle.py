@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tensordict import TensorDictBase
 
-from support.world import FLAGS, Goal, Transition, reward_of
+from support.goals import reward_of
+from support.world import FLAGS, Goal, Transition
 
 PIECE = 64  # of an episode with fewer steps, nothing needs to be relabelled while it runs
 

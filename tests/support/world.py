@@ -16,6 +16,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from support.goals import reward_of
+
 Goal = tuple[int, int]
 
 FLAGS = ("terminated", "truncated", "done")
@@ -49,16 +51,11 @@ class Goals:
 
     def reward(self, achieved: Tensor, desired: Tensor) -> Tensor:
         """Return a reward that differs for different pairs of goals, ``[n]``."""
-        return torch.stack([*map(reward_of, self.pairs(achieved).unbind(0), self.pairs(desired).unbind(0))]).float()
+        return reward_of(self.pairs(achieved), self.pairs(desired)).float()
 
     def reached(self, achieved: Tensor, desired: Tensor) -> Tensor:
         """Return whether goals are equal, ``bool [n]``."""
         return (self.pairs(achieved) == self.pairs(desired)).all(1)
-
-
-def reward_of(achieved: Any, desired: Any) -> Any:
-    """Return the reward of a pair of goals."""
-    return 37 * achieved[0] + 16 * achieved[1] - 37 * desired[0] - desired[1]
 
 
 @dataclass(frozen=True)

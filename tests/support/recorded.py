@@ -1,0 +1,72 @@
+"""A buffer, the environments that fill it, and the oracle that checks what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from support.hindsight_oracle import Oracle, rows_of
+from support.world import Transition, World
+
+LAYOUTS = ("flat", "time-major", "add", "lanes")
+
+
+@dataclass
+class Recorded:
+    """A buffer whose writes are recorded, so that all of its transitions can be checked.
+
+    For example, ``recorded.play([["go", "go", "truncated"]] * 2)`` writes an episode of each of two environments.
+    """
+
+    rb: ReplayBuffer
+    oracle: Oracle
+    world: World
+    ids: bool = True  # whether transitions have trajectory ids
+    stored: dict[int, dict[Any, Any]] = field(default_factory=dict)  # all entries of each transition, as written
+
+    def play(self, moves: Sequence[Iterable[str]], layout: str = "flat") -> None:
+        """Let each environment make its moves, and write the transitions.
+
+        Args:
+            moves: the moves of each environment; see `support.world.MOVES`.
+            layout: "flat", one environment after the other; "time-major", for equally many moves, all environments of
+                a step after those of the step before; "add", the same, with ``rb.add``; "lanes", for equally many
+                moves, ``[environments, steps]``.
+        """
+        lanes = [self.world.play(env, each) for env, each in enumerate(moves)]
+        if layout in ("time-major", "add"):
+            lanes = [list(rows) for rows in zip(*lanes, strict=True)]
+        rows = [row for lane in lanes for row in lane]
+        data = self.world.tensordict(rows, ids=self.ids)
+        if layout == "add":
+            for number, row in enumerate(rows):
+                self.write([row], data[number])
+        else:
+            self.write(rows, data.reshape(len(lanes), -1) if layout == "lanes" else data)
+
+    def write(self, rows: Sequence[Transition], data: TensorDictBase) -> None:
+        """Write ``data``: transitions ``[rows]`` of the world in this order, before padding, or a single one ``[]``."""
+        written = data.reshape(-1)[: len(rows)]
+        keys = [key for key in written.keys(True, True) if key != "uid"]
+        self.stored |= {row.pop("uid"): row for row in rows_of(written, ["uid", *keys])}
+        self.oracle.write(rows)
+        if data.ndim:
+            self.rb.extend(data)
+        else:
+            self.rb.add(data)
+
+    def check(self, batch: TensorDictBase | None = None) -> int:
+        """Check transitions ``[*batch]``, by default all that are stored; return how many are relabelled."""
+        batch = (self.rb[:] if batch is None else batch).reshape(-1)
+        is_padding = batch["uid"] < 0
+        assert not batch["hindsight", "relabelled"][is_padding].any()
+        return self.oracle.check(batch[~is_padding], self.stored, self.world.goals.pairs)
+
+    def flush(self) -> None:
+        """End the running episodes."""
+        self.rb.transform[-1].flush()
+        self.oracle.flush()
