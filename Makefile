@@ -1,17 +1,20 @@
 # Every target makes what it needs: `make demo` and `make test` work on a fresh clone with Python and make.
 PYTHON ?= python3
 SEEDS ?= 1
+PYTEST ?=  # more arguments of pytest, for example --cov
 BIN := .venv/bin
 
-.PHONY: install demo test test-slow mutants bench lint docs docs-serve dist clean
+.PHONY: install demo test test-slow test-newest mutants bench lint format docs docs-serve dist clean
 
 install: .venv/.dev
 demo: .venv/.dev
 	$(BIN)/python examples/demo.py --seeds $(SEEDS)
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not slow" --durations=10
+	$(BIN)/python -m pytest -m "not slow and not newest" --durations=10 $(PYTEST)
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m slow --durations=10
+	$(BIN)/python -m pytest -m slow --durations=10 $(PYTEST)
+test-newest: .venv/.dev  # limits of TorchRL, which a new version may have removed
+	$(BIN)/python -m pytest -m newest $(PYTEST)
 mutants: .venv/.dev  # one-line changes of the package that the tests must detect
 	$(BIN)/python tests/mutants.py
 bench: .venv/.benchmarks
@@ -27,6 +30,9 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 docs: .venv/.docs  # into site/; warnings and broken links are errors
 	CHECK_LINKS=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 docs-serve: .venv/.docs

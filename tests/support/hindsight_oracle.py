@@ -129,6 +129,10 @@ class Oracle:
         self.running.clear()
         self._held.clear()
 
+    def lose_held_steps(self) -> None:
+        """Forget the steps whose windows are incomplete: checkpoints do not contain them."""
+        self._held.clear()
+
     def clear(self) -> None:
         """Forget all goals."""
         self.flush()
