@@ -132,10 +132,10 @@ class Config:
         if self.shared:
             options["shared_init"] = True
         return self.kind_of_buffer()(
+            **({"shared": True} if self.shared else {}),
             storage=STORAGES[self.storage](self.size, **options),
             transform=Compose(*n_step, hindsight),
             batch_size=12,
-            shared=self.shared,
         )
 
     def oracle(self) -> Oracle:
