@@ -121,7 +121,7 @@ def survives(mutant: Mutant) -> bool:
             )
         file.write_text(text.replace(mutant.old, mutant.new))
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider"]
-        environment = os.environ | {"PYTHONPATH": folder}
+        environment = os.environ | {"PYTHONPATH": folder, "HYPOTHESIS_PROFILE": "first"}
         try:
             run = subprocess.run(
                 [*pytest, *mutant.tests.split()], cwd=folder, env=environment, capture_output=True, timeout=TIMEOUT

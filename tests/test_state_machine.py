@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -641,8 +641,11 @@ class TwoWriters(Writes):
 
 
 OPTIONS = {"stateful_step_count": 20, "deadline": None, "derandomize": True, "report_multiple_bugs": False}
-if os.environ.get("HYPOTHESIS_PROFILE") == "soak":  # new examples, until you interrupt it
-    OPTIONS |= {"max_examples": 10**9, "derandomize": False}
+PROFILES = {
+    "soak": {"max_examples": 10**9, "derandomize": False},  # new examples, until you interrupt it
+    "first": {"phases": [Phase.generate]},  # the first failure, without shrinking it
+}
+OPTIONS |= PROFILES.get(os.environ.get("HYPOTHESIS_PROFILE", ""), {})
 
 
 @pytest.mark.parametrize("machine", [Hindsight, Augmentation])
