@@ -1,10 +1,47 @@
-"""Every Python block of the pages in docs/ is run by a test."""
+"""The examples of README and documentation run, and the description of a release has no link that is broken there."""
 
+import itertools
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
 
 from support.pages import DOCS, python_blocks
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+README = (ROOT / "README.md").read_text()
+TRAIN, OWN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_example_of_the_readme_runs_and_relabels(capsys):
+    names = {}
+    exec(TRAIN, names)
+    relabelled = names["batch"]["hindsight", "relabelled"].float().mean()
+    assert 0.6 <= relabelled <= 0.95
+    # Without hindsight, a random policy reaches its goal in well under 5% of its steps.
+    assert (names["batch"]["next", "reward"] == 0).float().mean() > 0.05
+    assert "relabelled" in capsys.readouterr().out
+
+
+def test_the_transform_of_an_own_environment_computes_its_reward():
+    names = {}
+    exec(OWN, names)
+    rewards = names["reward"](torch.tensor([[0.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.03, 0.03], [0.1, 0.0]]))
+    assert rewards.tolist() == [0, -1]
+    assert names["her"].keys.achieved == "gripper"
+
+
+@pytest.mark.parametrize("example", [TRAIN, OWN])
+def test_an_example_can_be_pasted_into_a_prompt(example):
+    """In a prompt, a block ends with an empty line, so no code may follow it directly."""
+    for before, line in itertools.pairwise(example.splitlines()):
+        ends_block = before.startswith("    ") and line and not line.startswith((" ", ")"))
+        assert not ends_block, f"an empty line is missing before {line!r}"
 
 
 def test_no_page_has_a_block_that_no_test_runs():
@@ -16,3 +53,27 @@ def test_no_page_has_a_block_that_no_test_runs():
         if not page.startswith("how-to/from-"):  # test_migration.py runs both blocks of these pages
             ways = (f'run_block("{page}", {number}, ', f'python_blocks("{page}")[{number}]')
             assert any(way in tests for way in ways), f"no test runs block {number} of {page}"
+
+
+@pytest.fixture
+def describe():
+    """The function of the build hook, without its base class, which only the build environment has."""
+    names = ["hatchling", "hatchling.metadata", "hatchling.metadata.plugin", "hatchling.metadata.plugin.interface"]
+    modules = {name: ModuleType(name) for name in names}
+    modules[names[-1]].MetadataHookInterface = object
+    with patch.dict(sys.modules, modules), patch.object(sys, "path", [str(ROOT), *sys.path]):
+        from hatch_build import describe
+
+        yield describe
+
+
+def test_links_of_the_description_become_absolute_or_text_and_all_of_their_files_exist(describe):
+    readme = "Before.\n\n![A picture](docs/a.png)\n\nSee [a page](docs/a.md#b), [paper](https://arxiv.org/1)."
+    assert describe(readme, "https://example.org/her") == (
+        "Before.\n\n![A picture](https://example.org/her/raw/main/docs/a.png)\n\n"
+        "See [a page](https://example.org/her/blob/main/docs/a.md#b), [paper](https://arxiv.org/1)."
+    )
+    assert describe(readme, None) == "Before.\n\nSee a page, [paper](https://arxiv.org/1)."
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -18,6 +18,8 @@ from support.goals import reward_of
 from support.world import FLAGS, Goal, Transition
 
 PIECE = 64  # of an episode with fewer steps, nothing needs to be relabelled while it runs
+# The entries that MultiStepTransform adds.
+N_STEP_ENTRIES = ("steps_to_next_obs", "gamma", "nonterminal", ("next", "original_reward"))
 
 
 def _evenly(steps: Sequence[int]) -> dict[int, float]:
@@ -68,6 +70,7 @@ class Oracle:
         max_episode_steps: the number of steps after which an episode is cut.
         n_steps: the number of steps of the returns; 1 without a MultiStepTransform.
         gamma: the discount of n-step returns.
+        terminates: whether a transition ends if it reaches its new goal.
     """
 
     def __init__(
@@ -78,10 +81,11 @@ class Oracle:
         max_episode_steps: int | None = None,
         n_steps: int = 1,
         gamma: float = 0.9,
+        terminates: bool = True,
     ):
         self.members, self.capacity, self.her_ratio = members, capacity, her_ratio
         self.max_episode_steps = max_episode_steps
-        self.n_steps, self.gamma = n_steps, gamma
+        self.n_steps, self.gamma, self.terminates = n_steps, gamma, terminates
         self.count = 0
         self.order: list[Transition] = []  # all transitions, as they were written
         self.parts: list[Part] = []
@@ -176,14 +180,18 @@ class Oracle:
                 goals[goal] += weight * probability
         return {goal: probability for goal, probability in goals.items() if probability}
 
+    def is_in_one_part(self, uid: int) -> bool:
+        """Return whether the goal table can contain the whole window of a transition."""
+        return all(self.place[step.uid][0] is self.place[uid][0] for step in self.windows[uid])
+
     def must_be_relabelled(self, uid: int) -> bool:
         """Return whether a transition must get a new goal, because the table holds all goals that it may get.
 
         A running episode needs to be in the table up to its half, from 64 steps on.
         """
-        part, step = self.place[uid]
+        part, last = self.place[self.windows[uid][-1].uid]
         steps = len(part.rows)
-        is_known = part.ended or (steps >= PIECE and 2 * (step + 1) <= steps)
+        is_known = self.is_in_one_part(uid) and (part.ended or (steps >= PIECE and 2 * (last + 1) <= steps))
         fits = 3 * self.count < self.capacity
         return self.her_ratio == 1 and is_known and not part.lost and fits and "past_desired" not in self.members
 
@@ -193,7 +201,7 @@ class Oracle:
         assert relabelled.shape == (*sample.batch_size, 1)
         desired = [tuple(goal) for goal in decode(sample["desired_goal"]).tolist()]
         assert [tuple(goal) for goal in decode(sample["next", "desired_goal"]).tolist()] == desired
-        keys = [*next(iter(stored.values()))]
+        keys = [*next(iter(stored.values())), *(N_STEP_ENTRIES if self.n_steps > 1 else ())]
         for number, row in enumerate(rows_of(sample, ["uid", *keys])):
             uid = row.pop("uid")
             window, goal = self.windows[uid], desired[number]
@@ -204,6 +212,7 @@ class Oracle:
             else:
                 assert self.her_ratio > 0
                 assert goal in self.goals(uid), f"{window} got {goal}, which is none of {self.goals(uid)}"
+                assert self.is_in_one_part(uid), f"{window} continues in another part"
             assert desired[number] == goal
             expected = stored[uid] | self._changed(window, goal, bool(relabelled[number]), stored)
             del row["desired_goal"], row["next", "desired_goal"]
@@ -212,21 +221,25 @@ class Oracle:
 
     def _changed(self, window: list[Transition], goal: Goal, new: bool, stored: dict[int, Any]) -> dict[Any, Any]:
         """Return the entries that differ from those written, for the original or a new goal."""
-        reached = [step.outcome == goal for step in window]
-        count = reached.index(True) + 1 if new and True in reached else len(window)
-        rewards = [reward_of(step.outcome, goal) for step in window[:count]] if new else []
+        reached = [new and self.terminates and step.outcome == goal for step in window]
+        count = reached.index(True) + 1 if True in reached else len(window)
         last = window[-1]
-        terminated = reached[count - 1] if new else last.terminated
+        terminated = reached[count - 1] if new and self.terminates else last.terminated
         truncated = last.truncated and count == len(window)
         flags = {"terminated": terminated, "truncated": truncated, "done": terminated or truncated}
         changed: dict[Any, Any] = {("next", key): (flags[key],) for key in FLAGS}
+        rewards = [reward_of(step.outcome, goal) for step in window[:count]]
         if self.n_steps == 1:
             return changed | ({("next", "reward"): (rewards[0],)} if new else {})
-        if not new:
-            rewards = [reward_of(step.outcome, step.desired) for step in window]
         total = sum(self.gamma**number * reward for number, reward in enumerate(rewards))
         changed |= {("next", key): stored[last.uid]["next", key] for key in ("observation", "achieved_goal")}
-        return changed | {("next", "reward"): (pytest.approx(total, rel=1e-4, abs=1e-3),)}
+        return changed | {
+            ("next", "reward"): (pytest.approx(total, rel=1e-4, abs=1e-3),),
+            ("next", "original_reward"): (rewards[0],),
+            "steps_to_next_obs": count,
+            "gamma": pytest.approx(self.gamma**count),
+            "nonterminal": count > 1,
+        }
 
 
 def rows_of(data: TensorDictBase, keys: Iterable[Any]) -> list[dict[Any, Any]]:
