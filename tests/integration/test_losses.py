@@ -1,50 +1,63 @@
-"""TorchRL's losses accept a sampled batch unchanged, and compute targets for the new goals."""
+"""TorchRL's losses accept a sampled batch unchanged, and compute one-step and n-step targets for the new goals."""
 
 import functools
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import Compose, MultiStepTransform
 
 from support import tape
-from support.losses import DISCOUNT, DISCRETE, LOSSES, make_loss, targets_of
-from support.oracle import RELABELLED, as_dicts
-from torchrl_her import EnvReward, HERTransform
+from support.factories import make_transform
+from support.goals import reached, reward_of
+from support.losses import DISCOUNT, DISCRETE, LOSSES, make_loss
+from torchrl_her import EnvReward
 
 pytestmark = pytest.mark.filterwarnings("ignore:No target network updater")
 
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "losses-and-transforms.md"
+ROWS = re.findall(r"^\| `(\w+Loss)` \|.*\| (yes|no) \|$", PAGE.read_text(), flags=re.MULTILINE)
+IGNORE_THE_WINDOW = [name for name, reads_steps in ROWS if reads_steps == "no"]
 VALUE = 10.0  # the critics' value of every transition in the test of targets
-LENGTHS = (5, 3, 2, 4)
-REPLACED = ["desired_goal", ("next", "desired_goal"), ("next", "reward"), ("next", "terminated")]
-READ_BY_LOSSES = ["observation", ("next", "observation"), ("next", "done"), *REPLACED]
-every_loss = pytest.mark.parametrize("name", LOSSES)
+GOALS = ["desired_goal", ("next", "desired_goal")]
+REWARD, TERMINATED, TRUNCATED, DONE = (("next", key) for key in ("reward", "terminated", "truncated", "done"))
+
+
+def test_the_docs_list_the_losses_that_are_tested():
+    assert [name for name, _ in ROWS] == list(LOSSES)
+
+
+def buffer(transform, discrete=False):
+    """Return a buffer with 200 transitions of the tape."""
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(200), transform=transform, batch_size=256)
+    rb.extend(tape.collected(200, discrete))
+    return rb
 
 
 @functools.cache
-def relabelled(discrete):
-    """Return a sampled batch, and the stored transitions of its rows."""
-    env = tape.make_tape(lengths=LENGTHS, discrete=discrete)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(50), transform=HERTransform(EnvReward(env), capacity=50), batch_size=256
-    )
-    rb.extend(*tape.collect(env, 50))
+def sampled(discrete, n):
+    """Return a sample of one-step or n-step transitions, and the stored transitions of its rows."""
+    her = make_transform(reward=EnvReward(tape.make_tape(discrete=discrete)), capacity=200)
+    rb = buffer(her if n == 1 else Compose(MultiStepTransform(n, 0.5), her), discrete)
     batch = rb.sample()
-    assert tape.check(batch, lengths=LENGTHS).share > 0.6
+    count = tape.check(batch) if n == 1 else tape.check(batch, n=n, gamma=0.5)
+    assert count.share > 0.6
+    assert n == 1 or (batch[TERMINATED] & batch["steps_to_next_obs"].reshape(-1, 1).gt(1)).sum() > 10
     return batch, rb.storage[batch["index"]]
 
 
-def written_by_the_oracle(batch):
-    """Return the same transitions, computed from states and goals by the rules of the environment."""
-    rows = [
-        tape.expected_row(row["observation"], row["desired_goal"] if row[RELABELLED] else None, lengths=LENGTHS)
-        for row in as_dicts(batch, ["observation", "desired_goal", RELABELLED])
-    ]
-    data = batch.select("action").clone()
-    for key in READ_BY_LOSSES:
-        values = torch.tensor([row[key] for row in rows]).reshape(len(rows), -1)
-        data[key] = values if values.dtype == torch.bool else values.float()
+def relabelled_by_hand(batch, stored):
+    """Return the stored transitions with the goals of the sample, and their rewards and flags."""
+    data, goal = stored.clone(), batch["desired_goal"].clone()
+    for key in GOALS:
+        data[key] = goal
+    data[REWARD] = reward_of(data["next", "achieved_goal"], goal).unsqueeze(-1)
+    ends = reached(data["next", "achieved_goal"], goal).unsqueeze(-1)
+    data[TERMINATED] = torch.where(batch["hindsight", "relabelled"], ends, stored[TERMINATED])
+    data[DONE] = data[TERMINATED] | data[TRUNCATED]
     return data
 
 
@@ -54,51 +67,61 @@ def losses_of(name, batch):
     return loss, {key: value for key, value in loss(batch.copy()).items() if key.startswith("loss")}
 
 
-@every_loss
-def test_a_sample_gives_every_network_a_gradient_from_the_goal(name):
-    loss, losses = losses_of(name, relabelled(name in DISCRETE)[0])
-    for key, value in losses.items():
-        assert value.isfinite(), key
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_a_sample_is_the_loss_of_the_new_goals_and_gives_every_network_a_gradient(name):
+    batch, stored = sampled(name in DISCRETE, n=1)
+    loss, losses = losses_of(name, batch)
     sum(losses.values()).backward()
-    first_layers = set()
+    networks = set()
     for key, parameter in loss.named_parameters():
-        assert parameter.grad is not None, key
         assert parameter.grad.isfinite().all(), key
-        if key.endswith("0.weight"):
-            first_layers.add(key.split("_network")[0])
+        if parameter.shape[-2:] in ((16, 6), (16, 8)):  # the first layer
+            networks.add(key.split("_network")[0])
             assert (parameter.grad[..., 3:6] != 0).any(), f"{key} learns nothing from the goal"
-    assert len(first_layers) == {"DQNLoss": 1, "IQLLoss": 3}.get(name, 2)
+    assert len(networks) == {"DQNLoss": 1, "IQLLoss": 3}.get(name, 2)
 
-
-@every_loss
-def test_the_loss_of_a_sample_equals_the_loss_of_the_oracles_transitions(name):
-    batch, stored = relabelled(name in DISCRETE)
-    written = written_by_the_oracle(batch)
-    losses, expected = losses_of(name, batch)[1], losses_of(name, written)[1]
-    assert list(losses) == list(expected)
-    for key in losses:
-        assert torch.equal(losses[key], expected[key]), key
-    for key in REPLACED:
-        _, stale = losses_of(name, written.copy().set(key, stored[key]))
+    by_hand = relabelled_by_hand(batch, stored)
+    for key, expected in losses_of(name, by_hand)[1].items():
+        assert torch.equal(losses[key], expected), key
+    for key in [*GOALS, REWARD, TERMINATED]:
+        _, stale = losses_of(name, by_hand.copy().set(key, stored[key]))
         assert any(not torch.equal(losses[loss], stale[loss]) for loss in losses), f"the loss does not read {key!r}"
 
 
-@every_loss
-def test_targets_use_the_reward_of_the_new_goal_and_end_when_it_is_reached(name):
-    batch, _ = relabelled(name in DISCRETE)
-    after = written_by_the_oracle(batch)["next"]
-    assert 10 < after["terminated"].sum() < 246
-    targets = after["reward"] + DISCOUNT * VALUE * ~after["terminated"]
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_targets_use_the_return_of_the_new_goal_and_end_when_it_is_reached(name, n):
+    """Losses that do not read the number of steps discount the next value by one step: a limit of TorchRL."""
+    batch, _ = sampled(name in DISCRETE, n)
+    steps = batch["steps_to_next_obs"].reshape(-1, 1) if n > 1 and name not in IGNORE_THE_WINDOW else 1
+    targets = batch[REWARD] + DISCOUNT**steps * VALUE * ~batch[TERMINATED]
+    assert 10 < batch[TERMINATED].sum() < 246
     loss = make_loss(name)
     for key, parameter in [*loss.named_parameters(), *loss.named_buffers()]:
         if "value_network" in key:  # every critic gives the best action VALUE
             parameter.data.fill_(VALUE if key.endswith("2.bias") else 0.0)
             if name == "DQNLoss" and key.endswith("2.bias"):
                 parameter.data[1] -= 1.0
-    estimated = targets_of(loss, batch)
+    estimate, recorded = loss.value_estimator.value_estimate, []
+
+    def record(*inputs, **options):
+        recorded.append(estimate(*inputs, **options))
+        return recorded[-1]
+
+    with mock.patch.object(loss.value_estimator, "value_estimate", record):
+        loss(batch.clone())
+    (estimated,) = recorded
     torch.testing.assert_close(estimated, targets.expand_as(estimated), rtol=1e-5, atol=1e-4)
 
 
-def test_the_docs_list_the_losses_that_are_tested():
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "losses-and-transforms.md").read_text()
-    assert re.findall(r"^\| `(\w+Loss)` \|", page, flags=re.MULTILINE) == list(LOSSES)
+def test_without_hindsight_only_the_flags_differ_from_torchrls_n_step_transform():
+    """They are the flags of a window's last step, so that losses do not bootstrap beyond the end of an episode."""
+    ours, theirs = (
+        buffer(transform)[:]
+        for transform in (
+            Compose(MultiStepTransform(3, 0.5), make_transform(her_ratio=0.0)),
+            MultiStepTransform(3, 0.5),
+        )
+    )
+    changed = [key for key in theirs.keys(True, True) if not torch.equal(ours[key], theirs[key])]
+    assert sorted(changed) == sorted([TERMINATED, TRUNCATED, DONE])

@@ -1,7 +1,6 @@
 """Sampled sequences for recurrent policies: one goal per sequence, and the done flags of slice samplers."""
 
-from collections import Counter
-from dataclasses import replace
+from itertools import chain, cycle, islice
 
 import pytest
 import torch
@@ -14,380 +13,226 @@ from torchrl.data import (
     ReplayBufferEnsemble,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
 )
 from torchrl.data import Sequence as SequenceUnit
 from torchrl.envs import BurnInTransform, Compose, InitTracker, TransformedEnv
-from torchrl.modules import MLP, GRUModule, QValueModule, set_recurrent_mode
-from torchrl.objectives import DQNLoss, SoftUpdate
+from torchrl.modules import MLP, GRUModule, set_recurrent_mode
 from torchrl.objectives.value import TDLambdaEstimator
 
-from support.factories import make_buffer, make_transform, seeded_sample
-from support.goals import reached, reward_of
-from support.named import STORAGES
-from support.oracle import RELABELLED, Oracle, as_dicts
-from support.streams import Stream, extend, make_tensordict, rows_of, write
-from support.tape import check, collect, make_serial, make_tape
-from torchrl_her import EnvReward
+from support import tape
+from support.factories import make_transform, seeded_sample
+from support.hindsight_oracle import Oracle
+from support.recorded import Recorded
+from support.world import Goals, World
 
 LENGTH = 4  # steps of a sequence
-STREAM = Stream(
-    lanes=4,
-    lengths=((7, "truncated"), (11, "terminated"), (5, "truncated"), (9, "terminated")),
-    chunk=6,
-    writes=10,
-    layout="flat with ids",
-    rows=48,
-    capacity=1000,
-)
-HALF = replace(STREAM, her_ratio=0.5)  # with this ratio, the oracle does not require relabelling
+SIZE = 192  # rows of a storage
+TRUNCATED, TERMINATED = ("next", "truncated"), ("next", "terminated")
+EPISODES = [
+    ["go"] * (length - 1) + [end]
+    for length, end in ((7, "truncated"), (11, "terminated"), (5, "truncated"), (9, "terminated"))
+]
 ENDS = torch.arange(LENGTH * 16).unsqueeze(-1) % LENGTH == LENGTH - 1  # the last transitions of sequences
 
 
-def make(stream=STREAM, sequence_length=LENGTH, **options):
-    transform = make_transform(stream, sequence_length=sequence_length)
-    return make_buffer(stream, transform, **({"batch_size": LENGTH * 16} | options))
+def buffer(ndim=1, kind=TensorDictReplayBuffer, her_ratio=1.0, strategy="future", sequence_length=LENGTH, **options):
+    hindsight = make_transform(strategy=strategy, her_ratio=her_ratio, sequence_length=sequence_length, capacity=1000)
+    storage = LazyTensorStorage(SIZE, ndim=ndim)
+    return kind(storage=storage, transform=hindsight, **({"batch_size": LENGTH * 16} | options))
 
 
-def writes(rb, oracle, write=extend):
-    """Write the oracle's stream, by default in the storage's number of dimensions, and yield after each write."""
-    for lanes in oracle.stream:
-        write(rb, lanes)
-        oracle.write(rows_of(lanes))
+def recorded_in(rb, strategy="future", her_ratio=1.0):
+    return Recorded(rb, Oracle({strategy: 1.0}, 1000, her_ratio), World(4, Goals()))
+
+
+def writes(recorded, layout="flat", write=Recorded.play, episodes=EPISODES):
+    """Write 6 steps of each of 4 environments, 10 times, into a storage of 48 steps. Yield after each write."""
+    lanes = [chain.from_iterable(cycle(episodes[number:] + episodes[:number])) for number in range(4)]
+    for _ in range(10):
+        write(recorded, [[*islice(lane, 6)] for lane in lanes], layout)
         yield
 
 
-def filled(stream=STREAM, **options):
-    """Return a full buffer and its oracle."""
-    rb, oracle = make(stream, **options), Oracle(stream)
-    list(writes(rb, oracle))
-    return rb, oracle
+def filled(layout="flat", **options):
+    recorded = recorded_in(buffer(**options), options.get("strategy", "future"))
+    list(writes(recorded, layout))
+    return recorded
 
 
-def sequences_of(batch, oracle, length=LENGTH):
-    """Yield each sequence of a batch with its stored transitions."""
-    for sequence in batch.split(length):
-        yield sequence, [oracle.transitions[uid] for uid in sequence["uid"].tolist()]
+def parts_of(recorded, rows):
+    return [recorded.oracle.place[uid][0] for uid in rows["uid"].tolist()]
 
 
-def check_sequences(batch, oracle, length=LENGTH):
-    """Check every transition, and that each sequence has one goal, which its last transition may get.
+def check_sequences(recorded, batch, length=LENGTH):
+    """Check a batch of sequences, each with one goal, which its last transition may get; return the relabelled share.
 
-    Return the share of relabelled sequences.
+    Transitions of other episodes than the last transition's keep their goals.
     """
-    oracle.check(batch)
-    all_relabelled = []
-    for sequence, transitions in sequences_of(batch, oracle, length):
-        assert {row.episode for row in transitions} == {transitions[-1].episode}
-        ((goal, relabelled),) = {tuple(row.values()) for row in as_dicts(sequence, ["desired_goal", RELABELLED])}
-        if relabelled:
-            allowed = oracle.allowed_goals(transitions[-1])
-            assert goal in allowed, f"{goal} is not for {transitions[-1]}"
-        all_relabelled.append(relabelled)
-    return sum(all_relabelled) / len(all_relabelled)
+    batch = batch.reshape(-1)
+    recorded.check(batch)
+    share = []
+    for rows in batch.split(length):
+        parts = parts_of(recorded, rows)
+        is_own = torch.tensor([part is parts[-1] for part in parts])
+        relabelled = rows["hindsight", "relabelled"].squeeze(-1)
+        assert torch.equal(relabelled, is_own & relabelled[-1])
+        assert len(rows["desired_goal"][is_own].unique(dim=0)) == 1
+        if relabelled[-1]:
+            goal = tuple(recorded.world.goals.pairs(rows["desired_goal"][-1:])[0].tolist())
+            assert goal in recorded.oracle.goals(int(rows["uid"][-1]))
+        share.append(bool(relabelled[-1]))
+    return sum(share) / len(share)
 
 
-def check_as_it_grows(rb, oracle, write=extend):
-    """Check a batch of sequences after each write, and that most of them are relabelled."""
-    shares = [check_sequences(rb.sample(), oracle) for _ in writes(rb, oracle, write)]
-    assert sum(shares) > 0.7 * len(shares)
+def step_by_step(recorded, moves, layout):
+    """Write one step of all environments after the other, with the number of each step in its episode."""
+    lanes = [recorded.world.play(env, each) for env, each in enumerate(moves)]
+    rows = [row for step in zip(*lanes, strict=True) for row in step]
+    recorded.write(rows, recorded.world.tensordict(rows).set("step", torch.tensor([row.step for row in rows])))
 
 
 SLICES = {"slice_len": LENGTH, "truncated_key": None}
-LANES = STORAGES["LazyTensorStorage(ndim=2)"]  # [lanes, time]: Sequence finds episodes only by their done flags
-SAMPLED = {
+BY_TRAJECTORY = {"traj_key": ("collector", "traj_ids")}
+SAMPLED = {  # a sample unit finds episodes only by their done flags, so it needs a storage [environments, time]
     "SliceSampler": lambda: {"sampler": SliceSampler(**SLICES)},
-    "SliceSampler(num_slices=...)": lambda: {"sampler": SliceSampler(num_slices=16, truncated_key=None)},
-    "SliceSampler(pad_output=True)": lambda: {"sampler": SliceSampler(**SLICES, strict_length=False, pad_output=True)},
-    **{
-        f"SliceSampler, {name}": lambda name=name: {"sampler": SliceSampler(**SLICES), "storage": STORAGES[name]}
-        for name in ("LazyTensorStorage(ndim=2)", "LazyTensorStorage(ndim=3)", "LazyMemmapStorage")
-    },
-    "SliceSampler, ReplayBuffer": lambda: {"sampler": SliceSampler(slice_len=LENGTH), "kind": ReplayBuffer},
+    "num_slices": lambda: {"sampler": SliceSampler(num_slices=16, truncated_key=None)},
+    "pad_output": lambda: {"sampler": SliceSampler(**SLICES, strict_length=False, pad_output=True, **BY_TRAJECTORY)},
+    "fragmented": lambda: {"sampler": SliceSampler(**SLICES, fragmented=True, step_key="step", **BY_TRAJECTORY)},
+    "ndim=2": lambda: {"sampler": SliceSampler(**SLICES), "ndim": 2},
+    "ReplayBuffer": lambda: {"sampler": SliceSampler(slice_len=LENGTH), "kind": ReplayBuffer},
     "SliceSamplerWithoutReplacement": lambda: {"sampler": SliceSamplerWithoutReplacement(**SLICES)},
-    "PrioritizedSliceSampler": lambda: {"sampler": PrioritizedSliceSampler(STREAM.size, 0.7, 0.5, **SLICES)},
-    "Sequence, padded": lambda: {"sample_unit": SequenceUnit(2, burn_in=1, bootstrap=1), "storage": LANES},
-    "Sequence, stopped": lambda: {"sample_unit": SequenceUnit(LENGTH, "stop"), "storage": LANES},
-    "Sequence, every other step": lambda: {"sample_unit": SequenceUnit(LENGTH, dilation=2), "storage": LANES},
+    "PrioritizedSliceSampler": lambda: {"sampler": PrioritizedSliceSampler(SIZE, 0.7, 0.5, **SLICES)},
+    "Sequence, padded": lambda: {"sample_unit": SequenceUnit(2, burn_in=1, bootstrap=1), "ndim": 2},
+    "Sequence, stopped": lambda: {"sample_unit": SequenceUnit(LENGTH, "stop"), "ndim": 2},
+    "Sequence, every other step": lambda: {"sample_unit": SequenceUnit(LENGTH, dilation=2), "ndim": 2},
 }
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
-def test_a_sequence_gets_one_goal_that_its_last_transition_may_get(strategy, name):
-    stream = replace(STREAM, strategy=strategy)
-    check_as_it_grows(make(stream, **SAMPLED[name]()), Oracle(stream))
+def test_a_sequence_gets_one_goal_that_its_last_transition_may_get(name):
+    options = SAMPLED[name]()
+    recorded = recorded_in(buffer(**options))
+    short = [["go", "terminated"]] if name == "pad_output" else []
+    write = step_by_step if name == "fragmented" else Recorded.play
+    shares = []
+    for _ in writes(recorded, "lanes" if "ndim" in options else "flat", write, EPISODES + short):
+        batch = recorded.rb.sample()
+        shares.append(check_sequences(recorded, batch))
+        assert all(len({id(part) for part in parts_of(recorded, rows)}) == 1 for rows in batch.split(LENGTH))
+    assert sum(shares) > 0.7 * len(shares)
+    assert not short or not batch["collector", "mask"].all()
 
 
-@pytest.mark.parametrize("sampler", [{"slice_len": LENGTH}, {"num_slices": 8 * 16}])
-def test_several_batches_of_one_call_contain_whole_sequences(sampler):
-    rb, oracle = filled(sampler=SliceSampler(**sampler, truncated_key=None))
-    batches = rb.sample(8 * 16 * LENGTH).split(16 * LENGTH)
-    assert len(batches) == 8
-    for batch in batches:
-        assert check_sequences(batch, oracle) > 0.7
-
-
-def test_num_slices_counts_the_slices_of_the_whole_call():
-    rb, _ = filled(sampler=SliceSampler(num_slices=16, truncated_key=None))
-    rb.sample(16 * LENGTH)  # 16 sequences of LENGTH steps
-    with pytest.raises(RuntimeError, match=f"required={8 * LENGTH}"):
-        rb.sample(8 * 16 * LENGTH)
-
-
-def test_the_goal_of_a_sequence_has_the_distribution_of_its_last_transition():
-    steps, count = 9, 6000
-    stream = Stream(1, ((steps, "truncated"),), steps, 1, "flat with ids", rows=steps, her_ratio=0.8)
-    rb, _ = filled(stream, sampler=SliceSampler(**SLICES))
-    batch = seeded_sample(rb, LENGTH * count)[LENGTH - 1 :: LENGTH]  # the last transitions
-    relabelled = batch[RELABELLED].squeeze(-1)
-    assert abs(float(relabelled.float().mean()) - 0.8) < 5 * (0.8 * 0.2 / count) ** 0.5
-    rows = as_dicts(batch[relabelled], ["uid", "desired_goal"])
-    drawn = Counter((row["uid"], row["desired_goal"][1] - 1) for row in rows)
-    for last in range(LENGTH - 1, steps):
-        total = sum(drawn[last, step] for step in range(last, steps))
-        share = 1 / (steps - last)
-        for step in range(last, steps):
-            deviation = (share * (1 - share) / total) ** 0.5
-            assert abs(drawn[last, step] / total - share) <= 5 * deviation, f"step {step} for {last}"
-
-
-def test_without_sequence_length_each_transition_has_its_own_goal():
-    rb, oracle = filled(sequence_length=None, sampler=SliceSampler(**SLICES))
-    batch = rb.sample()
-    oracle.check(batch)
-    goals = batch["desired_goal"].view(-1, LENGTH, 2)
-    assert (goals != goals[:, :1]).any()
-
-
-def test_a_sequence_across_episodes_has_the_new_goal_in_the_episode_of_its_last_transition():
-    """With episode_boundary="include_reset", windows cross resets. Transitions of other episodes keep their goals."""
-    rb, oracle = filled(HALF, storage=LANES, sample_unit=SequenceUnit(LENGTH, episode_boundary="include_reset"))
-    crossed = relabelled = 0
-    for _ in range(20):
-        batch = rb.sample()
-        oracle.check(batch)
-        for sequence, transitions in sequences_of(batch, oracle):
-            with_last = torch.tensor([row.episode == transitions[-1].episode for row in transitions])
-            new = sequence[RELABELLED].squeeze(-1)
-            assert torch.equal(new, with_last & new[-1])
-            assert len(sequence["desired_goal"][with_last].unique(dim=0)) == 1
-            crossed += int(not with_last.all())
-            relabelled += int(new.any())
-    assert crossed > 20
-    assert relabelled > 100
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sample_unit": SequenceUnit(LENGTH, episode_boundary="include_reset")},
+        {"sampler": PrioritizedSliceSampler(SIZE, 0.7, 0.5, **SLICES)},  # crosses episodes of a full storage
+    ],
+    ids=["include_reset", "PrioritizedSliceSampler"],
+)
+def test_a_sequence_across_episodes_has_the_new_goal_in_the_episode_of_its_last_transition(options):
+    recorded = recorded_in(buffer(ndim=2, **options), her_ratio=0.5)  # so that the oracle accepts original goals
+    list(writes(recorded, "lanes"))
+    batches = [recorded.rb.sample() for _ in range(5)]
+    assert sum(check_sequences(recorded, batch) for batch in batches) > 0.3 * 5
+    sequences = [rows for batch in batches for rows in batch.split(LENGTH)]
+    assert sum(len({id(part) for part in parts_of(recorded, rows)}) > 1 for rows in sequences) > 10
 
 
 def test_a_trajectory_that_is_one_row_of_the_storage_is_a_sequence():
     """From data [lanes, time] in a one-dimensional storage, whole rows are sampled, [batch, time]."""
-    stream = Stream(8, ((12, "truncated"), (12, "terminated")), 12, 3, "[lanes, time]", rows=3)
-    rb = make(stream, 12, storage=LazyTensorStorage, kind=ReplayBuffer, batch_size=16)
-    oracle = Oracle(stream)
-    for lanes in stream:
-        write(rb, lanes, stream.layout, oracle)
-        batch = rb.sample()
+    recorded = recorded_in(buffer(kind=ReplayBuffer, sequence_length=12, batch_size=16))
+    for end in ("truncated", "terminated"):
+        recorded.play([["go"] * 11 + [end]] * 4, "lanes")
+        batch = recorded.rb.sample()
         assert batch.shape == (16, 12)
-        assert check_sequences(batch.reshape(-1), oracle, 12) == 1.0
+        assert check_sequences(recorded, batch, 12) == 1.0
 
 
-@pytest.mark.parametrize("hindsight", [False, True])
-def test_prioritized_slices_of_a_full_storage_of_lanes_cross_episodes_and_have_correct_goals(hindsight):
-    """TorchRL's PrioritizedSliceSampler with ndim=2 crosses episodes, with hindsight and without."""
-    sampler = PrioritizedSliceSampler(STREAM.size, 0.7, 0.5, **SLICES)
-    transform = make_transform(STREAM, sequence_length=LENGTH) if hindsight else None
-    rb = make_buffer(STREAM, transform, storage=LANES, hindsight=hindsight, sampler=sampler)
-    oracle = Oracle(HALF)
-    for _ in writes(rb, oracle):
-        pass
-    batch = rb.sample()
-    episodes = torch.tensor([oracle.transitions[uid].episode for uid in batch["uid"].tolist()]).view(-1, LENGTH)
-    of_last = episodes == episodes[:, -1:]
-    assert not of_last.all()
-    if hindsight:
-        assert oracle.check(batch) > 0
-        assert not (batch[RELABELLED].view(-1, LENGTH) & ~of_last).any()
-
-
-@pytest.mark.parametrize("truncated_key", [None, ("next", "truncated")])
-def test_an_ensemble_of_buffers_samples_sequences_and_overwrites_flags_like_its_members(truncated_key):
-    members = [make(sampler=SliceSampler(slice_len=LENGTH, truncated_key=truncated_key)) for _ in range(STREAM.lanes)]
-    rb, oracle = ReplayBufferEnsemble(*members, batch_size=LENGTH * 16), Oracle(STREAM)
-    for lanes in STREAM:
-        for member, lane in zip(members, lanes, strict=True):
-            extend(member, [lane])
-        oracle.write(rows_of(lanes))
-    batch = rb.sample()
-    assert batch.shape[:2] == (4, LENGTH * 4)
-    batch = batch.reshape(-1)
-    if truncated_key is None:
-        assert check_sequences(batch, oracle) > 0.7
-    else:
-        assert torch.equal(batch["next", "terminated"].view(-1, 1), stored_terminations(batch, oracle))
-        assert not torch.equal(goal_is_reached(batch), stored_terminations(batch, oracle))
-
-
-def stored_terminations(batch, oracle):
-    return torch.tensor([[oracle.transitions[uid].terminated] for uid in batch["uid"].tolist()])
-
-
-def goal_is_reached(batch):
-    return reached(batch["next", "achieved_goal"], batch["desired_goal"]).unsqueeze(-1)
-
-
-def test_sequences_of_lanes_that_alternate_in_the_storage_have_one_goal():
-    """The storage has one step of all lanes after the other. fragmented=True finds sequences by trajectory and step."""
-    sampler = SliceSampler(**SLICES, fragmented=True, step_key="step", traj_key=("collector", "traj_ids"))
-
-    def extend_step_by_step(rb, lanes):
-        rows = rows_of(zip(*lanes, strict=True))
-        rb.extend(make_tensordict(rows).set("step", torch.tensor([row.step for row in rows])))
-
-    check_as_it_grows(make(sampler=sampler), Oracle(STREAM), extend_step_by_step)
-
-
-def test_slices_that_are_shorter_than_a_sequence_are_refused():
-    sampler = SliceSampler(slice_len=LENGTH, strict_length=False, traj_key=("collector", "traj_ids"))
-    rb, _ = filled(replace(STREAM, lanes=1, lengths=((3, "truncated"),), chunk=3, writes=1), sampler=sampler)
-    with pytest.raises(ValueError, match="Set sequence_length to the slice length of the sampler"):
-        rb.sample(LENGTH)
+def test_the_share_and_the_goals_of_sequences_have_the_probabilities_of_their_last_transitions():
+    rb = buffer(her_ratio=0.8, sampler=SliceSampler(**SLICES), batch_size=LENGTH * 6000)
+    recorded = recorded_in(rb, her_ratio=0.8)
+    recorded.play([["go"] * 8 + ["truncated"]])
+    assert recorded.p_value(rb.sample()[LENGTH - 1 :: LENGTH]) > 1e-3
 
 
 # The done flags
 
 
-def test_a_slice_sampler_overwrites_recomputed_flags_in_a_tensordict_buffer():
-    """After the transform, it writes the stored flags, with the ends of slices as truncations."""
-    rb, oracle = filled(sampler=SliceSampler(slice_len=LENGTH))
-    batch = rb.sample()
-    stored = stored_terminations(batch, oracle)
-    assert (goal_is_reached(batch) & batch[RELABELLED] & ~stored).any()
-    assert torch.equal(batch["next", "terminated"], stored)
-    assert torch.equal(batch["next", "truncated"], ENDS)
-
-
-REMEDIES = {
-    "truncated_key=None": {"truncated_key": None},
-    "separate marks": {"truncated_key": ("slice", "truncated")},
-    "ReplayBuffer": {},
-}
-
-
-@pytest.mark.parametrize("remedy", REMEDIES)
-def test_remedies_keep_the_recomputed_flags(remedy):
-    kind = ReplayBuffer if remedy == "ReplayBuffer" else None
-    rb, oracle = filled(kind=kind, sampler=SliceSampler(slice_len=LENGTH, **REMEDIES[remedy]))
-    batch, info = rb.sample(return_info=True)
-    check_sequences(batch, oracle)  # flags included
-    assert (batch["next", "terminated"] & batch[RELABELLED]).any()
-    if remedy == "separate marks":
-        assert torch.equal(batch["slice", "truncated"], ENDS)
-    if remedy == "ReplayBuffer":
-        assert torch.equal(info["next", "truncated"], ENDS)
-
-
-GAMMA, LAMBDA = 0.9, 0.7
-
-
-def value_of(achieved, desired):
-    """Return the value of a pair of goals ``[..., (episode, cell)]``, which only depends on the cells."""
-    return achieved[..., 1:] / 7 - desired[..., 1:] / 11
-
-
-def targets(batch):
-    """Return TorchRL's TD(lambda) estimates of consecutive sequences."""
-    values = TensorDictModule(value_of, ["achieved_goal", "desired_goal"], ["state_value"])
-    estimator = TDLambdaEstimator(gamma=GAMMA, lmbda=LAMBDA, value_network=values)
-    return estimator(batch.view(-1, LENGTH))["value_target"].flatten().tolist()
-
-
-def targets_in_plain_python(batch):
-    rows = as_dicts(batch, ["desired_goal", ("next", "achieved_goal")])
-    expected = []
-    for begin in range(0, len(rows), LENGTH):
-        following, returns = None, []
-        for goal, outcome in reversed([tuple(row.values()) for row in rows[begin : begin + LENGTH]]):
-            value = 0.0 if outcome == goal else outcome[1] / 7 - goal[1] / 11  # a reached goal ends the episode
-            if following is None or outcome == goal:
-                following = value
-            following = reward_of(outcome, goal) + GAMMA * ((1 - LAMBDA) * value + LAMBDA * following)
-            returns.append(following)
-        expected += reversed(returns)
-    return expected
+@pytest.mark.parametrize(
+    ("kind", "key", "is_member"),
+    [
+        (TensorDictReplayBuffer, TRUNCATED, False),
+        (TensorDictReplayBuffer, TRUNCATED, True),
+        (TensorDictReplayBuffer, None, False),
+        (TensorDictReplayBuffer, None, True),
+        (TensorDictReplayBuffer, ("slice", "truncated"), False),
+        (ReplayBuffer, TRUNCATED, False),
+    ],
+)
+def test_a_slice_sampler_overwrites_recomputed_flags_in_tensordict_buffers_and_ensembles(kind, key, is_member):
+    """It writes the stored flags and marks the ends of slices after the transform, unless it has another key."""
+    recorded = filled(kind=kind, sampler=SliceSampler(slice_len=LENGTH, truncated_key=key))
+    if is_member:
+        recorded.rb = ReplayBufferEnsemble(recorded.rb, batch_size=LENGTH * 16)
+    batch, info = recorded.rb.sample(return_info=True)
+    batch = batch.reshape(-1)
+    if key == TRUNCATED and kind is TensorDictReplayBuffer:
+        stored = torch.tensor([recorded.stored[uid][TERMINATED] for uid in batch["uid"].tolist()])
+        is_reached = (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1, keepdim=True)
+        assert torch.equal(batch[TERMINATED].view(-1, 1), stored)
+        assert (is_reached & ~stored).any()
+    else:
+        assert check_sequences(recorded, batch) > 0.7  # flags included
+        assert (batch[TERMINATED] & batch["hindsight", "relabelled"]).any()
+    if key is not None and not is_member:
+        assert torch.equal(info[key] if kind is ReplayBuffer else batch[key], ENDS)
 
 
 def test_with_separate_marks_value_targets_end_when_the_new_goal_is_reached():
     """Goals can be earlier outcomes, so that some are reached in the middle of a sequence."""
-    stream = replace(STREAM, strategy="episode", lengths=((8, "truncated"),), chunk=8, writes=6, rows=48)
-    marked, _ = filled(stream, sampler=SliceSampler(slice_len=LENGTH, truncated_key=("slice", "truncated")))
-    batch = seeded_sample(marked)
-    assert batch[RELABELLED].all()
-    assert batch["next", "terminated"].view(-1, LENGTH)[:, :-1].any()
-    batch["next", "truncated"] |= batch["slice", "truncated"]
-    batch["next", "done"] = batch["next", "terminated"] | batch["next", "truncated"]
-    assert targets(batch) == pytest.approx(targets_in_plain_python(batch), rel=1e-4)
-
-    overwritten, _ = filled(stream, sampler=SliceSampler(slice_len=LENGTH))
-    batch = seeded_sample(overwritten)
-    assert targets(batch) != pytest.approx(targets_in_plain_python(batch), rel=1e-4)
-
-
-# A recurrent policy
-
-BURN_IN, HIDDEN = 2, 8
-
-
-def test_a_recurrent_policy_learns_from_sequences_with_burn_in_under_the_new_goal():
-    inputs = ["observation", "desired_goal"]
-    embed = TensorDictModule(MLP(in_features=6, out_features=HIDDEN, num_cells=[16]), inputs, ["embedding"])
-    gru = GRUModule(HIDDEN, HIDDEN, in_keys=["embedding", "state", "is_init"], out_keys=["features", ("next", "state")])
-    head = TensorDictModule(nn.Linear(HIDDEN, 2), ["features"], ["action_value"])
-    env = TransformedEnv(make_serial(*range(4), discrete=True), Compose(InitTracker(), gru.make_tensordict_primer()))
-    spec = env.action_spec_unbatched
-    policy = TensorDictSequential(embed, gru, head, QValueModule(spec=spec))
-    hindsight = make_transform(reward=EnvReward(make_tape(discrete=True)), sequence_length=LENGTH, capacity=2000)
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(2000),
-        sampler=SliceSampler(slice_len=LENGTH),
-        transform=hindsight,
-        batch_size=LENGTH * 16,
+    sampler = SliceSampler(slice_len=LENGTH, truncated_key=("slice", "truncated"))
+    batch = filled(strategy="episode", sampler=sampler).rb.sample()
+    batch[TRUNCATED] |= batch["slice", "truncated"]
+    batch["next", "done"] = batch[TERMINATED] | batch[TRUNCATED]
+    values = TensorDictModule(
+        lambda achieved, desired: achieved[..., 1:] / 7 - desired[..., 1:] / 11,
+        in_keys=["achieved_goal", "desired_goal"],
+        out_keys=["state_value"],
     )
+    batch = batch.view(-1, LENGTH)
+    targets = TDLambdaEstimator(gamma=0.9, lmbda=0.7, value_network=values)(batch.clone())["value_target"]
+
+    ended, value = batch[TERMINATED], values(batch["next"].clone())["state_value"] * ~batch[TERMINATED]
+    assert ended[:, :-1].any()
+    following = value[:, -1]
+    for step in reversed(range(LENGTH)):
+        following = torch.where(ended[:, step], value[:, step], following)
+        following = batch["next", "reward"][:, step] + 0.9 * (0.3 * value[:, step] + 0.7 * following)
+        torch.testing.assert_close(targets[:, step], following, rtol=1e-4, atol=1e-4)
+
+
+def test_the_burn_in_of_a_recurrent_policy_runs_under_the_new_goal():
+    burn_in, hidden, inputs = 2, 8, ["observation", "desired_goal"]
+    embed = TensorDictModule(MLP(in_features=6, out_features=hidden, num_cells=[16]), inputs, ["embedding"])
+    gru = GRUModule(hidden, hidden, in_keys=["embedding", "state", "is_init"], out_keys=["features", ("next", "state")])
+    policy = TensorDictSequential(embed, gru, TensorDictModule(nn.Linear(hidden, 2), ["features"], ["action"]))
+    env = TransformedEnv(tape.make_tape(), Compose(InitTracker(), gru.make_tensordict_primer()))
+    rb = buffer(kind=ReplayBuffer, sampler=SliceSampler(slice_len=LENGTH))
     rb.append_transform(lambda batch: batch.view(-1, LENGTH))  # [sequences, time]
-    rb.append_transform(BurnInTransform([TensorDictSequential(embed, gru)], BURN_IN))
-    stored = {}
-    for data in collect(env, 200, 5, policy=policy, auto_register_policy_transforms=False):
-        flat = data.reshape(-1)
-        rb.extend(flat)
-        stored.update(zip(map(tuple, flat["observation"].tolist()), flat["state"], strict=True))
+    rb.extend(*tape.collect(env, 150, policy=policy))
 
-    loss = DQNLoss(policy, action_space=spec, delay_value=True)
-    target = SoftUpdate(loss, tau=0.05)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
-    relabelled = 0
-    for _ in range(5):
-        with set_recurrent_mode(True):
-            batch = rb.sample()
-            relabelled += check(batch).relabelled
-            assert (batch["desired_goal"] == batch["desired_goal"][:, :1]).all()
-            for sequence in batch:
-                expected = burnt_in(sequence[0], stored, embed, gru)
-                torch.testing.assert_close(sequence["state"][0], expected, rtol=1e-4, atol=1e-5)
-            value = loss(batch)["loss"]
-        assert value.isfinite()
-        value.backward()
-        assert all(parameter.grad.isfinite().all() for parameter in loss.value_network_params.values(True, True))
-        optimizer.step()
-        optimizer.zero_grad()
-        target.step()
-    assert relabelled > 0.6 * 5 * 16 * (LENGTH - BURN_IN)
-
-
-@torch.no_grad()
-def burnt_in(first, stored, embed, gru):
-    """Return the recurrent state after the burn-in steps, under the current goal of the sequence."""
-    step = torch.tensor([0.0, 0.0, 1.0])
-    observations = [first["observation"] - back * step for back in range(BURN_IN, 0, -1)]
-    state = stored[tuple(observations[0].tolist())]
-    for observation in observations:
-        embedding = embed.module(torch.cat([observation, first["desired_goal"]]))
-        _, state = gru.gru(embedding.view(1, 1, -1), state.unsqueeze(1))
-        state = state.squeeze(1)
-    return state
+    rb.set_rng(torch.Generator().manual_seed(0))
+    whole = seeded_sample(rb)
+    assert tape.check(whole).share > 0.6
+    rb.append_transform(BurnInTransform([TensorDictSequential(embed, gru)], burn_in))
+    rb.set_rng(torch.Generator().manual_seed(0))
+    with set_recurrent_mode(True):
+        batch = seeded_sample(rb)
+    assert torch.equal(batch["desired_goal"], whole["desired_goal"][:, burn_in:])
+    state = whole["state"][:, 0].transpose(0, 1)  # stored by the policy that acted, with the original goal
+    for step in range(burn_in):
+        _, state = gru.gru(embed(whole[:, step])["embedding"].unsqueeze(1), state.contiguous())
+    torch.testing.assert_close(batch["state"][:, 0], state.transpose(0, 1), rtol=1e-4, atol=1e-5)

@@ -15,20 +15,14 @@ class Waits(AssertionError):
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises `Waits` if the host would wait for a device.
-
-    The host waits to read values, for shapes that depend on values (masks), and to copy a Python number to the device.
-    """
+    """Raises `Waits` if the host would wait for a device: to read values, for shapes that depend on values (masks)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.")
-        by_mask = "index" in name and any(
-            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-            for indices in args[1:]
-            if isinstance(indices, (list, tuple))
-            for index in indices
-        )
-        if by_mask or any(value in name.split("_out")[0] for value in (*WAITING, "lift_fresh")):
+        indices = [index for each in args[1:] if isinstance(each, (list, tuple)) for index in each]
+        has_mask = any(isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
+        copies_a_number = "lift_fresh" in name
+        if ("index" in name and has_mask) or copies_a_number or any(op in name.split("_out")[0] for op in WAITING):
             raise Waits(name)
         return func(*args, **(kwargs or {}))
 
@@ -42,8 +36,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        outs = out if isinstance(out, (tuple, list)) else [out]
         makes_none = func._schema.is_mutable or func.is_view
-        made = [x.numel() for x in outs if isinstance(x, torch.Tensor) and not makes_none]
-        self.seen.append((str(func), max(made, default=0)))
+        outs = [] if makes_none else out if isinstance(out, (tuple, list)) else [out]
+        self.seen.append((str(func), max((x.numel() for x in outs if isinstance(x, torch.Tensor)), default=0)))
         return out

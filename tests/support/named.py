@@ -28,10 +28,7 @@ def on_disk(size: int) -> PackedStorage:
     return storage
 
 
-NAMES = """
-    LazyTensorStorage, LazyTensorStorage(ndim=2), LazyTensorStorage(ndim=3), LazyMemmapStorage,
-    LazyMemmapStorage(ndim=2), PackedStorage, PackedStorage(ndim=2), PackedStorage(ndim=3),
-    ListStorage, LazyStackStorage, CompressedListStorage
-"""
-STORAGES = {name: named(name) for name in NAMES.strip().replace("\n", "").replace(" ", "").split(",")}
+NDIM = {"LazyTensorStorage": (1, 2, 3), "LazyMemmapStorage": (1, 2), "PackedStorage": (1, 2, 3)}
+NAMES = [f"{name}(ndim={ndim})" if ndim > 1 else name for name in NDIM for ndim in NDIM[name]]
+STORAGES = {name: named(name) for name in (*NAMES, "ListStorage", "LazyStackStorage", "CompressedListStorage")}
 STORAGES["PackedStorage(scratch_dir=...)"] = on_disk

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scipy import stats
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from support.hindsight_oracle import Oracle, rows_of
-from support.world import Transition, World
+from support.world import Goal, Transition, World
 
 LAYOUTS = ("flat", "time-major", "add", "lanes")
 
@@ -65,6 +67,24 @@ class Recorded:
         is_padding = batch["uid"] < 0
         assert not batch["hindsight", "relabelled"][is_padding].any()
         return self.oracle.check(batch[~is_padding], self.stored, self.world.goals.pairs)
+
+    def p_value(self, batch: TensorDictBase) -> float:
+        """Compare the goals of transitions ``[n]`` of ended episodes with their probabilities, by Pearson's test."""
+        relabelled, uids = batch["hindsight", "relabelled"].flatten().tolist(), batch["uid"].tolist()
+        goals = [tuple(goal) for goal in self.world.goals.pairs(batch["desired_goal"]).tolist()]
+        drawn = Counter((uid, goal if new else None) for uid, goal, new in zip(uids, goals, relabelled, strict=True))
+        ratio, counts = self.oracle.her_ratio, Counter(uids)
+        expected: dict[tuple[int, Goal | None], float] = {
+            (uid, None): count * (1 - ratio) for uid, count in counts.items()
+        }
+        for uid, count in counts.items():
+            probabilities = self.oracle.probabilities(uid)
+            assert probabilities is not None, "an episode is running, or the goal table may have lost goals"
+            expected |= {(uid, goal): count * ratio * p for goal, p in probabilities.items()}
+        assert drawn.keys() <= expected.keys(), f"impossible goals were drawn: {drawn.keys() - expected.keys()}"
+        cells = [cell for cell in expected if expected[cell]]
+        observed, means = ([of[cell] for cell in cells] for of in (drawn, expected))
+        return float(stats.chisquare(observed, means, ddof=len(counts) - 1).pvalue)
 
     def flush(self) -> None:
         """End the running episodes."""
