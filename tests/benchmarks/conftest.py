@@ -5,8 +5,5 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "examples")]
-# Doctests would import a second module `conftest`. Only the GPU benchmark can be tested without the extra 'examples'.
-collect_ignore_glob = ["conftest.py"]
-if not (find_spec("hydra") and find_spec("tensorboard")):
-    files = Path(__file__).parent.glob("*.py")
-    collect_ignore_glob = [file.name for file in files if file.name != "test_gpu_benchmark.py"]
+# Doctests would import a second module `conftest`. The other tests need the extra 'examples'.
+collect_ignore_glob = ["conftest.py" if find_spec("hydra") and find_spec("tensorboard") else "*.py"]

@@ -1,55 +1,58 @@
 """Data collection, writing, sampling, updates and evaluation of the training scripts."""
 
+import doctest
 import importlib
+import re
+import warnings
 
 import common
+import ddpg
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from script_runs import configure, drawn, small_settings, train
+from record import Recorded
+from script_runs import EXAMPLES, configure, differences, state_of, train
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
+from support.pages import DOCS, python_blocks
 from torchrl_her.envs import BitFlipping
 
-
-@pytest.mark.parametrize(("updates_per_step", "updates"), [(0.25, 150 // 4), (0.82, 123)])
-def test_updates_are_exact(updates_per_step, updates, tmp_path):
-    """0.82 * 150 is a little less than 123 in floating point."""
-    run = train(f"ddpg speedup=none updates_per_step={updates_per_step}", tmp_path)
-    assert run.components["progress"]["updates"] == updates
-    optimizer = run.components["critic_optimizer"]
-    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {updates}
-
-
-@pytest.mark.parametrize("speedup", ["none", "record"])
-def test_td3_updates_its_actor_with_every_third_update_of_its_critics_if_the_interval_is_3(speedup, tmp_path):
-    run = train(f"td3 speedup={speedup} updates_per_step=0.5 actor_interval=3", tmp_path)
-    steps = {
-        name: {int(state["step"]) for state in run.components[f"{name}_optimizer"].state_dict()["state"].values()}
-        for name in ("actor", "critic")
-    }
-    assert steps == {"critic": {75}, "actor": {25}}
+REFUSED = {
+    "td3 gamma=2 seed=-1": r"seed=-1: Input should be .*\ngamma=2\.0: Input should be less than or equal to 1\.",
+    "td3 total_steps=120": r"total_steps=120 must be a multiple of collector\.steps_per_chunk=50",
+    "ddpg collector.random_steps=200": "collector.random_steps=200 must be less than total_steps=200",
+    "ddpg batch_size=151": r"buffer\.size=150 must be at least 151, the size of a chunk or of a batch",
+    "ddpg hindsight.when=writing env.num_envs=10": r"no episode ends in the first .* Increase collector\.random_steps",
+    "ddpg buffer.prioritized=movement": r"steps_per_chunk=50 must be a multiple of whole episodes, 15",
+    "ddpg env.name=torchrl_her/PointReach-v7": r"v7' cannot be made: .*gymnasium-robotics mujoco",
+    "ddpg env.name=CartPole-v1": r"Observations of CartPole-v1 have no \['achieved_goal', 'desired_goal'\]",
+    "ddpg inputs=[observation]": r"inputs=\['observation'\] must contain the desired goal, 'desired_goal'",
+    "sac env.name=torchrl_her/BitFlipping-v0": r"are Discrete\(15\)\. .*the others a bounded, flat Box",
+    "ddpg env.info_keys=[fuel]": r"\['fuel'\] must be .* which has \['is_success', 'terminated'\]: return info",
+    "ddpg env.goal_fn=no_such_module:goal": r"No module named 'no_such_module'.*env\.goal_fn=module:function",
+    "ddpg gamma=1": r"clip_target=true needs gamma < 1 .* gives -1 to 0 \(gamma=1.0\): use clip_target=false",
+}
 
 
-@pytest.mark.parametrize("command", ["dqn", "ddpg", "ddpg action_penalty=1", "td3", "sac"])
-def test_the_loss_function_can_be_chosen(command, tmp_path):
-    run = train(f"{command} speedup=none loss_function=l1", tmp_path)
-    assert run.components["loss"].loss_function == "l1"
+@pytest.mark.parametrize("command", REFUSED)
+def test_impossible_settings_are_refused_and_nothing_is_written(command, tmp_path):
+    with pytest.raises(SystemExit, match=REFUSED[command]):
+        train(command, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(torch.get_num_threads() < 2, reason="PyTorch has one thread on this machine")
-def test_updates_keep_the_number_of_threads_when_the_environments_are_closed(tmp_path, monkeypatch):
-    threads = []
-
-    def count_threads(function):
-        return lambda batch: threads.append(torch.get_num_threads()) or function(batch)
-
-    monkeypatch.setattr("common.Recorded", count_threads)
-    train("ddpg env.num_envs=5", tmp_path)
-    assert len(threads) > 150
-    assert set(threads) == {1}
+def test_each_task_is_a_whole_configuration():
+    scripts = {
+        "bit_flipping_50": "dqn", "fetch": "ddpg td3 sac", "fetch_ddpg": "ddpg", "fetch_push": "ddpg",
+        "fetch_reach": "td3 sac", "point_maze": "sac td3",
+    }  # fmt: skip
+    for task in (EXAMPLES / "config" / "task").glob("*.yaml"):
+        for script in scripts.pop(task.stem).split():
+            config = configure(script, f"+task={task.stem}")
+            assert config.total_steps % config.evaluation.interval == 0
+    assert not scripts
 
 
 @pytest.mark.slow
@@ -71,229 +74,169 @@ def test_a_script_trains_on_the_device(script, speedup, tmp_path):
     assert run.components["buffer"].sample(32).device.type == "cuda"
 
 
-def make_rewarded_bits():
-    """The reward is 1 at the goal, so rewards after the end of an episode would count."""
-    return gymnasium.wrappers.TransformReward(BitFlipping(n_bits=6), lambda reward: reward + 1)
+@pytest.mark.parametrize("run", ["sac", "td3 buffer.prioritized=error", "ddpg average=0.9", "dqn"])
+def test_a_recorded_update_is_bit_for_bit_the_eager_one(run, tmp_path):
+    steps = "total_steps=100 buffer.size=100"
+    expected = state_of(train(f"{run} {steps} speedup=none", tmp_path / "eager"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="speedup=record")
+        found = state_of(train(f"{run} {steps}", tmp_path / "recorded"))
+    # Stamps begin with a random number for each buffer.
+    assert [path for path in differences(expected, found) if "['table']" not in path] == []
 
 
-gymnasium.register("RewardedBits-v0", make_rewarded_bits)
+def test_a_recording_does_what_the_function_does():
+    """The function has constants, writes in place, random numbers, and an alias that gets another shape."""
+    calls = []
+
+    def function(batch):
+        calls.append(batch)
+        total = torch.tensor(0.5)
+        total += batch["nested", "b"].sum()
+        alias = batch["a"].detach()
+        alias.unsqueeze_(0)
+        return TensorDict(total=total, alias=alias + 0, noisy=batch["a"] + torch.rand(3))
+
+    recorded, results = Recorded(function), []
+    for seed in range(5):
+        batch = TensorDict(a=torch.tensor([seed, 1.0, 2.0]), nested=TensorDict(b=torch.tensor([2.0, seed])))
+        for call in (function, recorded):
+            torch.manual_seed(seed)
+            results.append((call(batch), torch.rand(3)))
+    for (expected, drawn), (found, drawn_after) in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(found.to_dict(), expected.to_dict())  # the next call did not overwrite it
+        assert torch.equal(drawn, drawn_after)
+    assert len(calls) == 5 + 2
 
 
-@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])  # starts processes
-@pytest.mark.parametrize("script", ["dqn", "ddpg"])
-def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environments_plays(script, parallel):
-    """Each episode is compared with an episode of a single Gymnasium environment with the same seed."""
-    kwargs = [f"env.name={__name__}:RewardedBits-v0"] if script == "dqn" else ["+env.kwargs.max_episode_steps=15"]
-    parallel = f"evaluation.parallel={parallel}"
-    config = configure(script, *kwargs, "evaluation.episodes=7", "evaluation.num_envs=3", parallel)
-
-    def act(observation, goal):
-        if script == "ddpg":
-            return (4 * (goal - observation[..., :2])).clamp(-1, 1)
-        wrong = observation != goal  # flips the first wrong bit, or, with an even number of wrong bits, bit 0
-        return torch.where(wrong.sum(-1) % 2 == 0, 0, wrong.int().argmax(-1))
-
-    policy = TensorDictModule(act, ["observation", "desired_goal"], ["action"])
-    evaluation = common.Evaluation(config)
-    found = evaluation(policy)
-    again = evaluation(policy)
-    evaluation.close()
-    assert all(torch.equal(values, again[name]) for name, values in found.items())
-
-    env, seed, expected = gymnasium.make(config.env.name, **config.env.kwargs), common.EVALUATION_SEED, []
-    seeds = common.make_env(config.env)
-    for _ in range(7):
-        following = seeds.set_seed(seed)
-        env.reset(seed=seed)  # TorchRL's set_seed does this; the episode starts with the next reset
-        observation, _ = env.reset()
-        rewards, done = [], False
-        while not done:
-            action = act(*(torch.as_tensor(observation[key]) for key in ("observation", "desired_goal"))).numpy()
-            observation, reward, terminated, truncated, info = env.step(action)
-            rewards.append(reward)
-            done = terminated or truncated
-        distance = np.linalg.norm(observation["achieved_goal"].astype(float) - observation["desired_goal"])
-        expected.append((float(info["is_success"]), sum(rewards), distance, len(rewards)))
-        seed = following
-    for name, values in zip(("success", "return", "distance", "length"), zip(*expected, strict=True), strict=True):
-        assert found[name].tolist() == pytest.approx(list(values), abs=1e-5), name
-    if script == "dqn":
-        assert len(set(found["length"].tolist())) > 1, "episodes of different lengths"
+def test_a_function_that_reads_a_value_of_its_batch_runs_eagerly_with_a_warning():
+    recorded = Recorded(lambda batch: batch if batch["a"].sum() + torch.rand(()) / 10 > 0 else -batch)
+    for number, expected in enumerate([1, 1, -1, 1, -1]):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            batch = recorded(TensorDict(a=expected * torch.ones(3), batch_size=3))
+        assert (batch["a"] == 1).all()  # the absolute value
+        assert ["speedup=record: not recorded" in str(warning.message) for warning in found] == [True] * (number == 1)
 
 
-def test_targets_of_ddpg_are_clipped():
-    ddpg = importlib.import_module("ddpg")
-    config, free_config = configure("ddpg", "gamma=0.9"), configure("ddpg", "gamma=0.9", "clip_target=false")
-    env = common.make_env(config.env)
-    inputs = common.Inputs(config, env)
-    policy = ddpg.make_policy(config, env, inputs)
-    critic = ddpg.ValueOperator(ddpg.MLP(inputs.width + 2, 1, num_cells=[16]), in_keys=["inputs", "action"])
-    batch = inputs(env.rollout(50))
-    for bias in (100.0, -100.0):
-        torch.nn.init.constant_(list(critic.parameters())[-1], bias)  # of the value itself
-        clipped = ddpg.make_loss(config, policy[1:], critic)(batch.clone())["target_value"]
-        free = ddpg.make_loss(free_config, policy[1:], critic)(batch.clone())["target_value"]
-        assert clipped.max() <= 0
-        assert clipped.min() >= -10.0001
-        assert free.abs().max() > 80
-        torch.testing.assert_close(clipped, free.clamp(-10, 0))
+def test_updates_are_exact_and_keep_the_number_of_threads_when_environments_are_closed(tmp_path, monkeypatch):
+    """0.82 * 150 is a little less than 123 in floating point."""
+    threads = []
+    counted = lambda function: lambda batch: threads.append(torch.get_num_threads()) or function(batch)  # noqa: E731
+    monkeypatch.setattr("common.Recorded", counted)
+    run = train("ddpg env.num_envs=5 updates_per_step=0.82", tmp_path)
+    steps = run.components["critic_optimizer"].state_dict()["state"].values()
+    assert {int(state["step"]) for state in steps} == {123}
+    assert set(threads) == {1}
 
 
-def test_the_action_penalty_adds_the_gradient_of_the_mean_square_of_the_actions():
-    ddpg = importlib.import_module("ddpg")
-    config, plain_config = configure("ddpg", "action_penalty=0.7"), configure("ddpg")
+def test_the_average_of_the_policy_is_saved(tmp_path):
+    """With tau = 1 - average, it is the target network."""
+    run = train("ddpg average=0.9 tau=0.1", tmp_path)
+    target = run.components["loss"].target_actor_network_params.data
+    saved = TensorDict.from_module(run.components["policy"][1:]).data
+    for name, weights in saved.items(True, True):
+        torch.testing.assert_close(weights, target[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [100.0, -100.0])
+def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
+    config = configure("ddpg", "gamma=0.9")
     env = common.make_env(config.env)
     inputs = common.Inputs(config, env)
     actor = ddpg.make_policy(config, env, inputs)[1:]
     critic = ddpg.ValueOperator(ddpg.MLP(inputs.width + 2, 1, num_cells=[16]), in_keys=["inputs", "action"])
+    torch.nn.init.constant_(list(critic.parameters())[-1], bias)  # of the value itself
     batch = inputs(env.rollout(50))
-
-    losses = ddpg.make_loss(config, actor, critic)(batch.clone())
-    found = torch.autograd.grad(losses["loss_actor"] + losses["loss_value"], [*actor.parameters()])
-    plain = ddpg.make_loss(plain_config, actor, critic)(batch.clone())
-    action = actor(batch.select("inputs"))["action"]
-    total = plain["loss_actor"] + 0.7 * (action**2).mean()
-    torch.testing.assert_close(losses["loss_actor"], total)
-    torch.testing.assert_close(losses["loss_value"], plain["loss_value"])
-    for one, other in zip(found, torch.autograd.grad(total, [*actor.parameters()]), strict=True):
-        torch.testing.assert_close(one, other)
-    critic_gradients = torch.autograd.grad(losses["loss_actor"], [*critic.parameters()], allow_unused=True)
-    assert all(gradient is None for gradient in critic_gradients)
+    clipped, free, penalized = (
+        ddpg.make_loss(configure("ddpg", "gamma=0.9", each), actor, critic)(batch.clone())
+        for each in ("clip_target=true", "clip_target=false", "action_penalty=0.7")
+    )
+    assert free["target_value"].abs().max() > 80
+    torch.testing.assert_close(clipped["target_value"], free["target_value"].clamp(-10, 0))
+    total = clipped["loss_actor"] + 0.7 * (actor(batch.select("inputs"))["action"] ** 2).mean()
+    torch.testing.assert_close(penalized["loss_actor"], total)
+    found, expected = (torch.autograd.grad(each, [*actor.parameters()]) for each in (penalized["loss_actor"], total))
+    torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.9])
-def test_the_average_of_the_policy_is_evaluated_and_saved(decay, tmp_path, monkeypatch):
-    ddpg, actors, weights, evaluated = importlib.import_module("ddpg"), [], [], []
-    make_loss, evaluate = ddpg.make_loss, ddpg.Evaluation.__call__
-
-    def keep_actor(config, actor, critic):
-        actors.append([parameter.detach() for parameter in actor.parameters()])
-        weights.append([parameter.clone() for parameter in actors[0]])
-        return make_loss(config, actor, critic)
-
-    def keep_weights(update, speedup):
-        def updated(batch):
-            losses = update(batch)
-            weights.append([parameter.clone() for parameter in actors[0]])
-            return losses
-
-        return updated
-
-    def keep_evaluated(self, policy):
-        evaluated.append([parameter.detach().clone() for parameter in policy.parameters()])
-        return evaluate(self, policy)
-
-    monkeypatch.setattr(ddpg, "make_loss", keep_actor)
-    monkeypatch.setattr(ddpg, "speed_up", keep_weights)
-    monkeypatch.setattr(ddpg.Evaluation, "__call__", keep_evaluated)
-    run = train(f"ddpg average={decay}", tmp_path)
-    averages = weights[:1]
-    for new in weights[1:]:
-        averages.append([decay * old + (1 - decay) * value for old, value in zip(averages[-1], new, strict=True)])
-    assert len(averages) == 151
-    assert (weights[150][0] - weights[140][0]).abs().max() > 1e-3  # so that a wrong average shows
-    policy = run.components["policy"]
-    for found, update in zip([*evaluated, list(policy.parameters())], (0, 50, 150, 150), strict=True):
-        torch.testing.assert_close(found, averages[update], rtol=1e-4, atol=1e-6)
+def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(tmp_path):
+    buffer = train("ddpg buffer.size=2000 hindsight.when=writing hindsight.enabled=false", tmp_path).components[
+        "buffer"
+    ]
+    assert (len(buffer), int(buffer.sample(200)["hindsight", "relabelled"].sum())) == (200, 0)
 
 
-@pytest.mark.parametrize(("when", "copies"), [("writing", 4), ("sampling", 0)])
-def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(when, copies, tmp_path):
-    command = f"ddpg speedup=none buffer.size=2000 hindsight.when={when}"
-    run = train(f"{command} hindsight.enabled=false", tmp_path / "without")
-    assert len(run.components["buffer"]) == 200
-    assert not drawn(run, 200)["hindsight", "relabelled"].any()
-    run = train(command, tmp_path / "with")
-    written = len(run.components["buffer"])
-    assert 200 * copies < written <= 200 * (copies + 1)
-    assert 0.7 < drawn(run, 2000)["hindsight", "relabelled"].float().mean() < 0.9
-
-
-def test_what_moves_is_sampled_more_often(tmp_path):
-    command = "ddpg speedup=none buffer.prioritized=movement buffer.alpha=1 buffer.beta=0 buffer.far=1"
-    command += " ++env.kwargs.max_episode_steps=5"  # a chunk has whole episodes
-    buffer = train(command, tmp_path).components["buffer"]
-    stored = buffer.storage[:]["movement"].flatten()
-    assert stored.max() > 2 * stored.min()
-    sampled = stored[buffer.sample(32_000)["index"].flatten()]
-    plain, prioritized = stored.mean(), stored.square().mean() / stored.mean()
-    assert abs(sampled.mean() - prioritized) < 0.2 * (prioritized - plain)
-
-
-@pytest.mark.parametrize("names", ["observation,achieved_goal,desired_goal", "desired_goal,observation"])
-def test_inputs_are_normalized_alike_when_acting_and_at_both_ends_of_sampled_transitions(names):
-    config = configure("ddpg", "buffer.size=300", f"inputs=[{names}]", "normalization.clip=1.5")
+def test_inputs_are_normalized_alike_when_acting_and_at_both_ends_of_sampled_transitions():
+    names = ["desired_goal", "observation"]
+    config = configure("ddpg", "buffer.size=300", f"inputs=[{','.join(names)}]", "normalization.clip=1.5")
     env = common.make_env(config.env)
     inputs = common.Inputs(config, env)
     buffer = common.make_replay_buffer(config, common.make_hindsight(config, env), inputs)
-    collected = []
-    for seed in range(4):
-        env.set_seed(seed)
-        data = env.rollout(50)
-        buffer.extend(data)
-        inputs.update(data)
-        collected.append(data["next"])
+    data = torch.cat([env.rollout(50) for _ in range(4)])
+    buffer.extend(data)
+    inputs.update(data)
     # The goals of half of the rows are the achieved goals: relabelled transitions have such goals.
-    rows = torch.cat([*collected, *(data.copy().set("desired_goal", data["achieved_goal"]) for data in collected)])
-    expected = {key: (rows[key].mean(0), rows[key].std(0, correction=0)) for key in names.split(",")}
+    rows = torch.cat([data["next"], data["next"].copy().set("desired_goal", data["next", "achieved_goal"])])
     batch = buffer.sample(500)
     assert 0 < batch["hindsight", "relabelled"].float().mean() < 1
-    clipped = []
     for state in (batch, batch["next"]):
-        columns = [(state[key] - expected[key][0]) / expected[key][1] for key in names.split(",")]
-        normalized = torch.cat(columns, -1)
+        normalized = torch.cat([(state[key] - rows[key].mean(0)) / rows[key].std(0, correction=0) for key in names], -1)
+        assert (normalized.abs() > 1.5).any()
         torch.testing.assert_close(state["inputs"], normalized.clamp(-1.5, 1.5), rtol=1e-4, atol=1e-5)
-        acting = inputs(state.select(*names.split(",")))
-        assert torch.equal(acting["inputs"], state["inputs"])
-        clipped.append((normalized.abs() > 1.5).any())
-    assert all(clipped)
-    reached = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1) <= 0.05
-    assert torch.equal(batch["next", "reward"].squeeze(-1) == 0, reached)  # goals stay raw
+        assert torch.equal(inputs(state.select(*names))["inputs"], state["inputs"])
 
 
-def test_an_input_that_does_not_vary_is_not_magnified():
-    config = configure("ddpg", "inputs=[observation]")
-    env = common.make_env(config.env)
-    inputs = common.Inputs(config, env)
-    data = env.rollout(10)
-    data["next", "observation"] = torch.ones_like(data["observation"])
-    inputs.update(data)
-    assert (inputs.mean == 1).all()
-    assert (inputs.scale == torch.tensor(0.01)).all()
+# The reward is 1 at the goal, so rewards after the end of an episode would count.
+rewarded = lambda: gymnasium.wrappers.TransformReward(BitFlipping(n_bits=6), lambda reward: reward + 1)  # noqa: E731
+gymnasium.register("RewardedBits-v0", rewarded)
 
 
-def test_without_normalization_inputs_are_the_observations():
-    config = small_settings("dqn normalization.enabled=false")
-    env = common.make_env(config.env)
-    inputs = common.Inputs(config, env)
-    data = env.rollout(5)
-    inputs.update(data)
-    found = inputs(TensorDict(observation=data["observation"], desired_goal=data["desired_goal"], batch_size=len(data)))
-    assert torch.equal(found["inputs"], torch.cat([data["observation"], data["desired_goal"]], -1).float())
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])  # starts processes
+def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environments_plays(parallel):
+    """Each episode is compared with an episode of a single Gymnasium environment with the same seed."""
+    sizes = ["evaluation.episodes=7", "evaluation.num_envs=3", f"evaluation.parallel={parallel}"]
+    config = configure("dqn", f"env.name={__name__}:RewardedBits-v0", *sizes)
+
+    def act(observation, goal):
+        wrong = observation != goal  # flips the first wrong bit, or, with an even number of wrong bits, bit 0
+        return torch.where(wrong.sum(-1) % 2 == 0, 0, wrong.int().argmax(-1))
+
+    policy, evaluation = TensorDictModule(act, ["observation", "desired_goal"], ["action"]), common.Evaluation(config)
+    found = [evaluation(policy) for _ in range(2)][-1]  # the same episodes every time
+    evaluation.close()
+    env, seeds, seed = gymnasium.make("RewardedBits-v0"), common.make_env(config.env), 1_000_000
+    for number in range(7):
+        env.reset(seed=seed)  # TorchRL's set_seed does this; the episode starts with the next reset
+        observation, _ = env.reset()
+        total, length, ends = 0, 0, [False]
+        while not any(ends):
+            action = act(*(torch.as_tensor(observation[key]) for key in policy.in_keys)).numpy()
+            observation, reward, *ends, info = env.step(action)
+            total, length = total + reward, length + 1
+        distance = np.linalg.norm(observation["achieved_goal"].astype(float) - observation["desired_goal"])
+        expected = {"success": info["is_success"], "return": total, "distance": distance, "length": length}
+        assert {name: float(values[number]) for name, values in found.items()} == pytest.approx(expected, abs=1e-5)
+        seed = seeds.set_seed(seed)
+    assert len(found["length"].unique()) > 1
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_exploration_falls_linearly_to_its_final_share(resumes, tmp_path, monkeypatch):
-    run, found = importlib.import_module("run"), []
-    command = "ddpg exploration.noise=0.4 exploration.random_actions=0.8 exploration.final=0.25"
-    command += " exploration.anneal_steps=150"
-    if resumes:
-        train(f"{command} total_steps=100", tmp_path)
-        command += f" resume={tmp_path}"
-
-    def keep_exploration(self, data):
-        noise, share = list(collectors[-1].policy)[-2:]
-        found.append((float(noise.sigma), float(share.eps)))
-        return add(self, data)
-
-    collectors, make_collector, add = [], importlib.import_module("ddpg").make_collector, run.Progress.add
-
-    def keep_collector(*arguments, **options):
-        collectors.append(make_collector(*arguments, **options))
-        return collectors[-1]
-
-    monkeypatch.setattr(importlib.import_module("ddpg"), "make_collector", keep_collector)
-    monkeypatch.setattr(run.Progress, "add", keep_exploration)
-    train(command, tmp_path)
-    expected = [(0.3, 0.6), (0.2, 0.4), (0.1, 0.2), (0.1, 0.2)]  # after 50, 100, 150 and 200 steps
-    assert found == [pytest.approx(pair) for pair in expected[2 * resumes :]]
+@pytest.mark.parametrize("more", ["buffer.prioritized=movement", "env.num_envs=5", "hindsight.when=writing"])
+def test_the_command_of_the_page_trains_on_the_environment_of_the_tutorial(more, tmp_path, monkeypatch):
+    """It has other keys, float64, a reward that reads info, and ends on success."""
+    tutorial = doctest.DocTestParser().get_examples((DOCS / "tutorials/your-own-environment.md").read_text())
+    wanted = ("import gymnasium", "import numpy", "from gymnasium", "class Cart")
+    source = [example.source for example in tutorial if example.source.startswith(wanted)]
+    (tmp_path / "cart.py").write_text("".join(source) + python_blocks("how-to/training-scripts")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    page = (DOCS / "how-to/training-scripts.md").read_text()
+    script, overrides = re.search(r"PYTHONPATH=\. python examples/(dqn)\.py (.*?)\n```", page, re.DOTALL).groups()
+    more += " ~env.kwargs.max_episode_steps speedup=none normalization.enabled=true buffer.size=2000"
+    run = train(f"{script} {overrides} {more}".replace("\\\n", ""), tmp_path / "run")
+    batch = run.components["buffer"].sample(2000)
+    relabelled, after = batch["hindsight", "relabelled"].squeeze(-1), batch["next"]
+    assert 0.5 < relabelled.float().mean() < 0.95
+    reached = ((after["cart"][..., :1] - batch["target"]).abs() <= 0.02).squeeze(-1)
+    assert reached[relabelled].any()
+    assert torch.equal(after["terminated"].squeeze(-1), reached)
+    torch.testing.assert_close(after["reward"].squeeze(-1), reached.float() - 1 - after["fuel"].flatten())

@@ -1,0 +1,92 @@
+"""The demo, and the scripts that show results: tables with the right numbers, and pictures that open."""
+
+import sys
+
+import compare
+import demo
+import numpy as np
+import plot_strategies
+import prioritized_bit_flipping
+import pytest
+from matplotlib import pyplot as plt
+from omegaconf import OmegaConf
+from script_runs import BITS, SMALL, logged, train
+
+from torchrl_her import Future
+
+
+def is_picture(path):
+    return plt.imread(path).std() > 0.01
+
+
+def test_the_demo_trains_with_and_without_hindsight(tmp_path, monkeypatch):
+    short = {"total_steps": 500, "random_steps": 450, "updates_per_step": 1, "hidden": 8}
+    monkeypatch.setattr(demo, "WITH", demo.Config("with hindsight", **short))
+    monkeypatch.setattr(demo, "WITHOUT", demo.Config("without hindsight", her_ratio=0.0, **short))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--processes", "1", "--output", str(tmp_path)])
+    results, train_all = [], demo.train_all
+    monkeypatch.setattr(demo, "train_all", lambda *runs: results.extend(train_all(*runs)) or results)
+    demo.main()
+    rows = (tmp_path / "table.csv").read_text().splitlines()[1:]
+    for row, result in zip(rows, results, strict=True):
+        assert list(result.curve) == [0, 500]
+        assert row.startswith(f"{result.config.name},1,500,{result.curve[500]:.2f},")
+        goals = [tuple(goal) for episode in result.episodes for goal in episode["relabelled_goals"].tolist()]
+        assert bool(goals) == (result.config.name == "with hindsight")
+        assert set(goals) <= {tuple(place) for episode in result.episodes for place in episode["path"].tolist()}
+    assert all(is_picture(tmp_path / f"{name}.png") for name in ("success", "hindsight"))
+
+
+def test_the_example_of_prioritized_replay_trains(monkeypatch, capsys):
+    for name, value in (("TOTAL_STEPS", 50), ("BATCH_SIZE", 8), ("HIDDEN", 8), ("EVALUATION_EPISODES", 4)):
+        monkeypatch.setattr(prioritized_bit_flipping, name, value)
+    monkeypatch.setattr(sys, "argv", ["_"])
+    prioritized_bit_flipping.main()
+    assert "of 4 episodes reach their goal" in capsys.readouterr().out
+
+
+def test_the_picture_of_strategies_shows_where_goals_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(plot_strategies, "DRAWS", 2000)
+    monkeypatch.setattr(sys, "argv", ["plot_strategies.py", str(tmp_path / "picture.png")])
+    plot_strategies.main()
+    assert is_picture(tmp_path / "picture.png")
+    own, *others = plot_strategies.draw_goals(Future())
+    assert (np.flatnonzero(own)[0], own.sum(), others) == (15, pytest.approx(1), [0, 0])
+
+
+def test_the_table_and_the_picture_of_a_run_have_the_outcomes_of_its_policy(run_script, tmp_path):
+    train("ddpg hidden=[16,8] evaluation.episodes=3", tmp_path)
+    printed = run_script("show", tmp_path, "--step", 100, "--episodes", 1, "--render")
+    for name in ("success", "return", "distance"):
+        mean = dict(map(tuple, logged(tmp_path, f"evaluation/{name}")))[100]
+        assert any(line.split()[:2] == [name, f"{mean:.3f}"] for line in printed.splitlines())
+    assert is_picture(tmp_path / "episodes.png")
+    with pytest.raises(SystemExit, match=r"no checkpoint of step 150 in .*, only of 100, 200"):
+        run_script("show", tmp_path, "--step", 150)
+
+
+def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):
+    sweep = ["seed=1,2", "hindsight.strategy=future,final", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    run_script("dqn", "--multirun", *SMALL, *BITS, "total_steps=100", *sweep)
+    (tmp_path / "sweep" / "stopped").mkdir()
+    OmegaConf.save({"algorithm": "dqn"}, tmp_path / "sweep" / "stopped" / "config.yaml")
+    compared = run_script("compare", "sweep", "--by", "hindsight.strategy")
+    assert "Left out, without CSV logs of training and evaluation: sweep/stopped\n" in compared
+    assert "At 100 environment steps" in compared
+    runs = compare.find_runs([tmp_path])
+    for strategy in ("final", "future"):
+        values = [run.logs["success"][-1, 1] for run in runs if run.config.hindsight.strategy == strategy]
+        assert f"| hindsight.strategy={strategy} | 2 | {sum(values) / 2:.2f} (" in compared
+    assert is_picture(tmp_path / "sweep" / "comparison.png")
+    with pytest.raises(SystemExit, match=r"No run has a setting 'hindsight\.stragety'"):
+        run_script("compare", "sweep", "--by", "hindsight.stragety")
+
+
+def test_the_table_has_medians_and_the_range_of_success_at_a_step_and_the_curves_common_steps():
+    logs = [np.array([[0, 0.1], [step, value], [200, 1.0]]) for step, value in ((100, 0.25), (100, 0.5), (150, 1.0))]
+    runs = [compare.Run(None, dict.fromkeys(compare.METRICS, log)) for log in logs]
+    row = compare.table({"group": runs}, 150).splitlines()[-1]
+    assert row == "| group | 3 | 0.50 (0.25 to 1.00) | 0.5 | 0.500 | 0 |"
+    assert "| group | 1 | 0.25 | 0.2 |" in compare.table({"group": runs[:1]}, 149)
+    steps, success = compare.curves(runs)
+    assert (steps.tolist(), success.tolist()) == ([0, 200], [[0.1, 1.0]] * 3)
