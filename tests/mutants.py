@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant("flush publishes nothing", "stamping.py", "self.table.publish(ended)", "pass", MACHINE),
     Mutant("a NaN is not found", "episodes/transitions.py",
         "if goal_fn is not None or not joined.is_floating_point() or _has_nan(joined):", "if False:",
-        "tests/test_bad_input.py"),
+        "tests/test_refusals.py -k nan_in_any"),
     Mutant("NaN in padding is refused", "episodes/transitions.py",
         "rows = np.flatnonzero(is_nan if mask is None else is_nan & mask)", "rows = np.flatnonzero(is_nan)",
         "tests/test_transform.py -k padding"),
