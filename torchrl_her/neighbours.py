@@ -103,6 +103,11 @@ class Neighbours(NamedTuple):
                 "of single steps with different goals. For n-step returns under a new goal, use HERTransform: "
                 "Compose(MultiStepTransform(...), HERTransform(...))."
             )
+        if self.movement_priority is not None:
+            raise KeyError(
+                "MovementPriority needs the stamps of a HERTransform that comes after it, but HindsightAugmentation does: "
+                "use Compose(MovementPriority(...), HERTransform(...))."
+            )
         for transform in self.before:
             if transform.in_keys_inv:
                 raise ValueError(
