@@ -30,7 +30,7 @@ def nearness(achieved: Tensor, desired: Tensor) -> Tensor:
 
 
 def distance_of_row(row: TensorDictBase) -> float:
-    """Return the distance between the outcome and the desired goal of one transition, in plain Python."""
+    """Return the distance between the outcome and the desired goal of one transition."""
     return math.dist(row["next", "achieved_goal"].tolist(), row["desired_goal"].tolist())
 
 
