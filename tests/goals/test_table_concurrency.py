@@ -1,26 +1,23 @@
-"""Concurrent reads and writes of the goal table, interleaved at every operation."""
+"""Samples are correct while another thread writes: interleaved at every operation, and in parallel."""
 
 import copy
 import itertools
+import random
+import threading
+import time
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrl.envs import MultiStepTransform
+from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import make_transform
-from support.traffic import Source, check, check_one_by_one, reward_of
-from torchrl_her.diagnosis.reward_check import RewardCheck
-from torchrl_her.diagnosis.sample_counts import SampleCounts
-from torchrl_her.n_step import STEPS, NStepReward
-from torchrl_her.relabel import OneStepReward, SampledBatch
+from support.tape import ASKED
+from support.traffic import LENGTHS, STEP, Source, check, reward_of
+from torchrl_her.goals.table import GoalTable
 
-
-@pytest.fixture(autouse=True)
-def without_diagnosis(monkeypatch):
-    """Switch off checks that read nothing new from the table: counting samples and comparing rewards."""
-    monkeypatch.setattr(SampleCounts, "is_due", lambda self, transitions: False)
-    monkeypatch.setattr(RewardCheck, "check", lambda self, tensordict, written: None)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of a table that is too small on purpose
+N_STEPS, GAMMA = 3, 0.5  # sums of halves are exact
 
 
 class Between(TorchDispatchMode):
@@ -37,45 +34,58 @@ class Between(TorchDispatchMode):
         return result
 
 
-def table_that_wraps_round(strategy="future"):
-    """Return chunks to write, and a transform in whose table the longest episodes overlap their own rows."""
-    transform = make_transform(reward=reward_of, strategy=strategy, her_ratio=1.0, capacity=145)
+def check_returns(batch):
+    """Check the goals and the n-step returns of transitions ``[n]``; return the number of relabelled ones."""
+    place, goal = batch["observation"].long(), batch["desired_goal"][:, :3].long()
+    relabelled = batch["hindsight", "relabelled"][:, 0]
+    length = torch.tensor(LENGTHS)[(place[:, 0] + place[:, 1]) % len(LENGTHS)]
+    assert torch.equal(goal[:, :2], place[:, :2])
+    expected_range = (place[:, 2] < goal[:, 2]) & (goal[:, 2] <= length)
+    assert torch.where(relabelled, expected_range, goal[:, 2] == ASKED).all()
+    returns = sum(
+        GAMMA**k * reward_of(place + (k + 1) * STEP, goal) * (place[:, 2] + k < length) for k in range(N_STEPS)
+    )
+    assert torch.equal(batch["next", "reward"][:, 0], returns)
+    return int(relabelled.sum())
+
+
+def small_table(strategy):
+    """Return a transform whose table the episodes do not fit into, chunks to write, and a check of samples."""
+    hindsight = make_transform(
+        reward=reward_of, strategy="random" if strategy == "random" else "future", her_ratio=1.0, capacity=145
+    )
     source = Source(0, 3, 30)
-    return transform, [source.next() for _ in range(40)]
-
-
-def check_sample(batch, strategy):
-    check_one_by_one(batch[::20], strategy)
-    return check(batch, strategy)
+    chunks = [source.next().reshape(3, 30) for _ in range(40)]
+    if strategy == "n-step":
+        return Compose(MultiStepTransform(N_STEPS, GAMMA), hindsight), chunks, check_returns
+    return hindsight, chunks, lambda batch: check(batch, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["future", "random"])
 def test_a_sample_between_any_two_operations_of_a_write_is_correct(strategy):
-    transform, chunks = table_that_wraps_round(strategy)
-    stored, relabelled = transform.inv(chunks[0].copy()), 0
-    for chunk in chunks[1:]:
+    transform, chunks, check_sample = small_table(strategy)
+    stored, relabelled = transform.inv(chunks[0].copy()).reshape(-1), 0
+    for chunk in chunks[1::2]:
 
         def sample(_, stored=stored):
             nonlocal relabelled
-            relabelled += check_sample(transform(stored), strategy)
+            relabelled += check_sample(transform(stored))
 
         with Between(sample) as between:
             written = transform.inv(chunk.copy())
         assert between.operations > 20
-        stored = torch.cat([stored, written])[-360:]
+        stored = torch.cat([stored, written.reshape(-1)])[-360:]
     assert relabelled > 10_000
 
 
-def reads_with_a_write_between(transform, chunks, read):
-    """Write chunks, and at intervals yield the stored rows ``[n]`` and the result of ``read(transform, rows)``.
-
-    The read is repeated, each time with a copy of the transform, so that three more chunks are written after each of
-    its operations in turn.
-    """
-    stored = transform.inv(chunks[0].copy())
+@pytest.mark.parametrize("strategy", ["future", "random", "n-step"])
+def test_a_sample_is_correct_whatever_is_written_between_two_of_its_operations(strategy):
+    """The sample is repeated with a copy of the transform. Three chunks are written after each operation in turn."""
+    transform, chunks, check_sample = small_table(strategy)
+    stored, relabelled = transform.inv(chunks[0].copy()).reshape(-1), 0
     for begun, chunk in enumerate(chunks[1:-3], start=2):
-        stored = torch.cat([stored, transform.inv(chunk.copy())])[-360:]
-        if begun % 4:
+        stored = torch.cat([stored, transform.inv(chunk.copy()).reshape(-1)])[-360:]
+        if begun % 9:
             continue
         for operation in itertools.count(1):
             copied = copy.deepcopy(transform)
@@ -86,18 +96,48 @@ def reads_with_a_write_between(transform, chunks, read):
                         copied.inv(each.copy())
 
             with Between(write) as between:
-                result = read(copied, stored)
-            yield stored, result
-            if operation == between.operations:
+                batch = copied(stored)
+            relabelled += check_sample(batch)
+            if operation >= between.operations:
                 break
+    assert relabelled > 10_000
+
+
+@pytest.mark.parametrize("with_version", [False, True])
+def test_a_goal_that_is_read_during_a_write_is_complete_or_has_no_owner(with_version):
+    """Goals are so large that writing and reading them overlap, within one operation."""
+    table = GoalTable(8, (50_000,), torch.float32, torch.device("cpu"))
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            episode = table.open_episodes(1)
+            table.publish([(episode, torch.full((4, 50_000), float(episode % 2**20)), 0)])
+            time.sleep(random.random() / 1000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    read = overtaken = unchanged = 0
+    try:
+        while read < 1000 or overtaken < 100 or unchanged < 100 * with_version:
+            version = table.version if with_version else None
+            goals, owners = table.read(torch.randint(8, (1,)), version)  # takes less time than a write
+            whole = owners > 0
+            lowest, highest = goals.aminmax(dim=1)
+            assert torch.equal(lowest[whole], (owners[whole] % 2**20).float())
+            assert torch.equal(highest[whole], (owners[whole] % 2**20).float())
+            unchanged += with_version and version is not None and table.version == version
+            read, overtaken = read + int(whole.sum()), overtaken + int((~whole).sum())
+    finally:
+        stop.set()
+        writer.join()
 
 
 def test_there_is_no_version_while_something_is_written():
-    transform, chunks = table_that_wraps_round()
-    transform.inv(chunks[0].copy())
-    table = transform.table
+    """Reads rely on it, though a write within a single operation of a read is rare."""
+    table = GoalTable(145, (12,), torch.float32, torch.device("cpu"))
     for change in (
-        lambda: table.publish([(table.open_episodes(1), torch.zeros(5, *table.goals.shape[1:]), 0)]),
+        lambda: table.publish([(table.open_episodes(1), torch.zeros(5, 12), 0)]),
         lambda: table.load_state_dict(table.state_dict()),
         table.clear,
     ):
@@ -107,31 +147,3 @@ def test_there_is_no_version_while_something_is_written():
         assert None in seen
         assert set(seen) <= {None, before}
         assert table.version not in (None, before)
-
-
-@pytest.mark.parametrize("strategy", ["future", "random"])
-def test_a_sample_is_correct_whatever_is_written_between_two_of_its_operations(strategy):
-    reads = reads_with_a_write_between(*table_that_wraps_round(strategy), lambda transform, stored: transform(stored))
-    assert sum(check_sample(batch, strategy) for _, batch in reads) > 10_000
-
-
-def test_the_steps_of_a_window_are_correct_whatever_is_written_between_two_operations():
-    steps_of_rows = torch.randint(1, 4, (360,))
-
-    def read_windows(transform, stored):
-        n_step = NStepReward(OneStepReward(transform.reward, transform.keys), False, MultiStepTransform(3, 0.9))
-        windows = {STEPS: steps_of_rows[: len(stored)]}
-        batch = SampledBatch(
-            stored, windows, None, transform.table, *stored["hindsight_stamp"].unbind(1), longest_window=3
-        )
-        whole = n_step.read_goals(batch)
-        return batch.outcomes, whole
-
-    whole_windows = 0
-    for stored, (outcomes, whole) in reads_with_a_write_between(*table_that_wraps_round(), read_windows):
-        ahead = torch.minimum(torch.arange(3), steps_of_rows[: len(stored), None] - 1)  # [n, 3]
-        expected = stored["next", "achieved_goal"].unsqueeze(1).repeat(1, 3, 1)  # [n, 3, goal]
-        expected[..., 2::3] += ahead.unsqueeze(-1)
-        assert torch.equal(outcomes[whole], expected[whole])
-        whole_windows += int(whole.sum())
-    assert whole_windows > 10_000

@@ -1,0 +1,495 @@
+"""Goals have exactly the distribution of their strategy: one chi-square test of 100,000 draws each.
+
+The expected probabilities are computed in plain Python. A place is ``(episode, step)``, and a goal ``(episode, cell)``:
+step j achieves cell j + 1, as in `support.world`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scipy import stats
+from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+
+from support.factories import make_augmentation, make_transform
+from support.hindsight_oracle import STEPS, Oracle
+from support.recorded import Recorded
+from support.world import Goal, Goals, World
+from torchrl_her import (
+    Current,
+    Future,
+    Geometric,
+    GoalStrategy,
+    Mixture,
+    PastDesired,
+    Random,
+    Subgoal,
+    uniform,
+)
+
+LEVEL = 1e-3  # of each test
+DRAWS = 100_000
+RELABELLED, MEMBER, STEPS_TO_GOAL = (("hindsight", name) for name in ("relabelled", "member", "steps_to_goal"))
+
+Place = tuple[int, int]
+
+
+Outcomes = Counter[tuple[Place, Any]]  # an outcome is the member and the goals, or None without relabelling
+
+
+class Held(NamedTuple):
+    """The episodes in the goal table: the number of their steps there, and their desired goals."""
+
+    lengths: Counter[int]
+    desired: dict[int, Goal]
+
+
+# The probability of each goal of a place, given the goals that were drawn for earlier entries.
+Rule = Callable[[Place, Held, Mapping[str, Goal]], dict[Goal, float]]
+
+
+def own(steps_of: Callable[[int, int], dict[int, float]]) -> Rule:
+    """Return the rule of goals from the own episode, given the probability of each step."""
+
+    def rule(place, held, earlier):
+        episode, step = place
+        return {(episode, j + 1): p for j, p in steps_of(step, held.lengths[episode]).items()}
+
+    return rule
+
+
+def geometric(discount: float) -> Rule:
+    def steps_of(t, T):
+        ahead = {j: (1 - discount) * discount ** (j - t - 1) for j in range(t + 1, T - 1)}
+        return ahead | {T - 1: 1 - sum(ahead.values())}
+
+    return own(steps_of)
+
+
+def subgoal(steps: int, limit: str | None = None) -> Rule:
+    def rule(place, held, earlier):
+        episode, step = place
+        goal = episode, min(step + steps, held.lengths[episode] - 1) + 1
+        limiting = earlier.get(limit)
+        is_ahead = limiting is not None and limiting[0] == episode and limiting[1] > step
+        return {min(goal, limiting) if is_ahead else goal: 1.0}
+
+    return rule
+
+
+def anywhere(place, held, earlier):
+    return evenly([(episode, j + 1) for episode, length in held.lengths.items() for j in range(length)])
+
+
+def past_desired(place, held, earlier):
+    others = {episode: length for episode, length in held.lengths.items() if episode != place[0]}
+    return {held.desired[episode]: length / sum(others.values()) for episode, length in others.items()}
+
+
+def mixed(members: Mapping[Rule, float]) -> Rule:
+    def rule(place, held, earlier):
+        found = defaultdict(float)
+        for member, weight in members.items():
+            for goal, p in member(place, held, earlier).items():
+                found[goal] += weight * p
+        return found
+
+    return rule
+
+
+current, future, later, final, episode = (
+    own(STEPS[name]) for name in ("current", "future", "later", "final", "episode")
+)
+
+
+# Strategies of users, and their rules
+
+
+class NearFuture(GoalStrategy):
+    """At most nine steps ahead."""
+
+    def select(self, choice):
+        return choice.start + uniform(choice.step, torch.minimum(choice.step + 10, choice.length))
+
+
+class FromTheBeginning(GoalStrategy):
+    """Any goal of the episode, including that of its first state, which has the cell 0."""
+
+    uses_initial_goal = True
+
+    def select(self, choice):
+        return choice.start + uniform(torch.full_like(choice.step, -1), choice.length)
+
+
+class Newest(GoalStrategy):
+    """The goal that was achieved last."""
+
+    def __init__(self, same_episode=False):
+        self.same_episode = same_episode
+
+    def select(self, choice):
+        return (choice.size - 1).expand_as(choice.step)
+
+
+def evenly(goals):
+    return dict.fromkeys(goals, 1 / len(goals))
+
+
+def near_future(place, held, earlier):
+    return evenly([(place[0], cell) for cell in range(place[1] + 1, min(place[1] + 10, held.lengths[place[0]]) + 1)])
+
+
+def from_the_beginning(place, held, earlier):
+    return evenly([(place[0], cell) for cell in range(held.lengths[place[0]] + 1)])
+
+
+def newest(place, held, earlier):
+    last = max(held.lengths)
+    return {(last, held.lengths[last]): 1.0}
+
+
+class Case(NamedTuple):
+    """Strategies, and the rules that they must follow."""
+
+    strategy: Any
+    members: Mapping[Rule, float]  # one, or those of a mixture
+    strategies: Mapping[str, Any] = {}  # of further goals
+    rules: Mapping[str, Rule] = {}
+    her_ratio: float = 1.0
+
+    @property
+    def keys(self) -> list[str]:
+        return ["desired_goal", *self.rules]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        extra = dict(self.strategies) or None
+        return {"strategy": self.strategy, "extra_goals": extra, "her_ratio": self.her_ratio, "info": True}
+
+    def probabilities(self, place: Place, held: Held) -> dict[Any, float]:
+        """Return the probability of each outcome."""
+        drawn = {
+            (number, (goal,)): self.her_ratio * weight * p
+            for number, (rule, weight) in enumerate(self.members.items())
+            for goal, p in rule(place, held, {}).items()
+        }
+        for rule in self.rules.values():
+            drawn = {
+                (number, (*goals, goal)): p * q
+                for (number, goals), p in drawn.items()
+                for goal, q in rule(place, held, dict(zip(self.keys, goals, strict=False))).items()
+            }
+        return drawn | ({None: 1 - self.her_ratio} if self.her_ratio < 1 else {})
+
+
+def make(case: Case, envs: int, size: int = 2000, capacity: int = 2000, **options: Any) -> Recorded:
+    """Return an empty buffer for some environments."""
+    of_buffer = {name: options.pop(name, None) for name in ("sampler", "batch_size")}
+    hindsight = make_transform(capacity=capacity, **case.options | options)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=hindsight, **of_buffer)
+    return Recorded(rb, Oracle({}, capacity), World(envs, Goals()))
+
+
+def of_length(*lengths: int) -> list[str]:
+    """Return the moves of whole episodes."""
+    return [move for length in lengths for move in [*["go"] * (length - 1), "truncated"]]
+
+
+# Sampled outcomes
+
+
+def group_of(place: Place, held: Held) -> Any:
+    """Return the place itself in a short episode, and a part of a long one."""
+    episode, step = place
+    return place if held.lengths[episode] <= 12 else (episode, "long", step // 32)
+
+
+def cell_of(place: Place, goal: Goal, held: Held) -> Any:
+    """Return the goal itself in a short episode; near goals, the last one, and ranges of others in a long one."""
+    episode, step = place
+    of_goal, cell = goal
+    if of_goal != episode or held.lengths[episode] <= 12:
+        return of_goal, cell if held.lengths[of_goal] <= 12 else cell // 16
+    ahead = cell - 1 - step
+    return ahead if abs(ahead) <= 4 else ("far", ahead // 16), cell == held.lengths[episode]
+
+
+def outcomes_of(batch: Any, case: Case, recorded: Recorded) -> Outcomes:
+    """Count the outcomes of transitions ``[n]``, and check that their entries agree."""
+    places = torch.tensor([(row.episode, row.step) for row in recorded.oracle.order])[batch["uid"]]
+    relabelled = batch[RELABELLED]
+    for key in case.keys:
+        assert torch.equal(batch[key], batch["next", key])
+        assert torch.equal(batch[key][~relabelled[:, 0]], batch["desired_goal"][~relabelled[:, 0]])
+    (episode, step), (of_goal, cell) = places.T, batch["desired_goal"].long().T
+    is_ahead = relabelled[:, 0] & (of_goal == episode) & (step < cell)
+    assert torch.equal(batch[STEPS_TO_GOAL][:, 0], torch.where(is_ahead, cell - 1 - step, -1))
+    assert (MEMBER in batch.keys(True)) == (len(case.members) > 1)
+    member = batch[MEMBER] if len(case.members) > 1 else relabelled.long() - 1
+    assert torch.equal(member >= 0, relabelled)
+    columns = torch.cat([places, member, *(batch[key].long() for key in case.keys)], 1)
+    rows, counts = columns.unique(dim=0, return_counts=True)
+    found: Outcomes = Counter()
+    for (e, t, number, *numbers), count in zip(rows.tolist(), counts.tolist(), strict=True):
+        goals = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+        found[(e, t), (number, goals) if number >= 0 else None] += count
+    return found
+
+
+def p_value(case: Case, counts: Outcomes, held: Held) -> float:
+    """Return the p-value of Pearson's chi-square test, given the places; an impossible goal is an error."""
+    places, possible = Counter(), set()
+    observed, expected = Counter(), defaultdict(float)
+
+    def cell(place, outcome):
+        if outcome is None:
+            return group_of(place, held), None
+        number, goals = outcome
+        return group_of(place, held), number, *(cell_of(place, goal, held) for goal in goals)
+
+    for (place, outcome), count in counts.items():
+        places[place] += count
+        observed[cell(place, outcome)] += count
+    for place, count in places.items():
+        for outcome, p in case.probabilities(place, held).items():
+            expected[cell(place, outcome)] += count * p
+            possible |= {(place, outcome)} if p and (place, outcome) in counts else set()
+    assert counts.keys() == possible
+    cells = [each for each, mean in expected.items() if mean >= 5]
+    pairs = [(observed[each], expected[each]) for each in cells]
+    rest = [counts.total() - sum(column) for column in zip(*pairs, strict=True)]
+    pairs += [rest] if rest[1] >= 5 else []
+    statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
+    degrees = len(pairs) - len({group for group, *_ in cells})  # the number of draws of each group is given
+    return float(stats.chi2.sf(statistic, degrees)) if degrees > 0 else 1.0
+
+
+def check_ended(case: Case, recorded: Recorded, batch: Any) -> None:
+    """Check transitions ``[n]`` of a buffer in which all episodes have ended and are held."""
+    rows = recorded.oracle.order
+    held = Held(Counter(row.episode for row in rows), {row.episode: row.desired for row in rows})
+    assert p_value(case, outcomes_of(batch, case, recorded), held) > LEVEL
+
+
+# One goal, in a table with every kind of episode
+
+OWN = {
+    "current": Case("current", {current: 1}),
+    "future": Case("future", {future: 1}),
+    "future without the own goal": Case(Future(own=False), {later: 1}),
+    "final": Case("final", {final: 1}),
+    "episode": Case("episode", {episode: 1}),
+    "geometric": Case(Geometric(0.99), {geometric(0.99): 1}),
+    "the next step": Case(Geometric(0.0), {geometric(0.0): 1}),
+    "subgoal": Case(Subgoal(25), {subgoal(25): 1}),
+    "mixture": Case(
+        Mixture({"final": 0.0, Current(): 0.2, Geometric(0.99): 0.5, NearFuture(): 0.3, "random": 0.0}),
+        {final: 0, current: 0.2, geometric(0.99): 0.5, near_future: 0.3, anywhere: 0},
+    ),
+    "a user's own strategy": Case(NearFuture(), {near_future: 1}),
+    "a user's own strategy with the initial goal": Case(FromTheBeginning(), {from_the_beginning: 1}),
+    "her_ratio": Case("future", {future: 1}, her_ratio=0.7),
+}
+ANY = {
+    "random": Case(Random(), {anywhere: 1}),
+    "past_desired": Case(PastDesired(), {past_desired: 1}, her_ratio=0.9),
+    "mixture": Case(Mixture({"current": 0.5, "past_desired": 0.5}), {current: 0.5, past_desired: 0.5}, her_ratio=0.9),
+    "mrl": Case(
+        Mixture({Future(): 0.5, PastDesired(): 0.375, Random(): 0.125}),
+        {future: 0.5, past_desired: 0.375, anywhere: 0.125},
+        her_ratio=0.9,
+    ),
+}
+EVICTED, LEAVING = (6, 40, 54), (50,) * 9  # episodes that have left the table, and episodes that may have
+
+
+def every_kind_of_episode(case: Case) -> tuple[Outcomes, Held, Held, list[int]]:
+    """Return outcomes in a table of 700 goals, and the episodes that it holds, that it may hold, and that are running.
+
+    All lengths are those that were written. Evicted episodes are checked here.
+    """
+    recorded = make(case, envs=5, capacity=700)
+    recorded.play([of_length(*EVICTED, *LEAVING), [], [], [], []])
+    recorded.play([[], ["go"] * 150, ["go"] * 100, [], []])
+    recorded.play([of_length(1, 2, 5, 9), of_length(150), ["go"] * 60, ["go"] * 70, ["go"] * 40])
+    batch = recorded.rb.sample(240_000)
+    evicted, old = sum(EVICTED), sum(EVICTED + LEAVING)
+    assert not batch[RELABELLED][batch["uid"] < evicted].any()
+    outcomes = outcomes_of(batch[batch[RELABELLED][:, 0] | (batch["uid"] >= old)], case, recorded)
+    rows = recorded.oracle.order
+    desired = {row.episode: row.desired for row in rows}
+    leaving, held = (Counter(row.episode for row in part) for part in (rows[evicted:old], rows[old:]))
+    return outcomes, Held(held, desired), Held(leaving, desired), [env.episode for env in recorded.world.envs[2:]]
+
+
+@pytest.mark.filterwarnings("ignore:.*left the goal table")
+@pytest.mark.parametrize("name", OWN)
+def test_goals_of_the_own_episode_have_the_distribution_of(name):
+    """The steps of a running episode in the table are inferred from the last goal that was drawn."""
+    case = OWN[name]
+    outcomes, held, leaving, running = every_kind_of_episode(case)
+    last = Counter()
+    for of_goal, cell in (outcome[1][0] for _, outcome in outcomes if outcome is not None):
+        last[of_goal] = max(last[of_goal], cell)
+    for each in running:
+        written, held.lengths[each] = held.lengths[each], last[each]
+        assert (written + 1) // 2 * (written >= 64) <= last[each] <= written
+    known: Outcomes = Counter()
+    for (place, outcome), count in outcomes.items():
+        if place[1] < held.lengths[place[0]]:
+            known[place, outcome] = count
+        else:
+            assert outcome is None or outcome in case.probabilities(place, leaving)
+    assert known.total() > 0.9 * DRAWS
+    assert p_value(case, known, held) > LEVEL
+
+
+@pytest.mark.filterwarnings("ignore:.*left the goal table")
+@pytest.mark.parametrize("name", ["random", "past_desired", "mixture"])
+def test_goals_of_other_episodes_come_from_those_that_are_held(name):
+    """The row of an evicted desired goal can hold an achieved goal of the transition's own episode."""
+    case = ANY[name]
+    outcomes, held, leaving, running = every_kind_of_episode(case)
+    either = Held(held.lengths + leaving.lengths, held.desired)
+    possible = {place: case.probabilities(place, either) for place in {place for place, _ in outcomes}}
+    assert all(outcome is None or outcome in possible[place] for place, outcome in outcomes)
+    assert name != "random" or all(outcome or place[0] in running for place, outcome in outcomes)
+    assert sum(count for (_, outcome), count in outcomes.items() if outcome) > 0.8 * DRAWS
+
+
+@pytest.mark.parametrize("name", ANY)
+def test_goals_of_any_episode_have_the_distribution_of(name):
+    """All episodes have ended and are held. The second one is written in two pieces."""
+    case, recorded = ANY[name], make(ANY[name], envs=2)
+    recorded.play([of_length(1, 2, 5, 9, 120), ["go"] * 65])
+    recorded.play([of_length(100), of_length(65)])
+    check_ended(case, recorded, recorded.rb.sample(DRAWS))
+
+
+# Several goals, in a table of short episodes
+
+OGBENCH = (
+    Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3}),
+    {current: 0.2, geometric(0.99): 0.5, anywhere: 0.3},
+)
+SEVERAL = {
+    "the goals of GCIVL": Case(
+        *OGBENCH,
+        {"actor": Future(own=False), "low": Subgoal(3)},
+        {"actor": later, "low": subgoal(3, "desired_goal")},
+    ),
+    "the goals of HIQL": Case(
+        *OGBENCH,
+        {"high": Future(own=False), "target": Subgoal(3, limit="high"), "low": Subgoal(3, limit=None)},
+        {"high": later, "target": subgoal(3, "high"), "low": subgoal(3)},
+    ),
+    "a mixture with a subgoal": Case(
+        *OGBENCH,
+        {"high": Future(), "low": Mixture({Subgoal(3, limit="high"): 0.5, "random": 0.5})},
+        {"high": future, "low": mixed({subgoal(3, "high"): 0.5, anywhere: 0.5})},
+    ),
+    "two equal strategies": Case("future", {future: 1}, {("high", "goal"): "future"}, {("high", "goal"): future}),
+    "her_ratio": Case(*OGBENCH, {"actor": "past_desired"}, {"actor": past_desired}, her_ratio=0.6),
+    "a user's own strategy": Case(
+        Mixture({"episode": 0.5, Newest(): 0.5}), {episode: 0.5, newest: 0.5}, {"actor": Newest()}, {"actor": newest}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_goals_have_the_joint_distribution_of(name):
+    recorded = make(SEVERAL[name], envs=1)
+    recorded.play([of_length(9, 4, 1, 6)])
+    check_ended(SEVERAL[name], recorded, recorded.rb.sample(DRAWS))
+
+
+def test_a_sequence_has_the_goals_of_its_last_transition():
+    case, sampler = SEVERAL["the goals of GCIVL"], SliceSampler(slice_len=3, truncated_key=None)
+    recorded = make(case, envs=1, sequence_length=3, sampler=sampler, batch_size=3 * DRAWS)
+    recorded.play([of_length(9, 4, 3, 6)])
+    batch = recorded.rb.sample()
+    for key in (RELABELLED, MEMBER, *case.keys):
+        assert torch.equal(batch[key], batch[key][2::3].repeat_interleave(3, 0))
+    check_ended(case, recorded, batch[2::3])
+
+
+# Other properties of a user's own strategy
+
+
+def test_goals_of_other_episodes_are_used_only_if_the_strategy_sets_same_episode_to_false():
+    """Also if the strategy is a member of a mixture."""
+    case = Case(Mixture({Newest(same_episode=True): 0.5, Newest(same_episode=False): 0.5}), {newest: 0.5, current: 0.5})
+    recorded = make(case, envs=1)
+    recorded.play([of_length(5, 3, 4)])
+    counts = Counter((place[0], outcome) for place, outcome in outcomes_of(recorded.rb.sample(4000), case, recorded))
+    goal = ((2, 4),)
+    assert counts.keys() == {(0, None), (1, None), (0, (1, goal)), (1, (1, goal)), (2, (0, goal)), (2, (1, goal))}
+    for number in range(2):
+        assert stats.binomtest(counts[number, None], counts[number, None] + counts[number, (1, goal)]).pvalue > LEVEL
+
+
+def test_the_initial_goal_of_a_running_episode_is_saved():
+    recorded = make(Case(FromTheBeginning(), {from_the_beginning: 1}), envs=1)
+    recorded.play([["go"] * 5])
+    recorded.rb.transform[-1].load_state_dict(pickle.loads(pickle.dumps(recorded.rb.transform[-1].state_dict())))
+    recorded.play([["go", "truncated"]])
+    assert set(recorded.rb.sample(1000)["desired_goal"][:, 1].tolist()) == set(range(8))
+
+
+# Copies that HindsightAugmentation writes
+
+
+def test_copies_have_the_joint_distribution_of_several_goals():
+    case = Case(Geometric(0.99), {geometric(0.99): 1}, *[SEVERAL["the goals of GCIVL"][place] for place in (2, 3)])
+    extra = dict(case.strategies)
+    hindsight = make_augmentation(strategy=case.strategy, extra_goals=extra, n_sampled_goal=5000)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(DRAWS + 20), transform=hindsight)
+    recorded = Recorded(rb, Oracle({}, 1), World(1, Goals()))
+    recorded.play([of_length(9, 4, 1, 6)])
+    stored = rb.storage[:]
+    copies = stored[stored[RELABELLED][:, 0]]
+    assert len(copies) == DRAWS
+    steps = torch.tensor([[row.step] for row in recorded.oracle.order])[copies["uid"]]
+    copies[STEPS_TO_GOAL] = copies["hindsight", "goal_step"] - steps
+    check_ended(case, recorded, copies)
+
+
+def goals_of_copies(rb: Any) -> set[Goal]:
+    """Return the goals of the copies that the last write stored, and empty the buffer."""
+    stored = rb.storage[:]
+    goals = stored["desired_goal"][stored[RELABELLED][:, 0]].long().tolist()
+    rb.empty()
+    return set(map(tuple, goals))
+
+
+def test_random_copies_get_goals_of_a_uniform_sample_of_all_goals_so_far():
+    """The sample has two goals, so each of the six goals of three episodes is in it once in three times."""
+    hindsight = make_augmentation(strategy="random", n_sampled_goal=10, reservoir_size=2)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=hindsight)
+    counts, runs = Counter(), 300
+    for _ in range(runs):
+        hindsight.clear()
+        world = World(1, Goals())
+        for lengths in ((2, 2), (2,)):
+            rb.extend(world.tensordict(world.play(0, of_length(*lengths))))
+            goals = goals_of_copies(rb)
+        assert len(goals) == 2
+        counts.update(goals)
+    assert len(counts) == 6
+    assert stats.chisquare(list(counts.values())).pvalue > LEVEL
+
+
+def test_the_goals_so_far_are_forgotten_when_a_state_without_goals_is_loaded():
+    world = World(1, Goals())
+    used = make_augmentation(strategy="random", n_sampled_goal=50)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=used)
+    rb.extend(world.tensordict(world.play(0, of_length(9))))
+    goals_of_copies(rb)
+    used.load_state_dict(make_augmentation(strategy="random", n_sampled_goal=50).state_dict())
+    rb.extend(world.tensordict(world.play(0, of_length(5))))
+    assert goals_of_copies(rb) == {(1, cell) for cell in range(1, 6)}
