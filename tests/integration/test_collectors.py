@@ -1,73 +1,35 @@
-"""HERTransform behind TorchRL's collectors, in one process, in several and in the background.
+"""Both hindsight transforms behind TorchRL's collectors, in one process, in several and in the background.
 
-The cases are the rows of the tables in docs/reference/collectors.md. Each row is tested exactly once: by the test that
-selects it with `of`, or by one of the three tests at the end. The words of a row are arguments: ``replay_buffer=rb,
-extend_buffer=False`` are arguments of the collector, and ``shared=True`` is an argument of the buffer.
+Each case takes another path through a collector or the transform. With the newest TorchRL, test_torchrl_limits.py runs
+all rows of docs/reference/collectors.md.
 """
 
-import ast
 import contextlib
 import functools
 import itertools
 import multiprocessing
-import re
 import time
-from collections import Counter, defaultdict
-from pathlib import Path
-from typing import NamedTuple
+from collections import Counter
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
+from tensordict.nn import TensorDictModule
 from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.envs import GymWrapper, ObservationNorm, ParallelEnv, SerialEnv
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv
 
-from support.factories import make_transform, start_processes_from_a_server
+from support.factories import make_augmentation, make_transform, start_processes_from_a_server
 from support.named import named
-from support.tape import Tape, check, length_of, make_serial, make_tape, places, taken
-from torchrl_her import EnvReward
+from support.tape import RELABELLED, check, collect, length_of, make_serial, make_tape, places, taken
+from torchrl_her import EnvReward, PackedStorage
 
 NUMBER = 8  # environments in one process
 STEPS, BATCHES = 8, 6  # steps of each environment per batch, and batches per collector
 SIZE = 30_000  # rows of storages and goal tables, large enough that nothing is overwritten
 MASK = ("collector", "mask")
-
+GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
 
 quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_a_server)
-
-
-class Row(NamedTuple):
-    """A row of the tables in docs/reference/collectors.md, without backticks."""
-
-    collector: str
-    environments: str
-    data: str
-    buffer: str
-    result: str
-
-    def __str__(self):
-        return "-".join(self)
-
-
-def read_docs():
-    """Return the rows of all tables; a line for two collectors is two rows."""
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "collectors.md").read_text()
-    lines = re.findall(r"^\| (?!collector )(.+) \|$", page.replace("`", ""), flags=re.MULTILINE)
-    cells = [line.split(" | ") for line in lines]
-    return [Row(collector, *rest) for collectors, *rest in cells for collector in collectors.split(" or ")]
-
-
-DOCUMENTED = read_docs()
-SELECTED = []
-
-
-def of(count, pattern):
-    """Parametrize a test with the rows that match a pattern and were not selected by an earlier test."""
-    own = [row for row in DOCUMENTED if row not in SELECTED and re.search(pattern, str(row))]
-    assert len(own) == count, f"docs/reference/collectors.md has {len(own)} rows like {pattern!r}, not {count}"
-    SELECTED.extend(own)
-    return pytest.mark.parametrize("row", own, ids=str)
 
 
 @contextlib.contextmanager
@@ -76,17 +38,6 @@ def started_by(method):
     multiprocessing.set_start_method(method, force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
-
-
-# The meaning of the words in a row
-
-
-class SlowTape(Tape):
-    """A tape with slow steps."""
-
-    def step(self, action):
-        time.sleep(0.01)
-        return super().step(action)
 
 
 def tapes(first, number=NUMBER):
@@ -102,31 +53,25 @@ def parallel(first):
     return ParallelEnv(NUMBER, tapes(first), mp_start_method="fork", shutdown_timeout=0.1)  # starts and ends quickly
 
 
-COLLECTORS = {kind.__name__: kind for kind in (Collector, MultiSyncCollector, MultiAsyncCollector)}
-ENVIRONMENTS = {"one": (make_tape, 1), "8 in SerialEnv": (serial, NUMBER), "8 in ParallelEnv": (parallel, NUMBER)}
-GOAL_SPEC = make_tape().observation_spec["achieved_goal"]
-
-
-def read(words):
-    """Split ``"by hand, [B, T], split_trajs=True"`` into ``["by hand", "[B, T]"], {"split_trajs": True}``."""
-    parts = re.split(r", (?![^\[(]*[\])])", words)
-    options = [part for part in parts if "=" in part and part != "replay_buffer=rb"]
-    values = dict(option.split("=") for option in options)
-    return [part for part in parts if part not in options], {k: ast.literal_eval(v) for k, v in values.items()}
-
-
-def make_buffer(words, hindsight=True, capacity=None):
+def make_buffer(kind=TensorDictReplayBuffer, storage=LazyTensorStorage, size=SIZE, hindsight=True, **options):
     """Return a buffer that relabels as many transitions as possible."""
-    (kind, *storage), options = read(words)
-    size = options.pop("size", SIZE)
-    options |= {"alpha": 0.7, "beta": 0.5} if "Prioritized" in kind else {}
     of_storage = {key: options.pop(key) for key in ("ndim", "shared_init") if key in options}
-    of_transform = {key: options.pop(key) for key in ("goal_spec", "mask_key") if key in options}
+    of_transform = {"goal_spec": GOAL_SPEC, "capacity": 2 * size}
+    of_transform |= {key: options.pop(key) for key in of_transform if key in options}
     if hindsight:
-        of_transform = {"goal_spec": GOAL_SPEC, "capacity": capacity or 2 * size} | of_transform
-        options["transform"] = make_transform(reward=EnvReward(Tape(0)), her_ratio=1.0, **of_transform)
-    make_storage = named((*storage, "LazyTensorStorage")[0])
-    return named(kind)(storage=make_storage(size, **of_storage), **options)
+        options["transform"] = make_transform(reward=EnvReward(make_tape), her_ratio=1.0, **of_transform)
+    return kind(storage=storage(size, **of_storage), **options)
+
+
+@contextlib.contextmanager
+def collecting(kind, make_envs, **options):
+    """Return a collector in this process, or one with two processes that have their own environments."""
+    frames = STEPS * (1 if make_envs is make_tape else NUMBER) * (2 if kind is MultiSyncCollector else 1)
+    second = functools.partial(make_envs, 1 if make_envs is make_tape else NUMBER)
+    makers = make_envs(0) if kind is Collector else [functools.partial(make_envs, 0), second]
+    running = kind(makers, None, **{"frames_per_batch": frames, "total_frames": -1, **options})
+    with shut_down_after(running):
+        yield running
 
 
 @contextlib.contextmanager
@@ -134,51 +79,22 @@ def shut_down_after(*running):
     """End all processes, even if a test fails."""
     try:
         yield
-    except BaseException:
+    finally:
         for collector in running:
             with contextlib.suppress(Exception):  # of processes that failed
                 collector.shutdown()
-        raise
-    for collector in running:
-        collector.shutdown()
 
 
-@contextlib.contextmanager
-def collecting(collector, environments, **options):
-    """Return a collector in this process, or one with two processes that have their own environments."""
-    make, number = ENVIRONMENTS[environments]
-    frames = STEPS * number * (2 if collector == "MultiSyncCollector" else 1)
-    options = {"frames_per_batch": frames, "total_frames": -1, **options}
-    makers = make(0) if collector == "Collector" else [functools.partial(make, 0), functools.partial(make, number)]
-    running = COLLECTORS[collector](makers, None, **options)
-    with shut_down_after(running):
-        yield running
-
-
-def collector_here(number):
-    """Return a collector of one environment in this process."""
-    return Collector(make_tape(number), None, frames_per_batch=STEPS, total_frames=-1)
-
-
-@functools.cache
-def yielded(collector, environments, options):
-    """Return the batches of a collector, shared by rows that differ only in the buffer."""
-    with collecting(collector, environments, **dict(options)) as running:
-        return [batch.clone() for batch in itertools.islice(running, BATCHES)]
-
-
-def fill(row, rb):
-    """Collect transitions into the buffer as the row describes."""
-    (how, *layout), options = read(row.data)
-    if how == "by hand":
-        for batch in yielded(row.collector, row.environments, tuple(options.items())):
-            rb.extend(batch.reshape(-1) if layout == ["flattened"] else batch)
-        return
-    with collecting(row.collector, row.environments, replay_buffer=rb, **options) as running:
-        if how == "start()":
+def fill(rb, kind, make_envs, how, **options):
+    """Collect transitions into the buffer: by hand ("extend" or "flattened"), "replay_buffer" or "start"."""
+    options |= {"replay_buffer": rb} if how in ("replay_buffer", "start") else {}
+    with collecting(kind, make_envs, **options) as running:
+        if how == "start":
             run_in_the_background(running, rb)
-        else:
-            list(itertools.islice(running, BATCHES))
+            return
+        for batch in itertools.islice(running, BATCHES):
+            if how in ("extend", "flattened"):
+                rb.extend(batch.reshape(-1) if how == "flattened" else batch)
 
 
 def until(is_true, things=None):
@@ -201,7 +117,7 @@ def run_in_the_background(running, rb):
     running.async_shutdown()
 
 
-# The oracle
+# Checks
 
 
 def unpadded(batch):
@@ -229,9 +145,9 @@ def ended(steps):
     return [place for place in steps if place[:2] in ends]
 
 
-def check_nothing_is_lost(rows, environments, steps=None, only_whole=False, reset_every=None):
-    """Check that the first ``steps`` steps of every environment, by default all, are stored once."""
-    stored = sorted(places(rows))
+def check_buffer(rb, environments, steps=None, only_whole=False, reset_every=None, **options):
+    """Check all goals, and that the first ``steps`` steps of every environment, by default all, are stored once."""
+    stored = sorted(places(unpadded(rb[:])))
     counts = Counter(number for number, _, _ in stored)
     assert sorted(counts) == list(range(environments))
     expected = []
@@ -240,56 +156,84 @@ def check_nothing_is_lost(rows, environments, steps=None, only_whole=False, rese
         those = taken_with_resets(number, count, reset_every) if reset_every else taken(number, count)
         expected += ended(those) if only_whole else those
     assert stored == expected
+    check_hindsight(rb, **options)
 
 
-def check_hindsight(rb, least=0.6, **kwargs):
-    """Check that goals are correct, and that transitions of ended episodes are relabelled: all, or a share of 0.8."""
+def check_hindsight(rb, least=0.6, **options):
+    """Check that goals are correct, and that all transitions of ended episodes are relabelled."""
     stored = rb[:]
     rows = unpadded(stored)
-    relabelled = rows["hindsight", "relabelled"].reshape(-1).tolist()
-    assert sum(relabelled) == stored["hindsight", "relabelled"].sum(), "padding has hindsight"
-    check(rows, **kwargs)
+    relabelled = rows[RELABELLED].reshape(-1).tolist()
+    assert sum(relabelled) == stored[RELABELLED].sum(), "padding has hindsight"
+    check(rows, **options)
     stored_at = places(rows)
-    last = defaultdict(int)
-    for number, episode, _ in stored_at:
-        last[number] = max(last[number], episode)
-    over = {place for place in stored_at if place[1] < last[place[0]]}.union(ended(stored_at))
+    newest = {number: max(place[1] for place in stored_at if place[0] == number) for number, *_ in stored_at}
+    over = {place for place in stored_at if place[1] < newest[place[0]]}.union(ended(stored_at))
     assert len(over) > least * len(rows), "too few episodes are over"
     assert not [place for place, was in zip(stored_at, relabelled, strict=True) if place in over and not was]
-
-    rb.transform[0].her_ratio = 0.8
-    batch = unpadded(rb.sample(2000 // rb.sample(1).numel()))
-    check(batch, **kwargs)
-    of_over = torch.tensor([place in over for place in places(batch)])
-    assert abs(batch["hindsight", "relabelled"].reshape(-1)[of_over].float().mean() - 0.8) < 0.06
+    check(unpadded(rb.sample(64)), **options)
 
 
-def check_buffer(rb, environments, **kwargs):
-    """Check that nothing is lost, all goals are correct, and transitions are relabelled."""
-    check_nothing_is_lost(unpadded(rb[:]), environments, **kwargs)
-    check_hindsight(rb)
+def check_collected(rb, kind, make_envs, how, **options):
+    """Collect transitions, and check that nothing is lost, all goals are correct, and ended episodes relabelled."""
+    fill(rb, kind, make_envs, how, **options)
+    only_whole = "trajs_per_batch" in options  # the collector holds back the other episodes
+    has_all_steps = kind is not MultiAsyncCollector and how != "start" and (how == "replay_buffer" or not only_whole)
+    check_buffer(
+        rb,
+        environments=(1 if make_envs is make_tape else NUMBER) * (1 if kind is Collector else 2),
+        steps=STEPS * BATCHES if has_all_steps else None,
+        only_whole=only_whole,
+        reset_every=STEPS if "reset_at_each_iter" in options else None,
+        flags="set_truncated" not in options,
+    )
 
 
-# Rows that need more than their words
+# The type of a collector, its environments, how it writes, its options, and the options of the buffer.
+SHARED, BATCHED = {"shared": True}, {"kind": ReplayBuffer, "ndim": 2}
+PRIORITIZED = {"kind": named("TensorDictPrioritizedReplayBuffer"), "alpha": 0.7, "beta": 0.5, "sync": False}
+CASES = [
+    (Collector, serial, "extend", {}, {}),
+    (Collector, serial, "flattened", {"set_truncated": True}, {}),
+    (Collector, serial, "flattened", {"split_trajs": True}, {}),
+    (Collector, serial, "flattened", {"trajs_per_batch": 4, "traj_format": "cat"}, {}),
+    (Collector, parallel, "replay_buffer", {}, BATCHED),
+    (Collector, serial, "replay_buffer", {"track_traj_ids": False}, BATCHED),
+    (Collector, serial, "replay_buffer", {"trajs_per_batch": 4}, {"kind": ReplayBuffer}),
+    (Collector, serial, "replay_buffer", {"extend_buffer": False, "reset_at_each_iter": True}, {}),
+    (Collector, make_tape, "start", {}, {}),
+    (MultiSyncCollector, serial, "extend", {}, {"ndim": 3}),
+    (MultiSyncCollector, make_tape, "flattened", {"split_trajs": True}, {}),  # other ids in each batch
+    (MultiSyncCollector, make_tape, "replay_buffer", {}, SHARED | PRIORITIZED),
+    (MultiSyncCollector, serial, "replay_buffer", {"trajs_per_batch": 4}, SHARED | {"storage": LazyMemmapStorage}),
+    (MultiAsyncCollector, serial, "flattened", {}, {}),
+    (MultiAsyncCollector, make_tape, "replay_buffer", {}, {"goal_spec": None}),
+    (MultiAsyncCollector, serial, "start", {}, SHARED | BATCHED | {"storage": PackedStorage}),
+]
 
 
-@of(4, "^your own loop")
-def test_steps_of_all_environments_without_trajectory_ids(row):
-    rb, env = make_buffer(row.buffer), serial(0)
-    write = getattr(rb, read(row.data)[0][-1])
+@pytest.mark.parametrize(("kind", "make_envs", "how", "of_collector", "of_buffer"), CASES)
+def test_goals_are_correct_nothing_is_lost_and_transitions_are_relabelled(
+    kind, make_envs, how, of_collector, of_buffer
+):
+    check_collected(make_buffer(**of_buffer), kind, make_envs, how, **of_collector)
+
+
+@pytest.mark.parametrize("write", ["extend", "add"])
+def test_steps_of_all_environments_without_trajectory_ids(write):
+    rb, env = make_buffer(), serial(0)
     state = env.reset()
     for _ in range(STEPS * BATCHES):
         transition, state = env.step_and_maybe_reset(env.rand_action(state))
-        write(transition)
+        getattr(rb, write)(transition)
     assert "collector" not in list(rb[:].keys())
     check_buffer(rb, NUMBER, steps=STEPS * BATCHES)
 
 
-@of(1, "^AsyncBatchedCollector")
-def test_steps_of_environments_in_any_order_without_trajectory_ids(row):
+def test_steps_of_environments_in_any_order_without_trajectory_ids():
     policy = TensorDictModule(lambda seen: torch.zeros(*seen.shape[:-1], 2), ["observation"], ["action"])
     collector = AsyncBatchedCollector(tapes(0), policy=policy, frames_per_batch=NUMBER * STEPS, total_frames=-1)
-    rb = make_buffer(row.buffer)
+    rb = make_buffer()
     with shut_down_after(collector):
         for batch in itertools.islice(collector, BATCHES):
             rb.extend(batch)
@@ -297,38 +241,23 @@ def test_steps_of_environments_in_any_order_without_trajectory_ids(row):
     check_buffer(rb, NUMBER)
 
 
-@of(3, "^two of Collector")
-def test_trajectory_ids_of_two_collectors_collide(row):
-    rb = make_buffer(row.buffer)
-    options = {"frames_per_batch": NUMBER * STEPS, "total_frames": -1}
-    if row.data == "start()":
-        options["replay_buffer"] = rb
-    first, second = (Collector(serial(number), None, **options) for number in (0, NUMBER))
-    if row.data == "start()":
-        first.start()
-        run_in_the_background(second, rb)
-        first.async_shutdown()
-    else:
-        for one, other in itertools.islice(zip(first, second, strict=True), BATCHES):
-            if "in turn" in row.data:
-                rb.extend(one.reshape(-1))
-                rb.extend(other.reshape(-1))
-            else:
-                rb.extend(torch.cat([one, other]).transpose(0, 1).reshape(-1))
-    rows = unpadded(rb[:])
-    of_first = rows["observation"][:, 0] < NUMBER
-    ids = rows["collector", "traj_ids"]
+def test_trajectory_ids_of_two_collectors_collide():
+    rb = make_buffer()
+    first, second = (Collector(serial(number), None, frames_per_batch=64, total_frames=-1) for number in (0, NUMBER))
+    for one, other in itertools.islice(zip(first, second, strict=True), BATCHES):
+        rb.extend(torch.cat([one, other]).transpose(0, 1).reshape(-1))
+    rows = rb[:]
+    of_first, ids = rows["observation"][:, 0] < NUMBER, rows["collector", "traj_ids"]
     assert set(ids[of_first].tolist()) & set(ids[~of_first].tolist())
-    check_buffer(rb, 2 * NUMBER)
+    check_buffer(rb, 2 * NUMBER, steps=STEPS * BATCHES)
 
 
-@of(1, "^MultiSyncCollector, MultiAsyncCollector and Collector")
-def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes(row):
-    rb = make_buffer(row.buffer)
+def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes():
+    rb = make_buffer(shared=True)
     options = {"frames_per_batch": STEPS, "total_frames": -1, "replay_buffer": rb}
     synchronous = MultiSyncCollector(tapes(0, 2), None, **options)
     asynchronous = MultiAsyncCollector(tapes(2, 2), None, **options)
-    here = iter(collector_here(4))
+    here = iter(Collector(make_tape(4), None, frames_per_batch=STEPS, total_frames=-1))
     with shut_down_after(synchronous, asynchronous):
         synchronous.start()
         asynchronous.start()
@@ -338,18 +267,31 @@ def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes
     check_buffer(rb, 5)
 
 
-@of(2, "in between")
-def test_silent_resets_end_episodes(row):
-    rb, env = make_buffer(row.buffer), serial(0)
-    make_collector = functools.partial(Collector, env, None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
-    collector = make_collector()
-    for i in range(BATCHES):
+def test_forked_processes_and_flush_end_no_episode_of_another_process():
+    rb = make_buffer(storage=LazyMemmapStorage, shared=True)
+    here = Collector(make_tape(2), None, frames_per_batch=STEPS, total_frames=-1)
+    rb.extend(here.next())  # an episode that is running in this process when the others start
+    with started_by("fork"), collecting(MultiSyncCollector, make_tape, replay_buffer=rb) as running:
+        for _ in itertools.islice(running, BATCHES):
+            rb.extend(here.next())
+    check_buffer(rb, 3)
+    rows = rb[:]
+    whole, of_this_process = ended(places(rows)), rows["observation"][:, 0] == 2
+    of_running = torch.tensor([place not in whole for place in places(rows)])
+    assert (of_running & of_this_process).any()
+    assert (of_running & ~of_this_process).any()
+    assert not rows[RELABELLED][of_running].any()
+    rb.transform[0].flush()
+    assert rb[:][RELABELLED].squeeze(-1)[of_running].equal(of_this_process[of_running])
+
+
+def test_silent_resets_end_episodes():
+    rb = make_buffer()
+    collector = Collector(serial(0), None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
+    for number in range(BATCHES):
         rb.extend(collector.next().reshape(-1))
-        if i % 2 == 0 and "collector.reset()" in row.data:
+        if number % 2 == 0:
             collector.reset()
-        elif i % 2 == 0:
-            collector.shutdown(close_env=False)
-            collector = make_collector()
     stored = places(rb[:])
     assert len(stored) == len(set(stored)) == NUMBER * STEPS * BATCHES
     cut = {place[:2] for place in stored} - {place[:2] for place in ended(stored)}
@@ -357,16 +299,13 @@ def test_silent_resets_end_episodes(row):
     check_hindsight(rb)
 
 
-@of(1, "pause")
-def test_rollouts_that_are_dropped_leave_no_wrong_goals(row):
-    rb = make_buffer(row.buffer)
-    with collecting(row.collector, row.environments, replay_buffer=rb) as running:
+def test_rollouts_that_are_dropped_leave_no_wrong_goals():
+    rb = make_buffer(shared=True)
+    with collecting(MultiAsyncCollector, make_tape, replay_buffer=rb) as running:
         running.start()
         for _ in until(lambda: rb.write_count >= 300):
             with running.pause():
-                written = rb.write_count
                 time.sleep(0.02)
-                assert rb.write_count == written
             time.sleep(0.05)
     stored = set(places(rb[:]))
     assert len(stored) == len(rb)
@@ -374,85 +313,19 @@ def test_rollouts_that_are_dropped_leave_no_wrong_goals(row):
     check_hindsight(rb)
 
 
-@of(1, "parts of an episode count as episodes")
-def test_parts_of_an_episode_with_different_ids_are_episodes(row):
-    rb = make_buffer(row.buffer)
-    fill(row, rb)
-    rows = unpadded(rb[:])
-    ids = rows["collector", "traj_ids"].tolist()
-    episodes = [place[:2] for place in places(rows)]
-    assert len(set(zip(episodes, ids, strict=True))) > len(set(episodes))
-    check_buffer(rb, 2, steps=STEPS * BATCHES)
-
-
-def make_slow_tape(number):
-    return GymWrapper(SlowTape(number))
-
-
-@of(1, "preemptive_threshold")
-def test_the_padding_of_a_slow_environment_is_left_out(row):
-    rb = make_buffer(row.buffer)
-    makers = [make_tape, functools.partial(make_slow_tape, 1)]
-    collector = MultiSyncCollector(makers, None, frames_per_batch=2 * STEPS, total_frames=-1, preemptive_threshold=0.5)
-    with shut_down_after(collector):
-        for batch in itertools.islice(collector, BATCHES):
-            rb.extend(batch.reshape(-1))
-    assert len(unpadded(rb[:])) < len(rb), "the slow environment completed its steps"
-    check_buffer(rb, 2)
-
-
-@of(1, "done belongs to another batch")
-def test_torchrl_yields_the_flags_of_another_batch(row):
-    def has_wrong_flags(**options):
-        with collecting(row.collector, row.environments, set_truncated=True, **options) as running:
-            batches = [batch["next"].clone() for batch in itertools.islice(running, 3)]
-        return any((batch["done"] != batch["terminated"] | batch["truncated"]).any() for batch in batches)
-
-    assert has_wrong_flags()
-    assert not has_wrong_flags(use_buffers=False)
-
-
-@of(3, "started by .*-works$")
-def test_every_start_method_of_processes(row):
-    rb = make_buffer(row.buffer)
-    here = collector_here(2)
-    rb.extend(here.next())  # an episode that is running in this process when the others start
-    method = started_by(row.data.split()[-1])
-    with method, collecting(row.collector, row.environments, replay_buffer=rb) as running:
-        for _ in itertools.islice(running, BATCHES):
-            rb.extend(here.next())
-    check_buffer(rb, 3)
-
-
-@of(1, "started by fork.*samples other data than was written")
-def test_torchrl_shares_no_storage_with_forked_processes(row):
-    rb = make_buffer(row.buffer, hindsight=False)
-    with started_by("fork"), collecting(row.collector, row.environments, replay_buffer=rb) as running:
-        next(iter(running))
-    assert len(rb) == 2 * STEPS
-    assert sorted(places(rb[:])) != sorted(taken(0, STEPS) + taken(1, STEPS))
-
-
-@of(1, "in the log of the process")
-def test_a_process_logs_what_it_refuses(row, capfd):
-    rb = make_buffer(row.buffer)
-    with (
-        started_by("fork"),  # logs to the stderr of this process
-        pytest.raises(RuntimeError, match="At least one process failed"),
-        collecting(row.collector, row.environments, replay_buffer=rb, compact_obs=True) as running,
-    ):
-        next(iter(running))
-    assert row.result.removeprefix("refused, in the log of the process: ") in capfd.readouterr().err
-    assert len(rb) == 0
-
-
-@of(4, "size=.*-works$")
-def test_a_buffer_that_has_wrapped_round_many_times(row):
-    rb = make_buffer(row.buffer)
-    fill(row, rb)
-    assert len(rb) == read(row.buffer)[1]["size"]
-    forgotten = 0
-    for environment, those in itertools.groupby(sorted(places(unpadded(rb[:]))), key=lambda place: place[0]):
+@pytest.mark.parametrize(
+    ("kind", "make_envs", "how", "of_buffer"),
+    [
+        (Collector, serial, "flattened", {"size": 160}),
+        (MultiAsyncCollector, make_tape, "replay_buffer", {"size": 40, "shared": True}),
+    ],
+)
+def test_a_buffer_that_has_wrapped_round_many_times(kind, make_envs, how, of_buffer):
+    rb = make_buffer(**of_buffer)
+    fill(rb, kind, make_envs, how)
+    stored, forgotten = sorted(places(rb[:])), 0
+    assert len(stored) == of_buffer["size"]
+    for environment, those in itertools.groupby(stored, key=lambda place: place[0]):
         whole, newest = taken(environment, 1000), list(those)
         first = whole.index(newest[0])
         assert newest == whole[first : first + len(newest)]
@@ -461,95 +334,81 @@ def test_a_buffer_that_has_wrapped_round_many_times(row):
     check_hindsight(rb, least=0.3)
 
 
-@of(1, "works with a capacity")
-def test_storage_rows_with_many_transitions_need_more_capacity(row):
-    def share(capacity):
-        rb = make_buffer(row.buffer, capacity=capacity)
-        fill(row, rb)
-        assert rb[:].shape == (40, STEPS)
-        return rb[:]["hindsight", "relabelled"].float().mean()
-
-    assert share(capacity=40) < 0.2
-    assert share(capacity=40 * STEPS) > 0.7  # all others belong to running episodes
+@pytest.mark.parametrize(("capacity", "least", "most"), [(40, 0.0, 0.2), (40 * STEPS, 0.7, 1.0)])
+def test_storage_rows_with_many_transitions_need_more_capacity(capacity, least, most):
+    rb = make_buffer(size=40, capacity=capacity)
+    fill(rb, Collector, serial, "extend")
+    assert rb[:].shape == (40, STEPS)
+    assert least <= rb[:][RELABELLED].float().mean() <= most
 
 
-def test_flush_ends_the_episodes_of_the_process_that_writes():
-    rb = make_buffer("TensorDictReplayBuffer, shared=True")
-    with collecting("MultiSyncCollector", "one", replay_buffer=rb) as running:
-        list(itertools.islice(running, BATCHES))
-    for batch in itertools.islice(collector_here(2), BATCHES):
-        rb.extend(batch)
+def test_a_process_logs_what_it_refuses(capfd):
+    rb = make_buffer(shared=True)
+    with (
+        started_by("fork"),  # logs to the stderr of this process
+        pytest.raises(RuntimeError, match="At least one process failed"),
+        collecting(MultiSyncCollector, make_tape, replay_buffer=rb, compact_obs=True) as running,
+    ):
+        next(iter(running))
+    assert "a collector with compact_obs=True leaves it out" in capfd.readouterr().err
+    assert len(rb) == 0
+
+
+# n-step returns
+
+
+def n_step_buffer(kind=ReplayBuffer, ndim=1, size=300, shared_init=False, **options):
+    hindsight = make_transform(reward=EnvReward(make_tape), capacity=10_000, goal_spec=GOAL_SPEC)
+    storage = LazyTensorStorage(size, ndim=ndim, shared_init=shared_init)
+    return kind(storage=storage, transform=Compose(MultiStepTransform(3, 0.5), hindsight), **options)
+
+
+@pytest.mark.parametrize(("numbers", "frames"), [((0, 1, 2), 6), ((0, 1, 2), 60), ((1,), 20)])
+def test_windows_of_a_collector_are_correct(numbers, frames):
+    several = len(numbers) > 1
+    rb = n_step_buffer(ReplayBuffer if several else TensorDictReplayBuffer, ndim=2 if several else 1)
+    env = make_serial(*numbers) if several else make_tape(*numbers)  # six frames are less than a window
+    collect(env, frames, 480 // frames, replay_buffer=rb)
+    assert len(rb) == 300
+    assert 0.7 < check(rb.sample(600), n=3, gamma=0.5).share < 0.85
+
+
+@pytest.mark.parametrize("filled_before", [False, True], ids=["empty before", "filled before"])
+def test_workers_that_write_into_a_shared_buffer_have_separate_windows(filled_before):
+    """In a buffer with transitions of the main process, TorchRL's transform joins them to each worker's frames."""
+    rb = n_step_buffer(size=2000, shared_init=not filled_before, shared=True)
+    if filled_before:
+        rb.extend(*collect(make_tape(2), 103))
+    collect(tapes(0, 2), 100, 15, MultiAsyncCollector, replay_buffer=rb)
+    assert 0.7 < check(rb[:], n=3, gamma=0.5).share < 0.85
+    assert len(rb[:]["observation"][:, 0].unique()) == 2 + filled_before
+
+
+# HindsightAugmentation
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "shared"),
+    [
+        (Collector, {}, False),
+        (Collector, {"split_trajs": True}, False),
+        (MultiSyncCollector, {}, False),
+        (MultiAsyncCollector, {}, True),
+    ],
+)
+def test_each_process_holds_its_own_transitions_back_and_stores_whole_episodes_with_copies(kind, options, shared):
+    transform = make_augmentation(EnvReward(make_tape), mask_key=MASK if options else None)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), transform=transform, shared=shared)
+    if kind is Collector:
+        for data in collect(make_serial(0, 1), 40, 10, **options):
+            rb.extend(data.reshape(-1))
+    else:
+        collect(tapes(0, 2), 40, 10, kind, replay_buffer=rb)
     rows = rb[:]
-    whole = ended(places(rows))
-    of_running = torch.tensor([place not in whole for place in places(rows)])
-    of_this_process = rows["observation"][:, 0] == 2
-    assert (of_running & of_this_process).any()
-    assert (of_running & ~of_this_process).any()
-    assert not rows["hindsight", "relabelled"][of_running].any()
-    rb.transform[0].flush()
-    relabelled = rb[:]["hindsight", "relabelled"].squeeze(-1)
-    assert relabelled[of_running].equal(of_this_process[of_running])
-    check(rb[:])
-
-
-def test_statistics_of_goals_reach_policies_in_other_processes():
-    loc, scale = torch.zeros(3), torch.ones(3)
-    norm = ObservationNorm(loc, scale, in_keys=["desired_goal"], out_keys=["goal"], standard_normal=True)
-    policy = TensorDictSequential(norm, TensorDictModule(nn.Linear(3, 2), ["goal"], ["action"]))
-    collector = MultiSyncCollector([make_tape], policy, frames_per_batch=10, total_frames=30)
-    with shut_down_after(collector):
-        for batch, data in enumerate(collector):
-            assert torch.equal(data["goal"], (data["desired_goal"] - 100.0 * batch) / (batch + 1))
-            loc += 100.0
-            scale += 1.0
-            collector.update_policy_weights_()
-    assert batch == 2
-
-
-# All other rows of the docs
-
-
-@of(84, "-works$")
-def test_goals_are_correct_nothing_is_lost_and_transitions_are_relabelled(row):
-    rb = make_buffer(row.buffer)
-    fill(row, rb)
-    (how, *_), options = read(row.data)
-    only_whole = "trajs_per_batch" in options  # the collector holds back the other episodes
-    has_all_steps = how == "replay_buffer=rb" or (how == "by hand" and not only_whole)
-    check_nothing_is_lost(
-        unpadded(rb[:]),
-        environments=ENVIRONMENTS[row.environments][1] * (1 if row.collector == "Collector" else 2),
-        steps=STEPS * BATCHES if has_all_steps and "Async" not in row.collector else None,
-        only_whole=only_whole,
-        reset_every=STEPS if "reset_at_each_iter" in options else None,
-    )
-    check_hindsight(rb, flags="set_truncated" not in options)
-
-
-@of(8, "-refused: ")
-def test_data_that_cannot_be_relabelled_correctly_is_refused(row):
-    with pytest.raises((KeyError, RuntimeError), match=re.escape(row.result.removeprefix("refused: "))):
-        fill(row, make_buffer(row.buffer))
-
-
-@of(19, "-TorchRL: ")
-def test_limits_of_torchrl_also_exist_without_the_transform(row):
-    with pytest.raises(Exception, match=re.escape(row.result.removeprefix("TorchRL: "))):
-        fill(row, make_buffer(row.buffer, hindsight=False))
-
-
-def test_every_row_of_the_docs_is_tested_once():
-    assert sorted(SELECTED) == sorted(DOCUMENTED)
-
-
-def test_padding_can_be_left_out():
-    rb = make_buffer("TensorDictReplayBuffer")
-    collector = Collector(make_serial(0, 1, 2), None, frames_per_batch=63, total_frames=630, split_trajs=True)
-    padding = 0
-    with shut_down_after(collector):
-        for batch in collector:
-            rb.extend(batch[batch[MASK]])
-            padding += (~batch[MASK]).sum()
-    assert padding
-    assert sorted(places(rb[:])) == sorted(place for number in range(3) for place in taken(number, 210))
-    assert check(rb[:]).share > 0.8
+    assert check(rows).relabelled == 0.8 * len(rows)
+    assert len(rows) >= 5 * (400 - 4 * 12)  # the last episodes are held back
+    counts = Counter(zip(places(rows), rows[RELABELLED].flatten().tolist(), strict=True))
+    for place in {place[:2] for place, _ in counts}:
+        for state in range(length_of(*place)):
+            assert counts[(*place, state), False] == 1
+            assert counts[(*place, state), True] == 4

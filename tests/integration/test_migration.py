@@ -9,10 +9,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from torchrl.data import HERReplayBuffer, LazyTensorStorage
+from torchrl.data import HERReplayBuffer
 
-import torchrl_her.envs  # registers the environments
-from support.streams import make_episode
+import torchrl_her.envs  # noqa: F401  # registers the environments
+from support.factories import make_augmentation
+from support.world import Goals, World
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to"
 LIBRARIES = ("stable_baselines3", "cpprb", "tianshou", "torchrl")
@@ -94,15 +95,14 @@ def success(act, episodes=100):
     """Return the share of greedy episodes that reach their goal."""
     env = gymnasium.make("torchrl_her/BitFlipping-v0", n_bits=10)
     reached = 0
-    with torch.no_grad():
-        for episode in range(episodes):
-            observation, _ = env.reset(seed=10_000 + episode)
-            over = False
-            while not over:
+    for episode in range(episodes):
+        observation, _ = env.reset(seed=10_000 + episode)
+        terminated = truncated = False
+        while not (terminated or truncated):
+            with torch.no_grad():
                 action = act(observation["observation"], observation["desired_goal"])
-                observation, _, terminated, truncated, _ = env.step(action)
-                over = terminated or truncated
-            reached += terminated
+            observation, _, terminated, truncated, _ = env.step(action)
+        reached += terminated
     return reached / episodes
 
 
@@ -119,16 +119,9 @@ def test_both_flip_10_bits_in_cpprbs_example(which):
         assert len(rows) > 5 * (8_000 - 10)
 
 
-def episode(steps):
-    """Return states that count the steps, and a goal that is none of them."""
-    return make_episode(torch.arange(steps + 1.0).unsqueeze(-1), torch.tensor([-1.0]))
-
-
 def test_cpprb_and_its_replacement_store_equivalent_rows():
     """For one episode, both store the same number of rows, with goals and rewards from the same sets."""
-    cpprb = import_or_skip("cpprb")
-    steps, copies = 20, 1000
-
+    cpprb, steps, copies = import_or_skip("cpprb"), 20, 1000
     theirs = cpprb.HindsightReplayBuffer(
         steps * (copies + 1),
         {"obs": {}, "act": {}, "next_obs": {}},
@@ -139,24 +132,23 @@ def test_cpprb_and_its_replacement_store_equivalent_rows():
     )
     for step in range(steps):
         theirs.add(obs=step, act=0, next_obs=step + 1)
-    theirs.on_episode_end(-1)
+    theirs.on_episode_end(999)
     stored = theirs.get_all_transitions()
 
-    ours = torchrl_her.HindsightAugmentation(
-        lambda achieved, goal: -1.0 * (achieved != goal).squeeze(-1), n_sampled_goal=copies
-    )
-    rows = ours.inv(episode(steps))
+    world = World(1, Goals())
+    data = world.tensordict(world.play(0, ["go"] * (steps - 1) + ["truncated"]))
+    rows = make_augmentation(lambda *goals: torch.ne(*goals).any(-1).float().neg(), n_sampled_goal=copies).inv(data)
     assert len(rows) == theirs.get_stored_size() == steps * (copies + 1)
     for step in range(steps):
         values, counts = np.unique(stored["goal"][stored["obs"] == step], return_counts=True)
-        same = rows[rows["achieved_goal"].squeeze(-1) == step]
-        our_values, our_counts = same["desired_goal"].unique(return_counts=True)
-        assert our_values.tolist() == values.tolist() == [-1, *range(step + 1, steps + 1)]
+        same = rows[rows["achieved_goal"][:, 1] == step]
+        our_values, our_counts = same["desired_goal"][:, 1].unique(return_counts=True)
+        assert our_values.tolist() == values.tolist() == [*range(step + 1, steps + 1), 999]
         expected = copies / (steps - step)
-        for count in (*counts[1:], *our_counts[1:].tolist()):
+        for count in (*counts[:-1], *our_counts[:-1].tolist()):
             assert abs(count - expected) < 5 * expected**0.5
-        reached = same["desired_goal"] == same["next", "achieved_goal"]
-        assert torch.equal(same["next", "reward"] == 0, reached)
+        reached = (same["desired_goal"] == same["next", "achieved_goal"]).all(1)
+        assert torch.equal(same["next", "reward"].squeeze(1) == 0, reached)
 
 
 # tianshou and TorchRL
@@ -186,16 +178,3 @@ def test_rewards_match_the_goals_and_some_goals_are_reached(library, which):
     assert reached > least
     if (library, which) == ("tianshou", OURS):  # the share that tianshou relabels
         assert 0.8 < batch["hindsight", "relabelled"].float().mean() < 0.95
-
-
-def test_goals_of_torchrls_buffer_can_be_older_than_the_transition():
-    """As the page says, the goal of the last step of an episode is the outcome of the previous step."""
-    rb = HERReplayBuffer(
-        lambda rows: -torch.ones(len(rows), 1), her_ratio=1.0, storage=LazyTensorStorage(20), batch_size=1000
-    )
-    rb.extend(episode(20))
-    batch = rb.sample()
-    last = batch["next", "done"].squeeze(-1)
-    assert batch["desired_goal"][last].eq(19).all()
-    assert batch["next", "achieved_goal"][last].eq(20).all()
-    assert not batch["desired_goal"].eq(20).any()

@@ -4,7 +4,6 @@ Every actor is a process that imports TorchRL, so tests use few actors, and a si
 """
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -34,7 +33,7 @@ from torchrl.data import (
 from torchrl.envs import SerialEnv
 
 from support.factories import make_augmentation, make_transform
-from support.tape import Count, check, make_tape, places, taken
+from support.tape import RELABELLED, check, make_tape, places, taken
 from torchrl_her import EnvReward, PackedStorage, call_transform
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
@@ -78,16 +77,10 @@ def make_local_buffer():
     )
 
 
-def make_buffer(
-    at_the_end, kind=TensorDictReplayBuffer, size=SIZE, storage=LazyTensorStorage, hindsight=make_hindsight, **kwargs
-):
-    buffer = RayReplayBuffer(
-        replay_buffer_cls=kind,
-        storage=partial(storage, size),
-        transform_factory=hindsight and partial(hindsight, size),
-        batch_size=BATCH_SIZE,
-        **{"remote_config": SHARE, **kwargs},
-    )
+def make_buffer(at_the_end, kind=TensorDictReplayBuffer, storage=None, hindsight=make_hindsight, size=SIZE, **kwargs):
+    options = {"remote_config": SHARE, "storage": storage or partial(LazyTensorStorage, size), **kwargs}
+    factory = hindsight and partial(hindsight, size)
+    buffer = RayReplayBuffer(replay_buffer_cls=kind, transform_factory=factory, batch_size=BATCH_SIZE, **options)
     at_the_end.callback(buffer.close)
     return buffer
 
@@ -135,7 +128,7 @@ def share_relabelled(buffer, batches=20):
     for environment in number.unique():
         of_it = number == environment
         ended |= of_it & (episode < episode[of_it].max())
-    return rows["hindsight", "relabelled"][ended].float().mean().item()
+    return rows[RELABELLED][ended].float().mean().item()
 
 
 def check_learner(client):
@@ -145,12 +138,12 @@ def check_learner(client):
 # Collectors
 
 # By name: the environments of each collector, arguments of the buffer, and arguments of the collectors.
+OF_TWO = {"kind": ReplayBuffer, "storage": partial(LazyTensorStorage, SIZE, ndim=2)}
+WAYS = {"collector_kwargs": [{}, {"trajs_per_batch": 4}, {"extend_buffer": False}]}
 COLLECTED = {
-    "several environments": (PAIRS, {"kind": ReplayBuffer, "storage": partial(LazyTensorStorage, ndim=2)}, {}),
-    "batches, whole episodes and single steps": (
-        TAPES[:3], {}, {"collector_kwargs": [{}, {"trajs_per_batch": 4}, {"extend_buffer": False}]}
-    ),
-}  # fmt: skip
+    "several environments": (PAIRS, OF_TWO, {}),
+    "batches, whole episodes and single steps": (TAPES[:3], {}, WAYS),
+}
 
 
 @pytest.mark.slow
@@ -176,94 +169,66 @@ def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_cop
         pass
     stored = buffer[:]
     assert check(stored).relabelled == 0.8 * len(stored)
-    relabelled = stored["hindsight", "relabelled"].flatten().tolist()
-    counts = Counter(zip(places(stored), relabelled, strict=True))
+    counts = Counter(zip(places(stored), stored[RELABELLED].flatten().tolist(), strict=True))
     assert {(is_copy, count) for (_, is_copy), count in counts.items()} == {(False, 1), (True, 4)}
     assert len(stored) > 5 * 440  # one episode of each environment is held back
-    check_nothing_is_lost(stored[~stored["hindsight", "relabelled"].squeeze(-1)], environments=2)
+    check_nothing_is_lost(stored[~stored[RELABELLED].squeeze(-1)], environments=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
-def test_a_learner_samples_correct_goals_while_collectors_overwrite_the_buffer(at_the_end, storage):
+def test_learners_sample_correct_goals_while_collectors_overwrite_the_buffer(at_the_end):
     size = 300
     # Two calls at a time: samples are drawn while the transitions of a collector are written.
-    buffer = make_buffer(at_the_end, size=size, storage=storage, remote_config={**SHARE, "max_concurrency": 2})
+    options = {"storage": partial(PackedStorage, size), "remote_config": {**SHARE, "max_concurrency": 2}}
+    buffer = make_buffer(at_the_end, size=size, **options)
     collector = make_collector(at_the_end, TAPES[:2], replay_buffer=buffer, total_frames=1_000_000)
     collector.start()
-    count = Count()
-    while (written := buffer.write_count) < 5 * size:
-        if written:
-            count += check(buffer.sample())
-    collector.shutdown()
-    assert count.sampled > 1_000
-    assert len(buffer) == size
-    assert share_relabelled(buffer) > 0.7  # the goals of the first steps of some episodes have left the table
-
-
-@pytest.mark.slow
-def test_several_learners_sample_correct_goals_from_one_buffer(at_the_end):
-    buffer = make_buffer(at_the_end)
-    collector = make_collector(at_the_end, TAPES[:2], replay_buffer=buffer, total_frames=1_000_000)
-    collector.start()
-    while buffer.write_count < 300:
+    while buffer.write_count < size:
         time.sleep(0.01)
     learner = ray.remote(num_cpus=0.25)(check_learner)
     counts = ray.get([learner.remote(client) for client in buffer.clients(2)])
     assert [count.sampled for count in counts] == [20 * BATCH_SIZE] * 2
-    assert all(count.share > 0.65 for count in counts)  # running episodes are not relabelled
-
-
-@pytest.mark.slow
-def test_after_the_buffer_died_a_new_one_resumes_from_a_checkpoint(at_the_end, tmp_path):
-    buffer = make_buffer(at_the_end)
-    data = make_data(8)  # the second episode has 9 steps, and the first write ends after its third
-    buffer.extend(next(data))
-    rotation = CheckpointRotation(tmp_path, keep_last=2)
-    rotation.save(Checkpoint(buffer=buffer), step=8)
-    ray.kill(buffer._rb)
-    with pytest.raises(RayActorError):
-        len(buffer)
-    buffer.close()
-    buffer = make_buffer(at_the_end)
-    rotation.load_latest(Checkpoint(buffer=buffer))
-    call_transform(buffer, "flush")
-    assert call_transform(buffer, "report").running == 0
-    samples = torch.cat([buffer.sample() for _ in range(3)])
-    check(samples)
-    _, episode, step = samples["observation"].unbind(-1)
-    first = samples[(episode == 1) & (step == 0) & samples["hindsight", "relabelled"].flatten()]
-    assert first["desired_goal"][:, 2].unique().tolist() == [1, 2, 3]
+    while buffer.write_count < 5 * size:
+        check(buffer.sample())
+    collector.shutdown()
+    assert len(buffer) == size
+    assert share_relabelled(buffer) > 0.7  # the goals of the first steps of some episodes have left the table
 
 
 @pytest.mark.slow
 def test_batches_of_synchronous_collectors_extended_by_hand_get_correct_goals(at_the_end):
     buffer = make_local_buffer()
     for data in make_collector(at_the_end, TAPES[:2], sync=True, total_frames=600):
-        assert data.shape == (2, 30)
         buffer.extend(data.reshape(-1))
     check_nothing_is_lost(buffer[:], environments=2)
     assert len(buffer) == 600
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
-def test_the_distributed_transport_carries_relabelled_samples(at_the_end):
-    buffer = make_buffer(at_the_end, transport="distributed")
-    for data in itertools.islice(make_data(50), 4):
-        buffer.extend(data)
-    assert len(buffer) == 200
-    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
+@pytest.mark.newest
+def test_limits_of_torchrls_actor_also_exist_without_hindsight(at_the_end):
+    with pytest.raises(TypeError, match="delayed_init"):
+        make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=None, alpha=0.7, beta=0.5)
+    plain = make_buffer(at_the_end, hindsight=None)
+    for several in (MultiSyncCollector, MultiAsyncCollector):
+        with pytest.raises(AttributeError, match="_storage"):
+            several(TAPES[:2], make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
+
+
+# The learner
 
 
 @pytest.mark.parametrize("transport", ["ray", "distributed"])
-def test_methods_of_the_transform_run_in_the_actor(at_the_end, transport):
-    buffer = make_buffer(at_the_end, transport=transport)
-    buffer.extend(next(make_data(8)))  # ends in the second episode
+def test_samples_and_methods_of_the_transform_travel_between_the_actor_and_its_clients(at_the_end, transport):
+    buffer, data = make_buffer(at_the_end, transport=transport), make_data(50)
+    for _ in range(4):
+        buffer.extend(next(data))
+    assert len(buffer) == 200
+    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
     assert call_transform(buffer, "report").running == 1
-    assert not buffer.sample()["hindsight", "relabelled"].all()
     call_transform(buffer.client(), "flush")
     report = call_transform(buffer, "report")
-    assert (report.transitions, report.episodes, report.running) == (8, 2, 0)
+    assert (report.transitions, report.running) == (200, 0)
     with pytest.raises(AttributeError, match="'HERTransform' object has no attribute 'repot'"):
         call_transform(buffer, "repot")
     buffer.close()
@@ -277,19 +242,7 @@ def test_arguments_and_results_of_methods_travel_to_the_actor_and_back(at_the_en
     buffer.extend(data)
     assert len(buffer.extend(call_transform(buffer, "flush"))) == 5 * 3  # the second episode
     stamped = call_transform(make_buffer(at_the_end), "adopt", data=data)
-    assert stamped["hindsight_stamp"].shape == (8, 2)
-
-
-def test_limits_of_torchrls_actor_also_exist_without_hindsight(at_the_end):
-    with pytest.raises(TypeError, match="delayed_init"):
-        make_buffer(at_the_end, TensorDictPrioritizedReplayBuffer, hindsight=None, alpha=0.7, beta=0.5)
-    plain = make_buffer(at_the_end, hindsight=None)
-    for several in (MultiSyncCollector, MultiAsyncCollector):
-        with pytest.raises(AttributeError, match="_storage"):
-            several(TAPES[:2], make_policy(), replay_buffer=plain.client(), frames_per_batch=60, total_frames=60)
-
-
-# The learner
+    assert stamped.shape == (8,)
 
 
 def test_priorities_are_set_for_the_sampled_transitions(at_the_end):
@@ -298,34 +251,55 @@ def test_priorities_are_set_for_the_sampled_transitions(at_the_end):
     buffer.extend(next(make_data(200)))
     for _ in range(10):
         batch = buffer.sample()
-        first = batch["observation"][:, 2] == 0
-        batch["td_error"] = torch.where(first, high, low)
+        batch["td_error"] = torch.where(batch["observation"][:, 2] == 0, high, low)
         buffer.update_tensordict_priority(batch)
-    stored = buffer[:]
+    firsts = int((buffer[:]["observation"][:, 2] == 0).sum())
+    mass = firsts * high**alpha
     batch = torch.cat([buffer.sample() for _ in range(20)])
     check(batch)
-
-    firsts = int((stored["observation"][:, 2] == 0).sum())
-    mass = firsts * high**alpha
-    first = batch["observation"][:, 2] == 0
+    first, weight = batch["observation"][:, 2] == 0, batch["priority_weight"].flatten()
     assert first.float().mean().item() == pytest.approx(mass / (mass + (200 - firsts) * low**alpha), abs=0.03)
-    weight = batch["priority_weight"].flatten()
     assert weight[first].unique().item() == pytest.approx((high / low) ** (-alpha * beta), rel=1e-4)
     assert weight[~first].unique().item() == pytest.approx(1.0)
 
 
-def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_the_running_episode(at_the_end, tmp_path):
-    data = make_data(8)  # the second episode has 9 steps, and the first write ends after its third
+# The second episode of the data has 9 steps, and the first write ends after its third.
+
+
+def goals_of_the_second_episode(buffer, step):
+    """Check samples, and return the steps of the goals of a step of the second episode."""
+    samples = torch.cat([buffer.sample() for _ in range(10)])
+    check(samples)
+    _, episode, at = samples["observation"].unbind(-1)
+    drawn = samples[(episode == 1) & (at == step) & samples[RELABELLED].flatten()]
+    return drawn["desired_goal"][:, 2].unique().tolist()
+
+
+@pytest.mark.slow
+def test_after_the_buffer_died_a_new_one_resumes_from_a_checkpoint(at_the_end, tmp_path):
     buffer = make_buffer(at_the_end)
+    buffer.extend(next(make_data(8)))
+    rotation = CheckpointRotation(tmp_path, keep_last=2)
+    rotation.save(Checkpoint(buffer=buffer), step=8)
+    ray.kill(buffer._rb)
+    with pytest.raises(RayActorError):
+        len(buffer)
+    buffer.close()
+    buffer = make_buffer(at_the_end)
+    rotation.load_latest(Checkpoint(buffer=buffer))
+    call_transform(buffer, "flush")
+    assert goals_of_the_second_episode(buffer, step=0) == [1, 2, 3]
+
+
+def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_the_running_episode(at_the_end, tmp_path):
+    data, buffer, fresh = make_data(8), make_buffer(at_the_end), make_local_buffer()
     first, rest = next(data), next(data)
     with pytest.raises(KeyError, match="achieved_goal"):
         buffer.extend(first.exclude(("next", "achieved_goal")))
     assert len(buffer) == 0
     buffer.extend(first)
-    check(buffer.sample())
     state = buffer.state_dict()
     buffer.dumps(tmp_path)
-    fresh = make_local_buffer()
     for restored, restore in (
         (buffer, partial(buffer.load_state_dict, state)),
         (buffer, partial(buffer.loads, tmp_path)),
@@ -337,11 +311,7 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
         assert len(restored) == 8
         restored.extend(rest.clone())
         check_nothing_is_lost(restored[:], environments=1)
-        samples = torch.cat([restored.sample() for _ in range(10)])
-        check(samples)
-        _, episode, step = samples["observation"].unbind(-1)
-        third = samples[(episode == 1) & (step == 2) & samples["hindsight", "relabelled"].flatten()]
-        assert third["desired_goal"][:, 2].unique().tolist() == [3, 4, 5, 6, 7, 8, 9]
+        assert goals_of_the_second_episode(restored, step=2) == [3, 4, 5, 6, 7, 8, 9]
 
 
 # The example
@@ -474,17 +444,7 @@ def test_the_example_ends_and_leaves_no_process():
 
 @pytest.mark.slow
 @needs_proc
-def test_the_example_interrupted_leaves_no_process():
-    with run_example("--steps", "100000", "--collectors", "1") as (script, processes):
-        read_until(script, steps)
-        assert len(processes()) > 5
-        interrupt(script)
-        assert ended(processes)
-
-
-@pytest.mark.slow
-@needs_proc
-def test_the_example_replaces_a_killed_collector():
+def test_the_example_replaces_a_killed_collector_and_leaves_no_process_after_an_interrupt():
     with run_example("--steps", "100000") as (script, processes):
         read_until(script, steps)
         kill(processes, "ray::Collector")

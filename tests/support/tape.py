@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,11 @@ from torchrl.collectors import Collector
 from torchrl.envs import GymWrapper, SerialEnv
 
 from support.goals import reached, reward_of
-from support.oracle import ENTRIES, N_STEP_ENTRIES, RELABELLED, Row, as_dicts, expected_of
-from support.streams import NEXT_FLAGS, ROOT_FLAGS, Goal, Transition
 
 LENGTHS = (5, 9, 2, 7, 1, 12)
 ASKED = 200  # the state of every desired goal, which no episode reaches
+RELABELLED = ("hindsight", "relabelled")
+FLAGS = [("next", "terminated"), ("next", "truncated"), ("next", "done")]
 
 
 def length_of(number: int, episode: int, lengths: tuple[int, ...] = LENGTHS) -> int:
@@ -73,116 +74,9 @@ def make_tape(number: int = 0, lengths: tuple[int, ...] = LENGTHS, discrete: boo
     return GymWrapper(Tape(number, lengths, discrete))
 
 
-@dataclass
-class Count:
-    """The numbers of checked transitions."""
-
-    sampled: int = 0
-    relabelled: int = 0
-    reached_on_the_way: int = 0  # new goals inside the window of an n-step return
-
-    def __iadd__(self, other: Count) -> Count:
-        self.sampled += other.sampled
-        self.relabelled += other.relabelled
-        self.reached_on_the_way += other.reached_on_the_way
-        return self
-
-    @property
-    def share(self) -> float:
-        """The share of relabelled transitions."""
-        return self.relabelled / self.sampled
-
-
-def window_from(state: Goal, steps: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[Transition]:
-    """Return the transition from a state and the following ones, up to ``n`` or to the end of the episode."""
-    number, episode, first = map(int, state)
-    length = length_of(number, episode, lengths)
-    assert 0 <= first < length, f"{state} cannot be: the episode has {length} steps"
-    return [
-        Transition(
-            uid=-1,
-            trajectory=-1,
-            episode=episode,
-            step=step,
-            achieved=(number, episode, step),
-            outcome=(number, episode, step + 1),
-            desired=(number, episode, ASKED),
-            terminated=step + 1 == length and episode % 2 == 0,
-            truncated=step + 1 == length and episode % 2 == 1,
-        )
-        for step in range(first, min(first + steps, length))
-    ]
-
-
-def expected_row(
-    state: Goal, goal: Goal | None = None, n: int = 0, gamma: float = 1.0, lengths: tuple[int, ...] = LENGTHS
-) -> Row:
-    """Return the entries of a transition from a state, relabelled with a goal, or original if it is None.
-
-    With ``n``, it is an n-step return. Sums are exact if ``gamma`` is a power of two.
-    """
-    window = window_from(state, n or 1, lengths)
-    row = expected_of(window, goal, gamma if n else None)
-    del row["uid"]
-    return row | {"observation": window[0].achieved, ("next", "observation"): window[-1].outcome}
-
-
-def check(
-    batch: TensorDictBase,
-    strategy: str = "future",
-    lengths: tuple[int, ...] = LENGTHS,
-    flags: bool = True,
-    n: int = 0,
-    gamma: float = 1.0,
-) -> Count:
-    """Check transitions ``[*batch]``, one by one, and count them.
-
-    For "final", any step from the transition's own step on is accepted, because only a part of a running episode is
-    published. ``flags=False`` skips the done flags, which a SliceSampler overwrites in TensorDict buffers. ``n`` and
-    ``gamma`` are the arguments of a MultiStepTransform.
-    """
-    assert gamma in (0.5, 1.0), "with halves and whole numbers sums are exact"
-    ignored = {"uid", *ROOT_FLAGS, *(() if flags else NEXT_FLAGS)} - set(ROOT_FLAGS if n else ())
-    keys = [key for key in (N_STEP_ENTRIES if n else ENTRIES) if key not in ignored]
-    count = Count()
-    for row in as_dicts(batch, [*keys, RELABELLED]):
-        state, goal = row["observation"], row["desired_goal"]
-        goal_or_none = goal if row.pop(RELABELLED) else None
-        if goal_or_none is not None:
-            _check_goal(state, goal, strategy, lengths)
-        expected = expected_row(state, goal_or_none, n, gamma, lengths)
-        assert row == {key: expected[key] for key in keys}, f"{row} must be {expected}"
-        count.sampled += 1
-        count.relabelled += goal_or_none is not None
-        if n and goal_or_none is not None:
-            count.reached_on_the_way += expected["next", "terminated"] and expected["steps_to_next_obs"] > 1
-    return count
-
-
-def _check_goal(state: Goal, goal: Goal, strategy: str, lengths: tuple[int, ...]) -> None:
-    """Check that a goal was achieved, and that the strategy may draw it for a transition from a state."""
-    number, episode, step = goal
-    what = f"a transition from {state} has the goal {goal}"
-    assert 1 <= step <= length_of(int(number), int(episode), lengths), f"{what}, which no episode achieves"
-    if strategy != "random":
-        assert (number, episode) == state[:2], f"{what} of another episode"
-    if strategy in ("future", "final"):
-        assert step > state[2], f"{what} of the past"
-
-
-def places(rows: TensorDictBase) -> list[tuple[int, int, int]]:
-    """Return where transitions ``[*batch]`` start: environment, episode and state of each."""
-    return [tuple(place) for place in rows["observation"].reshape(-1, 3).long().tolist()]
-
-
-def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, int, int]]:
-    """Return where the first transitions of an environment start, in order."""
-    episodes = (
-        (number, episode, state)
-        for episode in itertools.count()
-        for state in range(length_of(number, episode, lengths))
-    )
-    return list(itertools.islice(episodes, steps))
+def make_serial(*numbers: int, discrete: bool = False) -> SerialEnv:
+    """Return a SerialEnv of the environments with these numbers."""
+    return SerialEnv(len(numbers), [functools.partial(make_tape, number, discrete=discrete) for number in numbers])
 
 
 def collect(
@@ -195,16 +89,120 @@ def collect(
     return yielded
 
 
-def make_serial(*numbers: int, discrete: bool = False) -> SerialEnv:
-    """Return a SerialEnv of the environments with these numbers."""
-    return SerialEnv(len(numbers), [functools.partial(make_tape, number, discrete=discrete) for number in numbers])
-
-
 @functools.cache
 def collected(frames: int = 60, discrete: bool = False) -> TensorDictBase:
     """Return the first transitions of the tape. Do not modify them."""
     torch.manual_seed(0)
     return collect(make_tape(discrete=discrete), frames)[0]
+
+
+# Checks
+
+
+@dataclass
+class Count:
+    """The numbers of checked transitions."""
+
+    sampled: int = 0
+    relabelled: int = 0
+
+    def __iadd__(self, other: Count) -> Count:
+        self.sampled += other.sampled
+        self.relabelled += other.relabelled
+        return self
+
+    @property
+    def share(self) -> float:
+        """The share of relabelled transitions."""
+        return self.relabelled / self.sampled
+
+
+def expected_row(
+    state: Any, goal: Any = None, n: int = 1, gamma: float = 1.0, lengths: tuple[int, ...] = LENGTHS
+) -> dict[Any, Any]:
+    """Return the entries of a transition from a state, relabelled with a goal, or original if it is None.
+
+    With ``n > 1``, it is an n-step return. Sums are exact if ``gamma`` is a power of two.
+    """
+    number, episode, first = map(int, state)
+    length = length_of(number, episode, lengths)
+    assert 0 <= first < length, f"{state} cannot be: the episode has {length} steps"
+    asked, last = (number, episode, ASKED), (number, episode, min(first + n, length))
+    desired = asked if goal is None else goal
+    outcomes = [(number, episode, step) for step in range(first + 1, last[2] + 1)]
+    count = outcomes.index(goal) + 1 if goal in outcomes else len(outcomes)
+    reward = sum(gamma**ahead * reward_of(outcome, desired) for ahead, outcome in enumerate(outcomes[:count]))
+    is_last = last[2] == length
+    terminated = goal in outcomes if goal is not None else is_last and episode % 2 == 0
+    truncated = is_last and episode % 2 == 1 and count == len(outcomes)
+    entries: dict[Any, Any] = {"observation": tuple(state), "achieved_goal": tuple(state), "desired_goal": desired}
+    entries |= {("next", "observation"): last, ("next", "achieved_goal"): last, ("next", "desired_goal"): desired}
+    entries |= zip(FLAGS, (terminated, truncated, terminated or truncated), strict=True)
+    entries["next", "reward"] = reward
+    return entries | ({"steps_to_next_obs": count, "gamma": gamma**count} if n > 1 else {})
+
+
+def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[dict[Any, Any]]:
+    """Return transitions ``[*batch]`` as dictionaries of tuples (vectors) and numbers."""
+    rows = sample.reshape(-1)
+    columns = {key: rows[key].reshape(len(rows), -1).tolist() for key in keys}
+    values = ([tuple(value) if len(value) > 1 else value[0] for value in column] for column in columns.values())
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def check(
+    batch: TensorDictBase,
+    strategy: str = "future",
+    lengths: tuple[int, ...] = LENGTHS,
+    flags: bool = True,
+    n: int = 1,
+    gamma: float = 1.0,
+) -> Count:
+    """Check transitions ``[*batch]``, one by one, and count them.
+
+    For "final", any step from the transition's own step on is accepted, because only a part of a running episode is
+    published. ``flags=False`` skips the done flags, which a SliceSampler overwrites in TensorDict buffers. ``n`` and
+    ``gamma`` are the arguments of a MultiStepTransform.
+    """
+    count = Count()
+    keys = [key for key in expected_row((0, 0, 0), n=n, lengths=lengths) if flags or key not in FLAGS]
+    for row in as_dicts(batch, [*keys, RELABELLED]):
+        state, goal = row["observation"], row["desired_goal"] if row.pop(RELABELLED) else None
+        if goal is not None:
+            _check_goal(state, goal, strategy, lengths)
+        expected = expected_row(state, goal, n, gamma, lengths)
+        assert row == {key: expected[key] for key in keys}, f"{row} must be {expected}"
+        count += Count(1, goal is not None)
+    return count
+
+
+def _check_goal(state: Any, goal: Any, strategy: str, lengths: tuple[int, ...]) -> None:
+    """Check that a goal was achieved, and that the strategy may draw it for a transition from a state."""
+    number, episode, step = goal
+    what = f"a transition from {state} has the goal {goal}"
+    assert 1 <= step <= length_of(int(number), int(episode), lengths), f"{what}, which no episode achieves"
+    assert strategy == "random" or (number, episode) == state[:2], f"{what} of another episode"
+    assert strategy not in ("future", "final") or step > state[2], f"{what} of the past"
+
+
+def places(rows: TensorDictBase) -> list[tuple[int, ...]]:
+    """Return where transitions ``[*batch]`` start: environment, episode and state of each."""
+    return [tuple(place) for place in rows["observation"].reshape(-1, 3).long().tolist()]
+
+
+def starts(number: int, lengths: tuple[int, ...] = LENGTHS) -> Iterator[tuple[int, int, int]]:
+    """Yield where the transitions of an environment start, in order and without end."""
+    for episode in itertools.count():
+        for state in range(length_of(number, episode, lengths)):
+            yield number, episode, state
+
+
+def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, int, int]]:
+    """Return where the first transitions of an environment start, in order."""
+    return list(itertools.islice(starts(number, lengths), steps))
+
+
+# Other forms of the data
 
 
 def in_double_precision(data: TensorDictBase) -> TensorDictBase:
