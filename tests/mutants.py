@@ -101,8 +101,7 @@ MUTANTS = [
     Mutant("movement in single precision", "episodes/movement.py", "if is_float else goals.long()",
         "if is_float else goals.float()", "tests/episodes/test_movement.py"),
     Mutant("movement without HERTransform", "episodes/movement.py",
-        'any(getattr(each, "identifies_episodes", False) for each in after)', "True",
-        "tests/episodes/test_movement.py"),
+        'any(getattr(each, "identifies_episodes", False) for each in after)', "True", "tests/test_refusals.py"),
     Mutant("movement of padding", "episodes/movement.py", "path = torch.where(found == 0, 0.0, path)  # padding",
         "pass", "tests/episodes/test_movement.py"),
 ]  # fmt: skip

@@ -10,16 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, tensorclass
+from tensordict import NonTensorData, TensorDict, lazy_stack, tensorclass
+from tensordict.nn import TensorDictModule
 from torch import multiprocessing as mp
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SliceSampler
-from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
-from support.factories import make_transform, seeded_sample
-from support.rows import ENTRIES, bits, both_storages, identical, kinds, make_transitions, packed_buffer
-from support.streams import make_episode
-from torchrl_her import PackedStorage
+from support.factories import check_refused, make_transform, seeded_sample
+from support.rows import ENTRIES, bits, both_storages, identical, make_transitions, packed_buffer
+from support.world import Goals, World
+from torchrl_her import PackedStorage, mark_as_owned
+
+IDS = ("collector", "traj_ids")
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,9 +50,13 @@ def test_it_holds_the_newest_transitions_bit_for_bit(entries, size, writes):
 # As in TorchRL's storage: each function uses a buffer over one of the storages, and yields values to compare
 
 
-def samples(rb):
+def samples_and_writes_without_the_index(rb):
     rb.extend(make_transitions(13))
     yield seeded_sample(rb)
+    rb[0] = make_transitions(1, 50)[0]
+    rb[1:3] = make_transitions(2, 60)
+    rb[[5, 4]] = make_transitions(2, 70)
+    yield rb[:]
 
 
 def nested_batch_sizes(rb):
@@ -61,42 +69,26 @@ def nested_batch_sizes(rb):
 def updates_in_place(rb):
     rb.extend(make_transitions(13))
     rb.set_at_("uid", torch.tensor([77]), torch.tensor([4]))
-    rb.update_({("collector", "traj_ids"): torch.arange(100, 113)})
+    rb.update_({IDS: torch.arange(100, 113)})
     yield rb[:]
     rb.set_("uid", torch.arange(100, 113))
     yield rb[:]
     assert rb.storage[4]["uid"] == 104
+    rb.empty()
+    assert len(rb) == 0
+    rb.extend(make_transitions(5, 70))
+    yield rb[:]
 
 
-def highest_ranks(rb):
+def ranks(rb, adds_first=False):
+    """``TensorDictMaxValueWriter`` adds the index only in `add`; the buffer adds it in `extend`."""
+    if adds_first:
+        rb.add(make_transitions(1, 40)[0])
     for number in (0, 15, 3, 30):
         rb.extend(make_transitions(10, number))
-    yield rb[:]
-
-
-def ranks_of_both_writes(rb):
-    """``TensorDictMaxValueWriter`` adds the index only in `add`; the buffer adds it in `extend`."""
-    data = make_transitions(10)
-    rb.extend(data)
-    rb.add(make_transitions(1, 40)[0])
-    rb.extend(data)
-    rb.extend(make_transitions(10, 20))
-    rb.add(make_transitions(1, 50)[0])
+        rb.add(make_transitions(1, 50 + number)[0])
     yield rb[:].exclude("index")
     yield seeded_sample(rb)["index"]
-
-
-def ranks_of_the_other_order(rb):
-    rb.add(make_transitions(1, 40)[0])
-    yield from ranks_of_both_writes(rb)
-
-
-def writes_without_the_index(rb):
-    rb.extend(make_transitions(13))
-    rb[0] = make_transitions(1, 50)[0]
-    rb[1:3] = make_transitions(2, 60)
-    rb[[5, 4]] = make_transitions(2, 70)
-    yield rb[:]
 
 
 @tensorclass
@@ -120,33 +112,14 @@ def tensorclasses(rb):
         yield each.to_tensordict()
 
 
-def written_after_it_was_emptied(rb):
-    rb.extend(make_transitions(13))
-    rb.empty()
-    assert len(rb) == 0
-    rb.extend(make_transitions(5, 70))
-    yield rb[:]
-
-
-def slices(rb):
-    data = make_transitions(40)
-    data["collector", "traj_ids"] = torch.arange(40) // 10
-    rb.extend(data)
-    yield seeded_sample(rb)
-
-
+RANKED = {"writer": partial(TensorDictMaxValueWriter, rank_key="uid")}
 AS_TORCHRLS = [
-    (samples, {"kind": ReplayBuffer}),
-    (samples, {"kind": TensorDictReplayBuffer}),
+    (samples_and_writes_without_the_index, {}),
     (nested_batch_sizes, {"kind": ReplayBuffer}),
     (updates_in_place, {}),
-    (highest_ranks, {"writer": partial(TensorDictMaxValueWriter, rank_key="uid")}),
-    (ranks_of_both_writes, {"writer": partial(TensorDictMaxValueWriter, rank_key="uid")}),
-    (ranks_of_the_other_order, {"writer": partial(TensorDictMaxValueWriter, rank_key="uid")}),
-    (writes_without_the_index, {}),
+    (ranks, RANKED),
+    (partial(ranks, adds_first=True), RANKED),
     (tensorclasses, {"kind": ReplayBuffer}),
-    (written_after_it_was_emptied, {}),
-    (slices, {"sampler": partial(SliceSampler, slice_len=4, traj_key=("collector", "traj_ids")), "size": 40}),
 ]
 
 
@@ -155,13 +128,6 @@ def test_it_behaves_like_torchrls_storage(use, options):
     lazy, packed = both_storages(**options)
     for expected, found in zip(use(lazy), use(packed), strict=True):
         assert identical(expected, found)
-
-
-def test_prioritized_samples_have_the_form_of_torchrls_storage():  # the sampler has its own generator
-    both = both_storages(TensorDictPrioritizedReplayBuffer, alpha=0.7, beta=0.5)
-    lazy, packed = (next(samples(rb)) for rb in both)
-    assert kinds(lazy) == kinds(packed)
-    assert bits(packed.exclude("priority_weight")) == bits(both[1].storage[packed["index"]])
 
 
 @pytest.mark.filterwarnings("ignore:Using `add.*with a TensorDict that has batch_size")
@@ -208,51 +174,38 @@ def test_every_index_reads_as_in_torchrls_storage(ndim, count):
                 storage.get(index)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [3, -1, slice(2, 5), [0, 3], torch.tensor([4, 1]), torch.tensor([-1, 2]), torch.arange(20) % 3 == 0, slice(None)],
-    ids=str,
-)
-def test_every_index_writes_as_in_torchrls_storage(index):
-    lazy, packed = (storage(20) for storage in (LazyTensorStorage, PackedStorage))
-    for storage in (lazy, packed):
-        storage.set(range(20), make_transitions(20))
-        storage[index] = make_transitions(20, 50)[index]
-    assert identical(lazy[:], packed[:])
+ALL, ONE, TWO = slice(None), torch.tensor([1, 0]), torch.tensor([2, 1])
+WRITTEN = {  # indices by the number of dimensions
+    1: [3, -1, slice(2, 5), [0, 3], torch.tensor([4, 1]), torch.tensor([-1, 2]), torch.arange(20) % 3 == 0, ALL],
+    2: [(0, slice(1, 2)), (ALL, slice(1, 3)), (1, 2), (ALL, TWO), (ONE, TWO), (slice(1, 2), 0), (..., 1)],
+    3: [(0, 1, slice(1, 2)), (ALL, 1, slice(0, 2)), (1, 1, 1), (ONE, ONE), (..., 1)],
+}
 
 
-ONE, TWO = torch.tensor([1, 0]), torch.tensor([2, 1])
+SHAPES = {  # of the written rows by the number of dimensions: of the buffer, and of the storage
+    1: ((20,), (20,)),
+    2: ((3, 6), (7, 3)),
+    3: ((3, 2, 3), (4, 2, 3)),
+}
+
+
+def rows_of_shape(shape, number=0):
+    return make_transitions(int(np.prod(shape)), number).reshape(*shape)
 
 
 @pytest.mark.parametrize("through", ["buffer", "storage"])
-@pytest.mark.parametrize(
-    ("ndim", "index"),
-    [
-        *((2, each) for each in [(0, slice(1, 2)), (slice(None), slice(1, 3)), (1, 2), (slice(None), TWO), (ONE, TWO)]),
-        *((2, each) for each in [(slice(1, 2), 0), (..., 1)]),
-        *((3, each) for each in [(0, 1, slice(1, 2)), (slice(None), 1, slice(0, 2)), (1, 1, 1), (ONE, ONE), (..., 1)]),
-    ],
-    ids=str,
-)
-def test_an_index_of_several_dimensions_writes_as_in_torchrls_storage(ndim, index, through):
+@pytest.mark.parametrize(("ndim", "index"), [(ndim, index) for ndim in WRITTEN for index in WRITTEN[ndim]], ids=str)
+def test_every_index_writes_as_in_torchrls_storage(ndim, index, through):
     both = both_storages(ReplayBuffer, ndim=ndim)
-    shape = {2: {"buffer": (3, 6), "storage": (7, 3)}, 3: {"buffer": (3, 2, 3), "storage": (4, 2, 3)}}[ndim][through]
     for rb in both:
-        rb.extend(make_transitions(18).reshape(*{2: (3, 6), 3: (3, 2, 3)}[ndim]))
+        rb.extend(rows_of_shape(SHAPES[ndim][0]))
         where = rb if through == "buffer" else rb.storage
-        where[index] = make_transitions(np.prod(shape), 50).reshape(*shape)[index]
+        where[index] = rows_of_shape(SHAPES[ndim][through == "storage"], 50)[index]
         assert (rb[:]["uid"] >= 50).any()
-        rb[(slice(None),) * (ndim - 1) + (slice(0, 1),)] = make_transitions(1, 90)  # for each lane
-        assert (rb[:]["uid"][..., 0] == 90).all()
+        if ndim > 1:  # a single transition, for each lane
+            rb[(ALL,) * (ndim - 1) + (slice(0, 1),)] = make_transitions(1, 90)
+            assert (rb[:]["uid"][..., 0] == 90).all()
     assert identical(*(rb[:] for rb in both))
-
-
-@pytest.mark.parametrize("key", ["uid", "new", ("next", "done")])
-def test_an_entry_that_is_replaced_in_all_rows_is_refused(key):
-    rb = packed_buffer(kind=TensorDictReplayBuffer)
-    rb.extend(make_transitions(13))
-    with pytest.raises(RuntimeError, match=r"locked.*`set_\(\)`"):
-        rb[key] = torch.zeros(13, 1)
 
 
 def test_reading_from_an_empty_storage_is_the_same_error_as_in_torchrl():
@@ -266,33 +219,21 @@ def test_reading_from_an_empty_storage_is_the_same_error_as_in_torchrl():
 # Reading and writing
 
 
-@pytest.mark.parametrize("change", ["neg_", "zero_", "set"])
-def test_changing_a_sample_does_not_change_the_storage(change):
+def test_changing_a_sample_changes_neither_the_storage_nor_other_entries():
     rb = packed_buffer(kind=TensorDictReplayBuffer)
-    rb.extend(make_transitions(20, entries=[("observation", torch.float32, (5,)), ("flag", torch.bool, (1,))]))
+    rb.extend(make_transitions(20))
     before = bits(rb.storage[:])
-
-    def spoil(batch):
-        if change == "set":
-            batch["observation"] = torch.zeros_like(batch["observation"])
-        for value in batch.values():
-            value.zero_() if change == "zero_" else value.bitwise_not_() if value.dtype == torch.bool else value.neg_()
-
     three = torch.tensor([3])
     reads = [rb.sample, lambda: rb[0], lambda: rb[2:5], lambda: rb[: len(rb)], lambda: rb[[1, 2]], lambda: rb[three]]
     reads += [partial(rb.storage.get, index) for index in (three, three[0], slice(1, 4), ..., 2)]
     for read in reads:
-        spoil(read())
+        batch = read()
+        for key in batch.keys(True, True):
+            others = bits(batch.exclude(key))
+            batch[key].zero_()
+            batch[key] = torch.ones_like(batch[key])
+            assert bits(batch.exclude(key)) == others
         assert bits(rb.storage[:]) == before
-
-
-def test_a_transform_that_adds_entries_comes_before_the_first_write():
-    rb = packed_buffer(100, TensorDictReplayBuffer)
-    data = make_episode(torch.zeros(6, 1), torch.ones(1))
-    rb.extend(data.clone())
-    rb.append_transform(make_transform(capacity=100))
-    with pytest.raises(ValueError, match="'hindsight_stamp' is new"):
-        rb.extend(data.clone())
 
 
 def test_gradients_do_not_reach_the_storage():
@@ -305,23 +246,140 @@ def test_gradients_do_not_reach_the_storage():
 
 @pytest.mark.parametrize("cursor", [3, torch.tensor([3]), slice(3, 4)], ids=str)
 def test_a_write_invalidates_the_episode_ends_in_the_caches_of_samplers(cursor):
-    """Samplers compare a version number of the storage, which is private to TorchRL."""
-    storage = PackedStorage(20)
-    storage.set(range(10), make_transitions(10))
-    before = storage._mutation_revision
-    storage[cursor] = make_transitions(20)[cursor]
-    assert storage._mutation_revision > before
+    sampler = SliceSampler(slice_len=4, traj_key=IDS, cache_values=True)
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=400)
+    data = make_transitions(20)
+    data[IDS] = torch.zeros(20, dtype=torch.int64)
+    rb.extend(data)
+    assert (rb.sample()["uid"] == 3).any()
+    data[IDS][3] = 1  # a trajectory of one step, too short for a slice
+    rb.storage[cursor] = data[cursor]
+    assert not (rb.sample()["uid"] == 3).any()
 
 
-def test_conditional_updates_reach_the_storage():
-    writer = partial(TensorDictRoundRobinWriter, track_generations=True)
-    rb = TensorDictReplayBuffer(storage=PackedStorage(20), batch_size=8, writer=writer)
-    rb.extend(make_transitions(10))
-    batch = rb.sample()
-    patch = {"uid": torch.full((8,), -5)}
-    result = rb.update_if_present(index=batch["index"], generation=batch["index_generation"], patch=patch)
-    assert result.updated.all()
-    assert (rb.storage[batch["index"]]["uid"] == -5).all()
+# Rows
+
+
+def test_rows_are_no_longer_than_their_entries_need():
+    entries = [("a", torch.float32, (25,)), ("b", torch.bool, (1,)), ("c", torch.int64, ()), ("d", torch.bool, (2,))]
+    storage = PackedStorage(10)
+    storage.set(range(3), make_transitions(3, entries=entries))
+    assert storage[:]["a"].untyped_storage().nbytes() == 10 * 120  # 8 + 8 + 100 + 3, in words of 8
+
+
+def test_a_batch_is_gathered_in_one_step():
+    class Gathers(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function in (torch.ops.aten.index_select.default, torch.ops.aten.index.Tensor)
+            return function(*args, **(kwargs or {}))
+
+    for rb, expected in zip(both_storages(), (len(ENTRIES) + 2, 1), strict=True):
+        rb.extend(make_transitions(13))
+        with Gathers() as gathers:
+            rb.sample()
+        assert gathers.count == expected
+
+
+INTEGERS = [torch.uint16, torch.uint32, torch.uint64]
+FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtypes", [INTEGERS, FLOATS], ids=["unsigned integers", "floats of 8 bits"])
+def test_dtypes_that_pytorch_cannot_add_are_read_back_in_every_way(dtypes, tmp_path):
+    rb, twin = packed_buffer(), packed_buffer()
+    data = make_transitions(20, entries=[(str(dtype).removeprefix("torch."), dtype, (3,)) for dtype in dtypes])
+    rb.extend(data)
+    for index in ([3], slice(2, 5), torch.tensor([1, 4]), slice(None)):
+        assert bits(rb[index]) == bits(data[index])
+    assert bits(rb[3].unsqueeze(0)) == bits(data[3:4])
+    twin.load_state_dict(rb.state_dict())
+    assert bits(twin[:]) == bits(data)
+    if dtypes == FLOATS:
+        with pytest.raises(TypeError, match=r"tensordict cannot load '.*float8.*' from a checkpoint: .*\.view\(torch"):
+            rb.dumps(tmp_path)
+    else:
+        rb.dumps(tmp_path)
+        twin.empty()
+        twin.loads(tmp_path)
+        assert bits(twin[:]) == bits(data)
+
+
+def test_keys_have_the_order_of_the_first_write():
+    rb, data = packed_buffer(), make_transitions(4)
+    rb.extend(data)
+    rb.extend(data.select(*reversed(list(data.keys(True, True)))))
+    assert list(rb.sample().keys(True, True)) == list(data.keys(True, True))
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [(lazy_stack, ReplayBuffer), (lazy_stack, TensorDictReplayBuffer), (list, ReplayBuffer)]
+)
+def test_a_lazy_stack_and_a_list_are_written_as_their_transitions(form, kind):
+    rb, data = packed_buffer(kind=kind), make_transitions(12)
+    rb.extend(form(list(data.unbind(0))))
+    assert bits(rb[:].select(*data.keys(True, True))) == bits(data)
+
+
+def test_strided_expanded_and_conjugate_tensors_are_written_by_value():
+    wide = torch.arange(24.0).reshape(4, 6)
+    entries = {
+        "strided": wide[:, ::2],
+        "transposed": wide.reshape(4, 2, 3).transpose(1, 2),
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "conjugate": torch.view_as_complex(torch.rand(4, 2, 2)).conj(),
+    }
+    data, storage = TensorDict(entries, [4]), PackedStorage(10)
+    storage.set(range(4), data)
+    assert (storage[:] == data).all()
+
+
+# Samples are relabelled in place
+
+
+@pytest.mark.parametrize("other", [None, torch.full((64, 2), 7.0)], ids=["own goals", "goals of another transform"])
+def test_samples_that_own_their_memory_are_relabelled_in_place_and_nothing_else_changes(other):
+    rb = TensorDictReplayBuffer(storage=PackedStorage(200), transform=make_transform(capacity=200))
+    world = World(1, Goals())
+    rb.extend(world.tensordict(world.play(0, (["go"] * 7 + ["truncated"]) * 20)))
+    before, packed = rb.storage[:].clone(), rb.storage.get(torch.randint(160, (64,)))
+    samples, results = [packed, mark_as_owned(packed.clone()), packed.clone()], []
+    for sample in samples:
+        sample = sample if other is None else sample.set("desired_goal", other)
+        original = sample.clone()
+        torch.manual_seed(0)
+        results.append(rb.transform[0](sample))
+    assert results[0] is packed
+    assert results[1] is samples[1]
+    assert (samples[2] == original).all()
+    assert results[2]["hindsight", "relabelled"].any()
+    for each in results[:2]:
+        assert {*each.keys(True, True)} == {*results[2].keys(True, True)}
+        assert (each == results[2]).all()
+    assert other is None or (other == 7.0).all()
+    assert (rb.storage[:] == before).all()
+
+
+@pytest.mark.filterwarnings("ignore:The reward module gives")
+@pytest.mark.parametrize("kind", [PackedStorage, LazyTensorStorage])
+def test_a_reward_module_reads_the_stored_entries_that_it_replaces(kind):
+    def function(achieved, desired, reward, terminated):
+        hit = (achieved == desired).all(-1, keepdim=True)
+        return torch.where(hit, reward + 1, reward - 1), hit | terminated
+
+    entries = [("next", "reward"), ("next", "terminated")]
+    module = TensorDictModule(function, [("next", "achieved_goal"), "desired_goal", *entries], entries)
+    rb = ReplayBuffer(storage=kind(200), transform=make_transform(reward=module, capacity=200), batch_size=64)
+    world = World(1, Goals())
+    rb.extend(world.tensordict(world.play(0, (["go"] * 7 + ["terminated"]) * 20)))
+    batch, info = rb.sample(return_info=True)
+    relabelled, stored = batch["hindsight", "relabelled"].squeeze(-1), rb.storage[:][info["index"]]
+    new, old = batch[relabelled], stored[relabelled]
+    keys = [("next", "achieved_goal"), "desired_goal"]
+    reward, terminated = function(*(new[key] for key in keys), *(old[key] for key in entries))
+    assert torch.equal(new["next", "reward"], reward)
+    assert torch.equal(new["next", "terminated"], terminated)
 
 
 # Copies, files, other processes
@@ -357,40 +415,36 @@ def test_rows_are_in_the_named_file(tmp_path):
     content = next((tmp_path / "new" / "rows").iterdir()).read_bytes()
     assert all(np.int64(2**40 + row).tobytes() in content for row in range(5))
     assert len(content) % 1000 == 0
-    with pytest.raises(FileExistsError, match="already contains the rows of another storage"):
-        PackedStorage(1000, scratch_dir=tmp_path / "new" / "rows").set(torch.arange(5), make_transitions(5))
-    with pytest.raises(ValueError, match="leave out device='meta' or scratch_dir"):
-        PackedStorage(10, device="meta", scratch_dir=tmp_path)
 
 
 def write_in_child(rb, number):
     rb.extend(make_transitions(5, number))
 
 
-@pytest.mark.parametrize(("on_disk", "starts"), [(False, ("spawn", "fork")), (True, ("fork", "spawn"))])
-def test_processes_write_into_one_storage(on_disk, starts, tmp_path):
+def write_in_process(start, rb, number):
+    child = mp.get_context(start).Process(target=write_in_child, args=(rb, number))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize(("on_disk", "start"), [(False, "spawn"), (True, "fork")])
+def test_processes_write_into_one_storage(on_disk, start, tmp_path):
     storage = PackedStorage(40, scratch_dir=tmp_path if on_disk else None)
     rb = TensorDictReplayBuffer(storage=storage, batch_size=400, shared=True)
     rb.extend(make_transitions(5))
-    for start, number in zip(starts, (5, 10), strict=True):
-        child = mp.get_context(start).Process(target=write_in_child, args=(rb, number))
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
-    write_in_child(rb, 15)
-    assert rb.storage[:]["uid"].tolist() == list(range(20))
-    assert sorted(rb.sample()["uid"].unique().tolist()) == list(range(20))
+    write_in_process(start, rb, 5)
+    write_in_child(rb, 10)
+    assert rb.storage[:]["uid"].tolist() == list(range(15))
+    assert sorted(rb.sample()["uid"].unique().tolist()) == list(range(15))
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_another_process_may_write_first(on_disk, tmp_path):
+@pytest.mark.parametrize(("on_disk", "starts"), [(False, ["fork", "spawn"]), (True, ["fork", "fork"])])
+def test_another_process_may_write_first(on_disk, starts, tmp_path):
     storage = PackedStorage(40, scratch_dir=tmp_path if on_disk else None, shared_init=True)
     rb = ReplayBuffer(storage=storage, batch_size=400, shared=True)
-    for start, number in (("fork", 0), ("spawn", 5)):
-        child = mp.get_context(start).Process(target=write_in_child, args=(rb, number))
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
+    for number, start in enumerate(starts):
+        write_in_process(start, rb, 5 * number)
     with pytest.raises(ValueError, match="'new' is new"):
         rb.extend(make_transitions(5).set("new", torch.zeros(5)))
     write_in_child(rb, 10)
@@ -401,16 +455,100 @@ def test_another_process_may_write_first(on_disk, tmp_path):
     assert directory.exists() == on_disk
 
 
-@pytest.mark.parametrize("option", [{"device": "meta"}, {"compilable": True}], ids=str)
-def test_options_that_exclude_a_shared_first_write_are_refused(option):
-    with pytest.raises(ValueError, match=f"leave out {next(iter(option))}.* or shared_init"):
-        PackedStorage(10, shared_init=True, **option)
+# Entries that do not fit
+
+MISFITS = {  # key, new value (None to remove the entry), and message
+    "missing": ("observation", None, "'observation' is missing"),
+    "missing, nested": (("next", "deep"), None, "'next', 'deep', 'half'.* is missing"),
+    "new": ("loc", torch.zeros(4, 1), "'loc' is new"),
+    "new, nested": (("next", "loc"), torch.zeros(4, 1), "'next', 'loc'.* is new"),
+    "shape": ("observation", torch.zeros(4, 6), r"'observation' is torch.float32 \[6\] and was torch.float32 \[5\]"),
+    "dtype": ("observation", torch.zeros(4, 5).double(),
+        r"'observation' is torch.float64 \[5\] and was torch.float32 \[5\]"),
+    "a tensordict for a tensor": ("int", {"x": torch.zeros(4)}, "'int', 'x'.* is new"),
+    "a tensor for a tensordict": ("collector", torch.zeros(4), "'collector' is new"),
+    "not a tensor": ("observation", NonTensorData("text", [4]), "'observation' is a Non"),
+}  # fmt: skip
 
 
-def test_a_storage_without_rows_is_not_sent_to_a_process():
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_entries_that_do_not_fit_are_refused_and_change_nothing(misfit, kind):
+    key, value, message = MISFITS[misfit]
+    rb, wrong = packed_buffer(kind=kind), make_transitions(4, 15)
+    rb.extend(make_transitions(15))
+    wrong = wrong.exclude(key) if value is None else wrong.set(key, value)
+    for write in (partial(rb.extend, wrong), partial(rb.add, wrong[0]), partial(rb.__setitem__, slice(2, 6), wrong)):
+        check_refused(rb, write, (ValueError, TypeError), message)
+    assert rb.write_count == 15
+    rb.extend(make_transitions(8, 15))
+    assert rb[:]["uid"].tolist() == [20, 21, 22, *range(3, 20)]
+
+
+def three(**entries):
+    return TensorDict(entries, [3])
+
+
+FIRST = {
+    "text": (three(next={"text": NonTensorData("hello", [3])}), r"\('next', 'text'\) is a NonTensorData"),
+    "ragged": (lazy_stack([TensorDict({"a": torch.zeros(length)}) for length in (1, 2, 3)]),
+        "store tensors of one shape each, but 'a' has several"),
+    "jagged": (three(a=torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)), "'a' is a NestedTensor"),
+    "nothing": (three(), "a tensordict without entries"),
+    "a tensor": (torch.zeros(3, 2), "stores TensorDicts and tensorclasses, got a Tensor: put tensors into"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_first_write_that_cannot_be_packed_is_refused_and_another_write_can_follow(first):
+    data, message = FIRST[first]
+    rb = packed_buffer()
+    check_refused(rb, partial(rb.extend, data), (TypeError, ValueError), message)
+    assert rb.write_count == 0
+    rb.extend(make_transitions(15))
+    assert bits(rb[:]) == bits(make_transitions(15))
+
+
+# Refused arguments and calls
+
+
+def replace_entry(key, folder):
+    rb = packed_buffer(kind=TensorDictReplayBuffer)
+    rb.extend(make_transitions(13))
+    rb[key] = torch.zeros(13, 1)
+
+
+def use_a_directory_again(folder):
+    for _ in range(2):
+        PackedStorage(1000, scratch_dir=folder).set(torch.arange(5), make_transitions(5))
+
+
+def send_without_rows(folder):
     rb = ReplayBuffer(storage=PackedStorage(40), shared=True)
-    with pytest.raises(RuntimeError, match="has not been initialized yet"):
-        mp.get_context("spawn").Process(target=write_in_child, args=(rb, 0)).start()
+    mp.get_context("spawn").Process(target=write_in_child, args=(rb, 0)).start()
+
+
+LOCKED = (RuntimeError, r"locked.*`set_\(\)`")
+REFUSED = {
+    "an entry of all rows": (partial(replace_entry, "uid"), *LOCKED),
+    "a new entry of all rows": (partial(replace_entry, "new"), *LOCKED),
+    "a nested entry of all rows": (partial(replace_entry, ("next", "done")), *LOCKED),
+    "a directory with rows": (use_a_directory_again, FileExistsError, "already contains the rows of another storage"),
+    "no rows to share": (send_without_rows, RuntimeError, "has not been initialized yet"),
+    "a file on a device": (lambda folder: PackedStorage(10, device="meta", scratch_dir=folder),
+        ValueError, "leave out device='meta' or scratch_dir"),
+    "shared on a device": (lambda folder: PackedStorage(10, device="meta", shared_init=True),
+        ValueError, "leave out device='meta' or shared_init"),
+    "shared and compilable": (lambda folder: PackedStorage(10, compilable=True, shared_init=True),
+        ValueError, "leave out compilable or shared_init"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_impossible_is_refused(name, tmp_path):
+    action, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        action(tmp_path)
 
 
 # Compiled
@@ -421,16 +559,15 @@ def test_reading_compiles_in_one_piece(ndim):
     storage = PackedStorage(40, ndim=ndim, compilable=True)
     data = make_transitions(24, entries=[entry for entry in ENTRIES if entry[1].itemsize != 16])
     storage.set(torch.arange(24 // 2 ** (ndim - 1)), data.reshape(-1, *(2,) * (ndim - 1)))
-    index = (torch.tensor([3, 1, 7, 7]),) + (torch.tensor([0, 1, 1, 0]),) * (ndim - 1)
-    index = index if ndim == 2 else index[0]
+    index = torch.tensor([3, 1, 7, 7])
+    index = index if ndim == 1 else (index, torch.tensor([0, 1, 1, 0]))
     read = torch.compile(storage.get, fullgraph=True, backend="eager")
     assert identical(read(index), storage.get(index))
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compilable", [False, True])
-def test_a_compiled_buffer_samples_stored_transitions(compilable):
-    rb = TensorDictReplayBuffer(storage=PackedStorage(40, compilable=compilable), batch_size=8, compilable=compilable)
+def test_a_compiled_buffer_samples_stored_transitions():
+    rb = TensorDictReplayBuffer(storage=PackedStorage(40, compilable=True), batch_size=8, compilable=True)
     sample = torch.compile(rb.sample, backend="eager")
     written = []
     for number in (0, 24):
@@ -463,33 +600,24 @@ class TestCuda:
         assert bits(batch.cpu().exclude("index")) == [written[uid] for uid in batch["uid"].tolist()]
         assert (batch["uid"] % 20 == batch["index"]).all()
 
-    @pytest.mark.parametrize("index", [-1, [0, -2], torch.tensor([-1, 3]), slice(2, 5)], ids=str)
-    def test_every_index_reads_as_on_the_host(self, index):
+    def test_every_index_reads_as_on_the_host(self):
         rb, on_host = packed_buffer(device="cuda"), packed_buffer()
         for each in (rb, on_host):
             each.extend(make_transitions(15))
-        assert bits(rb[index].cpu().reshape(-1)) == bits(on_host[index].reshape(-1))
+        for index in (-1, [0, -2], torch.tensor([-1, 3]), slice(2, 5)):
+            assert bits(rb[index].cpu().reshape(-1)) == bits(on_host[index].reshape(-1))
 
-    @pytest.fixture
-    def storage_and_index(self):
+    def test_sampling_does_not_wait_for_the_device_and_is_captured_in_a_graph(self):
         storage = PackedStorage(20, device="cuda")
         storage.set(torch.arange(15, device="cuda"), make_transitions(15).cuda())
         index = torch.tensor([3, 1, 4], device="cuda")
         torch.cuda.synchronize()
-        return storage, index
-
-    def test_sampling_does_not_wait_for_the_device(self, storage_and_index):
-        storage, index = storage_and_index
         torch.cuda.set_sync_debug_mode("error")
         try:
             batch = storage.get(index)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert batch["uid"].tolist() == [3, 1, 4]
-
-    def test_it_is_captured_in_a_graph(self, storage_and_index):
-        storage, index = storage_and_index
-        storage.get(index)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             batch = storage.get(index)

@@ -2,68 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer, TensorStorage
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage
 
 from support.factories import make_transform
-from support.oracle import Oracle
-from support.streams import Stream, chunks, make_tensordict, rows_of
-from torchrl_her import HERTransform
+from support.hindsight_oracle import Oracle
+from support.recorded import Recorded
+from support.world import Goals, World
+from torchrl_her import GoalReward, HERTransform
 
 NEXT_ACHIEVED, NEXT_DESIRED = ("next", "achieved_goal"), ("next", "desired_goal")
 REWARD = ("next", "reward")
+GOALS = Goals()
 
 
-def data_of(stream: Stream, ndim: int = 1) -> TensorDictBase:
-    """Return all transitions of a stream: ``[N]`` in the order of writing, ``[lanes, T]`` or ``[2, lanes / 2, T]``."""
-    writes = list(stream)
-    if ndim == 1:
-        rows = [row for lanes in writes for part in chunks(lanes, stream.layout) for row in part]
-        return make_tensordict(rows, stream.with_ids)
-    lanes = [rows_of(parts) for parts in zip(*writes, strict=True)]
-    shape = (len(lanes), -1) if ndim == 2 else (2, len(lanes) // 2, -1)
-    return make_tensordict(rows_of(lanes), stream.with_ids).reshape(shape)
+def record(
+    moves: Sequence[Sequence[str]], layout: str = "flat", writes: int = 1, *, ids: bool = True, goals: Goals = GOALS
+) -> tuple[TensorDictBase, Recorded]:
+    """Return a data set ``[transitions]``, and a record of it in which all episodes have ended.
+
+    In several ``writes``, each with a part of the moves of each environment, the environments alternate. A test
+    replaces the buffer of the record by one over the adopted data set.
+    """
+    rb = ReplayBuffer(storage=LazyTensorStorage(sum(map(len, moves))))
+    recorded = Recorded(rb, Oracle({"final": 1.0}, 10**6), World(len(moves), goals), ids)
+    steps = len(moves[0]) // writes
+    for number in range(writes):
+        last = None if number == writes - 1 else (number + 1) * steps
+        recorded.play([each[number * steps : last] for each in moves], layout)
+    recorded.oracle.flush()
+    return rb[:].clone().clear_device_(), recorded
 
 
-def oracle_of(stream: Stream) -> Oracle:
-    """Return the oracle after all writes, when all episodes have ended. Adopting publishes each of them once."""
-    oracle = Oracle(replace(stream, capacity=10**6))
-    for lanes in stream:
-        for rows in chunks(lanes, stream.layout):
-            oracle.write(rows)
-    oracle.end_episodes()
-    return oracle
+def adopting_transform(recorded: Recorded, **options: Any) -> Any:
+    """Return a HERTransform for a recorded data set, whose oracle expects the goal of the last step."""
+    goals = recorded.world.goals
+    reward = GoalReward(goals.reward, terminated_fn=goals.reached)
+    return make_hindsight(**{"reward": reward, "strategy": "final", "capacity": len(recorded.stored)} | options)
+
+
+def make_hindsight(**options: Any) -> Any:
+    """Return a HERTransform that relabels all transitions."""
+    return make_transform(**{"her_ratio": 1.0} | options)
 
 
 def adopting_buffer(data: TensorDictBase, transform: HERTransform, **options: Any) -> ReplayBuffer:
     """Return a buffer over the memory of a data set ``[*batch]``, which its transform has adopted."""
     storage = TensorStorage(transform.adopt(data).reshape(-1))
     return TensorDictReplayBuffer(storage=storage, transform=transform, **({"batch_size": 64} | options))
-
-
-def copying_buffer(
-    data: TensorDictBase, transform: HERTransform, storage: Callable[[int], Any], **options: Any
-) -> ReplayBuffer:
-    """Return a buffer with a separate storage, to which an adopted data set is copied."""
-    memory = storage(data.batch_size.numel())
-    rb = TensorDictReplayBuffer(storage=memory, **({"batch_size": 64} | options))
-    rb.extend(transform.adopt(data))
-    return rb.append_transform(transform)
-
-
-def make_hindsight(stream: Stream | None = None, **options: Any) -> Any:
-    """Return a HERTransform for a stream, or one that relabels all transitions."""
-    return make_transform(stream, **({} if stream else {"her_ratio": 1.0}) | options)
-
-
-# OGBench files
 
 
 def save_ogbench(path: Path, lengths: list[int], **more: Any) -> dict[str, Any]:
@@ -79,30 +71,6 @@ def save_ogbench(path: Path, lengths: list[int], **more: Any) -> dict[str, Any]:
     arrays |= more
     np.savez(path, **arrays)
     return arrays
-
-
-def transitions_of(arrays: dict[str, np.ndarray]) -> list[dict[Any, Any]]:
-    """Return the transitions in the arrays of a file: (s0, a0, s1), (s1, a1, s2), ... of each trajectory."""
-    trajectories: list[list[int]] = [[]]
-    for state, terminal in enumerate(arrays["terminals"]):
-        trajectories[-1].append(state)
-        if terminal:
-            trajectories.append([])
-    return [
-        {
-            "observation": arrays["observations"][state].tolist(),
-            "action": arrays["actions"][state].tolist(),
-            "qpos": arrays["qpos"][state].tolist(),
-            ("next", "observation"): arrays["observations"][state + 1].tolist(),
-            ("next", "done"): [state + 1 == states[-1]],
-            ("next", "truncated"): [state + 1 == states[-1]],
-            ("next", "terminated"): [False],
-            "trajectory": number,
-            "step": step,
-        }
-        for number, states in enumerate(trajectories)
-        for step, state in enumerate(states[:-1])
-    ]
 
 
 def without_goals(data: TensorDictBase) -> TensorDict:

@@ -1,0 +1,188 @@
+"""Which running episode a transition continues, and when an episode that nothing continues counts as ended."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from support.factories import copied_by_state_dict, make_transform
+from support.goals import reward_of
+from support.hindsight_oracle import Oracle
+from support.recorded import Recorded
+from support.world import Goals, World
+
+RELABELLED = ("hindsight", "relabelled")
+
+
+def make_buffer(size=1000, capacity=10_000, ndim=1):
+    hindsight = make_transform(strategy="final", her_ratio=1.0, capacity=capacity)
+    return ReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), transform=hindsight, batch_size=64)
+
+
+def record(envs=1, **options):
+    return Recorded(
+        make_buffer(**options), Oracle({"final": 1.0}, options.get("capacity", 10_000)), World(envs, Goals())
+    )
+
+
+def write(rb, *rows):
+    """Write a transition of each environment, ``[rows, 1]``: the goals before and after it."""
+    states, outcomes = torch.tensor(rows, dtype=torch.float32).reshape(-1, 1, 2, 1).unbind(2)
+    desired, done = torch.full_like(states, 99), torch.zeros(len(rows), 1, 1, dtype=torch.bool)
+    following = {
+        "achieved_goal": outcomes,
+        "desired_goal": desired,
+        "reward": reward_of(outcomes, desired).unsqueeze(-1),
+    }
+    flags = {"done": done, "terminated": done}
+    data = {"achieved_goal": states, "desired_goal": desired, "next": following | flags}
+    rb.extend(TensorDict(data, [len(rows), 1]))
+
+
+def test_among_episodes_at_the_same_goals_the_one_that_waited_longest_is_continued():
+    rb = make_buffer()
+    # A third environment, which arrives at 21 and 22, was written last, so its row says nothing about the others.
+    for row in [(1, 5), (2, 5), (20, 21), (5, 6), (21, 22), (5, 7), (6, 8), (7, 9)]:
+        write(rb, row)
+    rb.transform[0].flush()
+    assert rb[:]["desired_goal"].flatten().tolist() == [8, 9, 22, 8, 22, 9, 8, 9]
+
+
+def test_among_episodes_at_the_same_goals_the_one_in_the_same_row_is_continued():
+    rb = make_buffer(ndim=2)
+    for rows in ([(1, 5), (2, 4), (3, 4)], [(9, 10), (4, 5), (4, 5)], [(10, 11), (5, 6), (5, 7)]):
+        write(rb, *rows)
+    rb.transform[0].flush()
+    assert rb[:]["desired_goal"].squeeze(-1).tolist() == [[5, 11, 11], [6] * 3, [7] * 3]
+    assert rb[:]["hindsight", "relabelled"].all()
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [2**40, -7]], ids=["one id for both", "ids of any value"])
+@pytest.mark.parametrize("time_major", [False, True])
+def test_environments_are_distinguished_by_their_goals_and_ids(ids, time_major):
+    """An id that is used again after the end of its episode begins another one."""
+    recorded = record(envs=2)
+    for moves in (["go"] * 5, ["go", "terminated", "go", "go", "truncated"]):
+        lanes = [recorded.world.play(env, moves) for env in range(2)]
+        rows = [*itertools.chain(*(zip(*lanes, strict=True) if time_major else lanes))]
+        data = recorded.world.tensordict(rows)
+        data["collector", "traj_ids"] = torch.tensor([ids[row.env] for row in rows])
+        recorded.write(rows, data)
+    assert recorded.check() == 20
+
+
+def test_an_episode_ends_with_its_trajectory_id():
+    """There is no done flag, and the next trajectory starts with the last goals of this one."""
+    recorded = record()
+    data = recorded.world.tensordict(recorded.world.play(0, ["go"] * 3 + ["cut"] + ["go"] * 4))
+    data["next", "done"].zero_()
+    data["next", "truncated"].zero_()
+    recorded.rb.extend(data)
+    recorded.rb.transform[0].flush()
+    assert recorded.rb[:]["desired_goal"][:, 1].tolist() == [4] * 4 + [8] * 4
+
+
+def test_episodes_enter_the_table_in_the_order_of_writing_whatever_their_ids():
+    """So the goals of all transitions in the storage are in a table of the same size."""
+    recorded = record(size=75, capacity=75)
+    for _ in range(3):
+        rows = recorded.world.play(0, ["terminated"] * 50)
+        data = recorded.world.tensordict(rows)
+        data["collector", "traj_ids"] = -data["collector", "traj_ids"]
+        recorded.write(rows, data)
+    assert recorded.check() == 75
+
+
+# Episodes that wait
+
+
+def wait(recorded, env, steps):
+    """Let environment 0 make steps until the transitions of another one are relabelled; return their number."""
+    uid = recorded.oracle.running[env].rows[-1].uid
+    for step in range(steps):
+        recorded.play([["terminated"]])
+        rows = recorded.rb[:]
+        if rows[RELABELLED][rows["uid"] == uid].all():
+            return step
+    return steps
+
+
+def test_an_episode_that_waits_longer_than_any_before_is_relabelled_and_can_go_on():
+    recorded = record(envs=2)
+    for _ in range(2):
+        recorded.play([[], ["go"] * 3])
+        assert wait(recorded, env=1, steps=50) < 20
+        assert recorded.check() == len(recorded.stored)
+    recorded.play([[], ["go", "terminated"]])
+    assert recorded.check() == len(recorded.stored), "with the last goal of the whole episode"
+
+
+def after_a_long_pause():
+    """Return the record of an environment that went on after a hundred other transitions, and of two new ones."""
+    recorded = record(envs=3)
+    recorded.play([[], ["go"]])
+    recorded.play([["terminated"] * 100])
+    recorded.play([[], ["terminated"]])
+    recorded.play([[], [], ["go"]])
+    return recorded
+
+
+def test_a_single_long_pause_does_not_make_other_episodes_wait_as_long():
+    assert wait(after_a_long_pause(), env=2, steps=100) < 50
+
+
+@pytest.mark.filterwarnings("ignore:The loaded buffer has 1 running episode")
+def test_a_loaded_transform_waits_as_long_as_the_saved_one():
+    recorded, twin = after_a_long_pause(), after_a_long_pause()
+    twin.rb = copied_by_state_dict(recorded.rb, make_buffer(), None)
+    assert 0 < wait(recorded, env=2, steps=100) == wait(twin, env=2, steps=100)
+
+
+def test_the_state_of_a_transform_without_transitions_drops_running_episodes_and_goals():
+    recorded = record()
+    for moves in (["go"] * 3 + ["truncated"], ["go"] * 3):
+        recorded.play([moves])
+    hindsight, empty = recorded.rb.transform[0], make_buffer().transform[0]
+    for each in (hindsight, empty):
+        each.load_state_dict(make_buffer().transform[0].state_dict())
+        assert each.report().running == 0
+    assert not recorded.rb[:][RELABELLED].any()
+
+
+def test_an_episode_that_nothing_continues_for_the_capacity_is_closed():
+    recorded = record(envs=2, capacity=10)
+    recorded.play([[], ["go"]])
+    for steps, running in ((5, 1), (7, 0)):
+        recorded.play([["terminated"] * steps])
+        assert recorded.rb.transform[0].report().running == running
+
+
+# Cost
+
+
+def test_no_python_line_is_executed_per_transition():
+    def lines_of(action):
+        lines = 0
+
+        def trace(frame, event, argument):
+            nonlocal lines
+            lines += event == "line" and "/torchrl_her/" in frame.f_code.co_filename
+            return trace
+
+        sys.settrace(trace)
+        action()
+        sys.settrace(None)
+        return lines
+
+    counts = []
+    for steps in (100, 400):
+        recorded = record()
+        recorded.play([["go"] * 5])
+        data = recorded.world.tensordict(recorded.world.play(0, ["go"] * steps))
+        written = lines_of(lambda: recorded.rb.extend(data))  # noqa: B023
+        rows = recorded.rb.storage[:steps]
+        counts.append((written, lines_of(lambda: recorded.rb.transform[0](rows))))  # noqa: B023
+    assert all(abs(more - few) < 100 for few, more in zip(*counts, strict=True))
