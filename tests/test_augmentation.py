@@ -23,7 +23,7 @@ from torchrl.data import (
 
 from support.factories import WAYS_TO_COPY, make_augmentation, same
 from support.goals import reward_of
-from support.hindsight_oracle import Oracle
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
 from torchrl_her import GoalStrategy

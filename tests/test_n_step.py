@@ -13,7 +13,7 @@ from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import WAYS_TO_COPY, make_transform, seeded_sample
 from support.goals import reached, reward_of
-from support.hindsight_oracle import Oracle
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, Goals, World
 from support.world import MOVES as WITH_SILENT

@@ -44,16 +44,14 @@ from torchrl.data import (
 )
 from torchrl.envs import Compose, MultiStepTransform
 
-from support.factories import WAYS_TO_COPY, same, state_of
-from support.hindsight_oracle import Oracle
+from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same, state_of
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import MOVES, Goals, World
 from torchrl_her import (
     Future,
     Geometric,
     GoalReward,
-    HERTransform,
-    HindsightAugmentation,
     Mixture,
     PackedStorage,
 )
@@ -116,9 +114,9 @@ class Config:
         prioritized = TensorDictPrioritizedReplayBuffer if self.kind == "tensordict" else PrioritizedReplayBuffer
         return partial(prioritized, **PRIORITIES)
 
-    def transform(self, **options: Any) -> HERTransform:
+    def transform(self, **options: Any) -> Any:
         strategies = {"strategy": self.strategy, "extra_goals": {"other_goal": "final"} if self.extra_goal else None}
-        return HERTransform(
+        return make_transform(
             GoalReward(self.goals.reward, terminated_fn=self.goals.reached),
             her_ratio=self.her_ratio,
             **strategies | {"capacity": self.capacity, "max_episode_steps": self.max_episode_steps} | options,
@@ -484,7 +482,7 @@ class AugmentationConfig:
     size: int = 10_000
 
     def buffer(self) -> ReplayBuffer:
-        hindsight = HindsightAugmentation(
+        hindsight = make_augmentation(
             GoalReward(self.goals.reward, terminated_fn=self.goals.reached),
             strategy=self.strategy,
             n_sampled_goal=self.copies,

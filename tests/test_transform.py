@@ -20,7 +20,7 @@ from torchrl.envs import (
 from support.dispatch import Operations
 from support.factories import WAYS_TO_COPY, assert_same, make_augmentation, make_transform, same, seeded_sample
 from support.goals import reached, reward_of
-from support.hindsight_oracle import Oracle
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, Goals, World
 from torchrl_her import CompactGoals, GoalReward, SparseReward

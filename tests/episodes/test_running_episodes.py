@@ -10,7 +10,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from support.factories import copied_by_state_dict, make_transform
 from support.goals import reward_of
-from support.hindsight_oracle import Oracle
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
 

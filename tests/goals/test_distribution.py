@@ -17,7 +17,7 @@ from scipy import stats
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, make_transform
-from support.hindsight_oracle import STEPS, Oracle
+from support.oracle import STEPS, Oracle
 from support.recorded import Recorded
 from support.world import Goal, Goals, World
 from torchrl_her import (

@@ -22,8 +22,8 @@ from torchrl.data import (
 from torchrl.data import Sequence as SequenceUnit
 
 from support.factories import WAYS_TO_COPY, make_transform, same, seeded_sample, uids
-from support.hindsight_oracle import Oracle
 from support.named import STORAGES, named
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, MOVES, Goals, World
 

@@ -20,8 +20,8 @@ from support import tape
 from support.dispatch import NoWaits, Waits
 from support.factories import make_transform
 from support.goals import reached, reward_of
-from support.hindsight_oracle import Oracle
 from support.losses import make_loss
+from support.oracle import Oracle
 from support.pages import run_block
 from support.recorded import Recorded
 from support.tape import collected

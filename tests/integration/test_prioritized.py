@@ -18,9 +18,9 @@ from torchrl.data import (
 
 from support import tape
 from support.factories import WAYS_TO_COPY, assert_same, make_augmentation, make_transform, seeded_sample
-from support.hindsight_oracle import Oracle
 from support.losses import make_loss
 from support.named import STORAGES
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
 

@@ -22,7 +22,7 @@ from torchrl.objectives.value import TDLambdaEstimator
 
 from support import tape
 from support.factories import make_transform, seeded_sample
-from support.hindsight_oracle import Oracle
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
 

@@ -7,7 +7,7 @@ from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import make_augmentation, make_transform
 from support.goals import reward_of
-from support.hindsight_oracle import Oracle
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
 from torchrl_her import CompactGoals, ReachedReward, Subgoal

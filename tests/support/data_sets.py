@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage
 
 from support.factories import make_transform
-from support.hindsight_oracle import Oracle
+from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
 from torchrl_her import GoalReward, HERTransform

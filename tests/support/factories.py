@@ -9,74 +9,37 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform, Transform
 
 from support.goals import reached, reward_of
-from support.streams import Stream, write
 from torchrl_her import CompactGoals, GoalReward, HERTransform, HindsightAugmentation
-
-AnOracle = TypeVar("AnOracle")
 
 # Transforms and buffers
 
 
-def make_transform(stream: Stream | None = None, reward: Any = None, **options: Any) -> Any:
-    """Return a HERTransform with the settings of a stream, after a MultiStepTransform if the stream has ``n`` steps.
+def make_transform(reward: Any = None, *, n_steps: int = 1, gamma: float = 0.9, **options: Any) -> Any:
+    """Return a HERTransform, after a MultiStepTransform if there are several ``n_steps``.
 
-    Options are arguments of HERTransform and override the stream's; ``compact=True`` places CompactGoals before it. By
-    default, the reward is `support.goals.reward_of`, with terminations unless the stream has none.
+    Options are arguments of HERTransform; ``compact=True`` places CompactGoals before it. By default, the reward is
+    `support.goals.reward_of`, and reaching a new goal terminates.
     """
-    before: list[Transform] = []
-    terminated_fn: Any = reached
-    if stream is not None:
-        options = {name: getattr(stream, name) for name in ("strategy", "her_ratio", "capacity", "compact")} | options
-        before = [MultiStepTransform(stream.n, stream.gamma)] if stream.n else []
-        terminated_fn = reached if stream.writes_terminated else None
+    before: list[Transform] = [MultiStepTransform(n_steps, gamma)] if n_steps > 1 else []
     if options.pop("compact", False):
         before.insert(0, CompactGoals(done_key=options.get("done_key", "done")))
-    hindsight = HERTransform(reward or GoalReward(reward_of, terminated_fn=terminated_fn), **options)
+    hindsight = HERTransform(reward or GoalReward(reward_of, terminated_fn=reached), **options)
     return Compose(*before, hindsight) if before else hindsight
 
 
 def make_augmentation(reward: Any = None, **options: Any) -> HindsightAugmentation:
     """Return a HindsightAugmentation, by default with `support.goals.reward_of`."""
     return HindsightAugmentation(reward or GoalReward(reward_of, terminated_fn=reached), **options)
-
-
-def make_buffer(
-    stream: Stream,
-    transform: Transform | None = None,
-    kind: Callable[..., ReplayBuffer] | None = None,
-    storage: Callable[..., Any] | None = None,
-    hindsight: bool = True,
-    **options: Any,
-) -> ReplayBuffer:
-    """Return a buffer for a stream, which determines size, dimensions and, by default, kind and transform.
-
-    ``storage`` makes the storage from its number of rows; ``hindsight=False`` leaves out the transform.
-    """
-    if kind is None:
-        kind = ReplayBuffer if stream.n or stream.layout == "plain add" else TensorDictReplayBuffer
-    if transform is None and hindsight:
-        transform = make_transform(stream)
-    ndim = 2 if stream.layout.startswith("[lanes") else 1
-    memory = LazyTensorStorage(stream.size, ndim=ndim) if storage is None else storage(stream.size)
-    return kind(storage=memory, transform=transform, **({"batch_size": 64} | options))
-
-
-def filled(make_oracle: Callable[[Stream], AnOracle], stream: Stream, **options: Any) -> tuple[Any, AnOracle]:
-    """Return a buffer with a whole stream, and its oracle; options are those of `make_buffer`."""
-    rb, oracle = make_buffer(stream, **options), make_oracle(stream)
-    for lanes in stream:
-        write(rb, lanes, stream.layout, oracle)
-    return rb, oracle
 
 
 # Contents

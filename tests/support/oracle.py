@@ -1,279 +1,252 @@
-"""A slow oracle in plain Python: the goals that a transition may get, and its entries with each of them.
+"""Hindsight in plain Python: every transition in a dictionary, and the goals that it may get.
 
-It keeps every episode in a list and does not read the stamps of the package: each transition carries its ``uid``.
-`Oracle` checks single steps, `NStepOracle` n-step returns, and `AugmentationOracle` hindsight at write time.
+The oracle reads no stamps of the package: each transition carries its ``uid``. A *part* is what the package may treat
+as one episode: it ends with a done flag, after ``max_episode_steps`` and at a flush.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
-import torch
+import pytest
 from tensordict import TensorDictBase
 
-from support.factories import assert_same, filled, make_buffer
-from support.goals import reached, reward_of
-from support.streams import ROOT_FLAGS, Goal, Stream, Transition, write
-from torchrl_her.episodes import tracker
+from support.goals import reward_of
+from support.world import FLAGS, Goal, Transition
 
-Row = dict[Any, Any]
-
-
-def expected_of(
-    window: Sequence[Transition],
-    goal: Goal | None = None,
-    gamma: float | None = None,
-    writes_terminated: bool = True,
-) -> Row:
-    """Return the entries of a transition: a single step, or the window of an n-step return with the discount ``gamma``.
-
-    ``goal`` is the new goal, or None if the transition is not relabelled. With ``writes_terminated``, reaching it
-    terminates the episode.
-    """
-    first, last = window[0], window[-1]
-    desired = first.desired if goal is None else goal
-    total, count, stops = 0.0, 0, False
-    for step in window:
-        total += (1.0 if gamma is None else gamma) ** count * reward_of(step.outcome, desired)
-        count += 1
-        if goal is not None and writes_terminated and reached(step.outcome, goal):
-            stops = True
-            break
-    terminated = last.terminated if goal is None or not writes_terminated else stops
-    truncated = last.truncated and count == len(window)
-    row: Row = {
-        "uid": first.uid,
-        "observation": first.observation,
-        "achieved_goal": first.achieved,
-        "desired_goal": desired,
-        **dict.fromkeys(ROOT_FLAGS, False),
-        ("next", "observation"): last.next_observation,
-        ("next", "achieved_goal"): last.outcome,
-        ("next", "desired_goal"): desired,
-        ("next", "reward"): total,
-        ("next", "terminated"): terminated,
-        ("next", "truncated"): truncated,
-        ("next", "done"): terminated or truncated,
-    }
-    if gamma is not None:
-        row |= {
-            "steps_to_next_obs": count,
-            "gamma": gamma**count,
-            "nonterminal": count > 1,  # TorchRL's name for a window of several steps
-            ("next", "original_reward"): reward_of(first.outcome, desired),
-        }
-    return row
+PIECE = 64  # of an episode with fewer steps, nothing needs to be relabelled while it runs
+# The entries that MultiStepTransform adds.
+N_STEP_ENTRIES = ("steps_to_next_obs", "gamma", "nonterminal", ("next", "original_reward"))
 
 
-_ANY = Transition(0, 0, 0, 0, (0, 0), (0, 1), (0, -1), False, False)
-ENTRIES = list(expected_of([_ANY]))
-N_STEP_ENTRIES = list(expected_of([_ANY], gamma=1.0))
-RELABELLED = ("hindsight", "relabelled")
+def _evenly(steps: Sequence[int]) -> dict[int, float]:
+    return dict.fromkeys(steps, 1 / len(steps))
 
 
-def allowed_steps(strategy: str, step: int, length: int) -> range:
-    """Return the steps of the episode whose outcomes a transition may get as its new goal."""
-    return range({"future": step, "final": length - 1, "episode": 0}[strategy], length)
+def _geometric(t: int, T: int) -> dict[int, float]:
+    ahead = {t + k: 0.5**k for k in range(1, T - 1 - t)}
+    return ahead | {T - 1: 1 - sum(ahead.values())}
 
 
-def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[Row]:
-    """Return transitions ``[*batch]`` as dictionaries of tuples (vectors) and numbers."""
-    rows = sample.reshape(-1)
-    columns = {}
-    for key in keys:
-        values = rows[key].reshape(len(rows), -1).tolist()
-        columns[key] = [tuple(value) if len(value) > 1 else value[0] for value in values]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+# The probability of each step from which a strategy draws the goal of step t, in an episode with T steps.
+STEPS: dict[str, Callable[[int, int], dict[int, float]]] = {
+    "current": lambda t, T: {t: 1.0},
+    "future": lambda t, T: _evenly(range(t, T)),
+    "later": lambda t, T: _evenly(range(t + 1, T) or [t]),
+    "geometric": _geometric,  # with the discount 0.5
+    "final": lambda t, T: {T - 1: 1.0},
+    "episode": lambda t, T: _evenly(range(T)),
+}
 
 
-class RunningEpisodes(ABC):
-    """Tracks running episodes, and finds idle ones.
+@dataclass
+class Part:
+    """Consecutive transitions of one environment."""
 
-    An episode is idle when it has waited longer than ``patience``, and more than twice as long as any episode that was
-    continued later.
+    rows: list[Transition] = field(default_factory=list)
+    ended: bool = False
+    lost: bool = False  # whether its goals were dropped, by clear()
+    may_be_split: bool = False  # whether it waited so long that the package may have split it
+    written: int = 0  # the number of transitions of all environments up to its last one
+
+    def lengths(self, step: int) -> range:
+        """Return the possible numbers of steps in the goal table, if it contains a step."""
+        longest = len(self.rows)
+        if self.ended and not self.may_be_split:
+            return range(longest, longest + 1)
+        return range(step + 1, longest + 1)
+
+
+class Oracle:
+    """Records writes, and checks samples.
+
+    Args:
+        members: the names of the strategies of which each transition gets one, with their probabilities.
+        capacity: the capacity of the goal table.
+        her_ratio: the share of relabelled transitions.
+        max_episode_steps: the number of steps after which an episode is cut.
+        n_steps: the number of steps of the returns; 1 without a MultiStepTransform.
+        gamma: the discount of n-step returns.
+        terminates: whether a transition ends if it reaches its new goal.
     """
 
-    def __init__(self, patience: int = 0):
-        self.patience = patience
-        self.count = 0  # written transitions
-        self.waits_since: dict[int, int] = {}  # running episode -> transitions written up to its last one
-        self.longest_wait = 0  # of a continued episode, in transitions written meanwhile
-
-    def write(self, rows: Sequence[Transition]) -> Any:
-        """Record the transitions of one write."""
-        before = self.count
-        self.count += len(rows)
-        continued: dict[int, None] = {}
-        for row in rows:
-            if row.episode in self.waits_since and row.episode not in continued:
-                waited = min(before - self.waits_since[row.episode], 2 * self.longest_wait + len(rows))
-                self.longest_wait = max(self.longest_wait, waited)
-            continued[row.episode] = None
-            if self._ends_with(row):
-                self.waits_since.pop(row.episode, None)
-                del continued[row.episode]
-        self.waits_since |= dict.fromkeys(continued, self.count)
-        for episode, since in list(self.waits_since.items()):
-            if self.count - since > max(2 * self.longest_wait, self.patience):
-                self._is_idle(episode)
-
-    @abstractmethod
-    def _ends_with(self, row: Transition) -> bool:
-        """Add a transition to its episode, and return whether the episode ends with it."""
-
-    @abstractmethod
-    def _is_idle(self, episode: int) -> None:
-        """End an idle episode."""
-
-
-class Oracle(RunningEpisodes):
-    """Keeps every episode in a list, and every goal that the table may contain in another."""
-
-    def __init__(self, stream: Stream):
-        super().__init__()
-        self.stream = stream
-        self.entries = N_STEP_ENTRIES if stream.n else ENTRIES
-        self.transitions: dict[int, Transition] = {}  # by uid
-        self.windows: dict[int, list[Transition]] = {}  # windows that can be sampled, by the uid of their first step
-        self.episodes: dict[int, list[Transition]] = {}
-        self.published: dict[int, int] = {}  # episode -> number of published steps
-        # Transitions whose outcomes were published, one list per write: the order of episodes within a write is
-        # not specified.
-        self.table: list[list[Transition]] = []
+    def __init__(
+        self,
+        members: dict[str, float],
+        capacity: int,
+        her_ratio: float = 1.0,
+        max_episode_steps: int | None = None,
+        n_steps: int = 1,
+        gamma: float = 0.9,
+        terminates: bool = True,
+    ):
+        self.members, self.capacity, self.her_ratio = members, capacity, her_ratio
+        self.max_episode_steps = max_episode_steps
+        self.n_steps, self.gamma, self.terminates = n_steps, gamma, terminates
+        self.count = 0
+        self.order: list[Transition] = []  # all transitions, as they were written
+        self.parts: list[Part] = []
+        self.running: dict[int, Part] = {}  # by environment
+        self.place: dict[int, tuple[Part, int]] = {}  # of each uid: its part, and its step there
+        self.windows: dict[int, list[Transition]] = {}  # of each uid that is stored
+        self._held: dict[int, list[Transition]] = {}  # by environment: steps whose windows are incomplete
 
     def write(self, rows: Sequence[Transition]) -> None:
-        """Record the transitions of one write, in order."""
-        self.table.append([])
-        self.transitions |= {row.uid: row for row in rows}
-        self.windows |= self._windows_of(rows)
-        super().write(rows)
-        for episode in dict.fromkeys(row.episode for row in rows):
-            if len(self.episodes[episode]) >= max(self.stream.first_publication, 2 * self.published.get(episode, 0)):
-                self._publish(episode)
+        """Record the transitions of one write."""
+        for row in rows:
+            part = self.running.get(row.env)
+            if part is None or part.rows[-1].episode != row.episode:  # also after a silent reset
+                part = self.running[row.env] = Part()
+                self.parts.append(part)
+            elif self.count - part.written >= self.capacity // 2 or len(part.rows) >= self.capacity // 2:
+                part.may_be_split = True
+            self.place[row.uid] = part, len(part.rows)
+            part.rows.append(row)
+            is_cut = len(part.rows) == self.max_episode_steps and not part.may_be_split
+            if row.done or is_cut:
+                self.running.pop(row.env).ended = True
+        self.count += len(rows)
+        for part in self.running.values():
+            if part.rows[-1] in rows:
+                part.written = self.count
+        self.order += rows
+        self._release_windows(rows)
 
-    def _windows_of(self, rows: Sequence[Transition]) -> dict[int, list[Transition]]:
-        """Return the windows that a write makes available: single steps."""
-        return {row.uid: [row] for row in rows}
+    def _release_windows(self, rows: Sequence[Transition]) -> None:
+        """Record the windows that a write completes. A window ends with its episode."""
+        for row in rows:
+            held = self._held.setdefault(row.env, [])
+            held.append(row)
+        for held in self._held.values():
+            while len(held) > (self.n_steps if self.n_steps > 1 else 0):
+                window = held[: self.n_steps]
+                ends = [number for number, step in enumerate(window) if step.done]
+                self.windows[held.pop(0).uid] = window[: ends[0] + 1] if ends else window
 
-    def end_episodes(self) -> None:
-        """End all running episodes, as flush() does."""
-        self.table.append([])
-        for episode in self.episodes:
-            self._publish(episode)
-        self.waits_since.clear()
+    def flush(self) -> None:
+        """End the running episodes."""
+        for part in self.parts:
+            part.ended = True
+        self.running.clear()
+        self._held.clear()
 
-    def _ends_with(self, row: Transition) -> bool:
-        self.episodes.setdefault(row.episode, []).append(row)
-        if row.done:
-            self._publish(row.episode)
-        return row.done
+    def lose_held_steps(self) -> None:
+        """Forget the steps whose windows are incomplete: checkpoints do not contain them."""
+        self._held.clear()
 
-    def _is_idle(self, episode: int) -> None:
-        self._publish(episode)
+    def clear(self) -> None:
+        """Forget all goals."""
+        self.flush()
+        for part in self.parts:
+            part.lost = True
 
-    def _publish(self, episode: int) -> None:
-        if self.published.get(episode, 0) < len(self.episodes[episode]):
-            self.published[episode] = len(self.episodes[episode])
-            self.table[-1].extend(self.episodes[episode])
+    # Checks
 
-    def allowed_goals(self, row: Transition) -> list[Goal]:
-        """Return the goals that the strategy may draw for a transition."""
-        return [other.outcome for other in self._allowed(row)]
+    def goals(self, uid: int) -> set[Goal]:
+        """Return the goals that a transition may get."""
+        part, step = self.place[uid]
+        goals: set[Goal] = set()
+        for member in self.members:
+            if member == "random":
+                goals |= {row.outcome for other in self.parts if not other.lost for row in other.rows}
+            elif member == "past_desired":
+                others = [other for other in self.parts if other is not part or part.may_be_split]
+                goals |= {row.desired for other in others if not other.lost for row in other.rows}
+            else:
+                goals |= {part.rows[j].outcome for T in part.lengths(step) for j in STEPS[member](step, T)}
+        return set() if part.lost else goals
 
-    def _allowed(self, row: Transition) -> list[Transition]:
-        """Return the transitions whose outcomes the strategy may draw for this one."""
-        length = self.published.get(row.episode, 0)
-        if row.step >= length:
-            return []
-        if self.stream.strategy == "random":
-            return [other for episode, end in self.published.items() for other in self.episodes[episode][:end]]
-        return [self.episodes[row.episode][step] for step in allowed_steps(self.stream.strategy, row.step, length)]
+    def probabilities(self, uid: int) -> dict[Goal, float] | None:
+        """Return the probability of each goal of a relabelled transition, or None if it is not known exactly."""
+        part, step = self.place[uid]
+        parts = [each for each in self.parts if not each.lost]
+        if part.lost or 3 * self.count >= self.capacity or not all(each.ended for each in parts):
+            return None
+        goals: dict[Goal, float] = defaultdict(float)
+        for member, weight in self.members.items():
+            if member in STEPS:
+                steps = STEPS[member](step, len(part.rows))
+                drawn = [(part.rows[j].outcome, probability) for j, probability in steps.items()]
+            else:
+                chosen = parts if member == "random" else [each for each in parts if each is not part]
+                rows = [row for each in chosen for row in each.rows]
+                if len(rows) < 0.7 * sum(len(each.rows) for each in parts):
+                    return None  # the draws of another episode can fail
+                drawn = [(row.outcome if member == "random" else row.desired, 1 / len(rows)) for row in rows]
+            for goal, probability in drawn:
+                goals[goal] += weight * probability
+        return {goal: probability for goal, probability in goals.items() if probability}
 
-    def check(self, sample: TensorDictBase) -> Any:
-        """Check transitions ``[*batch]`` one by one, and return how many were relabelled."""
-        return sum(goal is not None for _, goal, _ in self._check_rows(sample))
+    def is_in_one_part(self, uid: int) -> bool:
+        """Return whether the goal table can contain the whole window of a transition."""
+        return all(self.place[step.uid][0] is self.place[uid][0] for step in self.windows[uid])
 
-    def _check_rows(self, sample: TensorDictBase) -> Iterator[tuple[list[Transition], Goal | None, Row]]:
-        """Check transitions one by one, and yield the window, the new goal or None, and the entries of each."""
-        relabelled = sample[RELABELLED]
+    def must_be_relabelled(self, uid: int) -> bool:
+        """Return whether a transition must get a new goal, because the table holds all goals that it may get.
+
+        A running episode needs to be in the table up to its half, from 64 steps on.
+        """
+        part, last = self.place[self.windows[uid][-1].uid]
+        steps = len(part.rows)
+        is_known = self.is_in_one_part(uid) and (part.ended or (steps >= PIECE and 2 * (last + 1) <= steps))
+        fits = 3 * self.count < self.capacity
+        return self.her_ratio == 1 and is_known and not part.lost and fits and "past_desired" not in self.members
+
+    def check(self, sample: TensorDictBase, stored: dict[int, dict[Any, Any]], decode: Callable[[Any], Any]) -> int:
+        """Check transitions ``[n]``, given all entries of those written; return how many are relabelled."""
+        relabelled = sample["hindsight", "relabelled"]
         assert relabelled.shape == (*sample.batch_size, 1)
-        assert relabelled.dtype == torch.bool
-        assert sample["desired_goal"].dtype == sample["next", "reward"].dtype == torch.float32
-        possible, certain = self.in_table()
-        for row in as_dicts(sample, [*self.entries, RELABELLED]):
-            is_relabelled = row.pop(RELABELLED)
-            window = self.windows[row["uid"]]
-            goal = row["desired_goal"] if is_relabelled else None
-            assert row == self._expected(window, goal), f"{window} {goal=} came back as {row}"
-            if goal is not None:
-                self._check_goal(window, goal, possible)
-            elif self.stream.her_ratio == 1.0 and self.stream.capacity >= len(self.transitions):
-                # The table is large enough to keep the goals of all episodes.
-                needed = window if self.stream.strategy == "random" else [*window, *self._allowed(window[0])]
-                missing = not self._is_known(window) or any(each.uid not in certain for each in needed)
-                assert missing, f"{window} was not relabelled"
-            yield window, goal, row
+        desired = [tuple(goal) for goal in decode(sample["desired_goal"]).tolist()]
+        assert [tuple(goal) for goal in decode(sample["next", "desired_goal"]).tolist()] == desired
+        keys = [*next(iter(stored.values())), *(N_STEP_ENTRIES if self.n_steps > 1 else ())]
+        for number, row in enumerate(rows_of(sample, ["uid", *keys])):
+            uid = row.pop("uid")
+            window, goal = self.windows[uid], desired[number]
+            if not relabelled[number]:
+                assert not self.must_be_relabelled(uid), f"{window} was not relabelled"
+                assert self.her_ratio < 1 or goal == window[0].desired
+                goal = window[0].desired
+            else:
+                assert self.her_ratio > 0
+                assert goal in self.goals(uid), f"{window} got {goal}, which is none of {self.goals(uid)}"
+                assert self.is_in_one_part(uid), f"{window} continues in another part"
+            assert desired[number] == goal
+            expected = stored[uid] | self._changed(window, goal, bool(relabelled[number]), stored)
+            del row["desired_goal"], row["next", "desired_goal"]
+            assert row == {key: expected[key] for key in row}, f"{window} with the goal {goal}"
+        return int(relabelled.sum())
 
-    def _check_goal(self, window: list[Transition], goal: Goal, possible: set[Goal]) -> None:
-        assert self._is_known(window), f"{window} was given {goal}, and its outcomes are not in the table"
-        assert goal in possible, f"{window} was given {goal}, which is not in the table"
-        if self.stream.strategy != "random":
-            allowed = self.allowed_goals(window[0])
-            assert goal in allowed, f"{window} was given {goal}, not one of {allowed}"
-
-    def _is_known(self, window: list[Transition]) -> bool:
-        return window[-1].step < self.published.get(window[-1].episode, 0)
-
-    def in_table(self) -> tuple[set[Goal], set[int]]:
-        """Return the goals that may be in the table, and the uids of transitions whose outcomes must be in it."""
-        possible: set[Goal] = set()
-        certain: set[int] = set()
-        newer = 0
-        for published in reversed(self.table):
-            if newer >= self.stream.capacity:
-                break
-            possible.update(row.outcome for row in published)
-            newer += len(published)
-            if newer <= self.stream.capacity:
-                certain.update(row.uid for row in published)
-        return possible, certain
-
-    def _expected(self, window: list[Transition], goal: Goal | None) -> Row:
-        return expected_of(window, goal, writes_terminated=self.stream.writes_terminated)
+    def _changed(self, window: list[Transition], goal: Goal, new: bool, stored: dict[int, Any]) -> dict[Any, Any]:
+        """Return the entries that differ from those written, for the original or a new goal."""
+        reached = [new and self.terminates and step.outcome == goal for step in window]
+        count = reached.index(True) + 1 if True in reached else len(window)
+        last = window[-1]
+        terminated = reached[count - 1] if new and self.terminates else last.terminated
+        truncated = last.truncated and count == len(window)
+        flags = {"terminated": terminated, "truncated": truncated, "done": terminated or truncated}
+        changed: dict[Any, Any] = {("next", key): (flags[key],) for key in FLAGS}
+        rewards = [reward_of(step.outcome, goal) for step in window[:count]]
+        if self.n_steps == 1:
+            return changed | ({("next", "reward"): (rewards[0],)} if new else {})
+        total = sum(self.gamma**number * reward for number, reward in enumerate(rewards))
+        changed |= {("next", key): stored[last.uid]["next", key] for key in ("observation", "achieved_goal")}
+        return changed | {
+            ("next", "reward"): (pytest.approx(total, rel=1e-4, abs=1e-3),),
+            ("next", "original_reward"): (rewards[0],),
+            "steps_to_next_obs": count,
+            "gamma": pytest.approx(self.gamma**count),
+            "nonterminal": count > 1,
+        }
 
 
-def run(stream: Stream, make_oracle: Callable[[Stream], Oracle] = Oracle) -> float:
-    """Write a stream into a buffer, sample after each write, check all transitions, and return the relabelled share."""
-    rb, oracle = make_buffer(stream), make_oracle(stream)
-    shares = []
-    with mock.patch.object(tracker, "FIRST_PUBLICATION", stream.first_publication):
-        for lanes in stream:
-            write(rb, lanes, stream.layout, oracle)
-            assert len(rb) == min(len(oracle.windows), stream.size)
-            if not len(rb):
-                continue
-            stored = rb.storage[:].clone()
-            assert max(oracle.windows) in stored["uid"], "the newest transition is not stored"
-            if stream.compact:
-                left_out = {*ROOT_FLAGS, ("next", "desired_goal")}
-                assert left_out.isdisjoint(stored.keys(True)), "redundant entries are stored"
-            sample = rb.sample()
-            shares.append(float(sample[RELABELLED].float().mean()))
-            for batch in (sample, rb[:]):
-                oracle.check(batch)
-            assert_same(stored, rb.storage[:])
-    return sum(shares) / len(shares) if shares else 0.0
-
-
-def check_share() -> None:
-    """Check that the share ``her_ratio`` of the transitions is relabelled at every position in the batch."""
-    stream = Stream(2, ((9, "truncated"),), 9, 2, "flat with ids", rows=18, capacity=36, her_ratio=0.3)
-    rb, _ = filled(Oracle, stream)
-    torch.manual_seed(0)
-    relabelled = torch.stack([rb.sample(100)[RELABELLED].squeeze(-1) for _ in range(400)])
-    deviation = (0.3 * 0.7 / 400) ** 0.5
-    share = relabelled.float().mean(dim=0)  # by position in the batch
-    assert ((share - 0.3).abs() < 5 * deviation).all(), "a position in the batch is relabelled too often or too rarely"
+def rows_of(data: TensorDictBase, keys: Iterable[Any]) -> list[dict[Any, Any]]:
+    """Return transitions ``[n]`` as dictionaries of tuples, and of numbers for entries ``[n]``."""
+    columns = {key: data[key] for key in keys}
+    lists = {
+        key: values.tolist() if values.ndim == 1 else [tuple(row) for row in values.reshape(len(values), -1).tolist()]
+        for key, values in columns.items()
+    }
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]

@@ -11,7 +11,7 @@ from scipy import stats
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from support.hindsight_oracle import Oracle, rows_of
+from support.oracle import Oracle, rows_of
 from support.world import Goal, Transition, World
 
 LAYOUTS = ("flat", "time-major", "add", "lanes")
