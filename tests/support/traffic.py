@@ -18,6 +18,7 @@ from support import goals, tape
 from support.factories import make_transform
 
 COPIES = 4
+STEP = torch.tensor([0, 0, 1])
 LENGTHS = (5, 90, 2, 13, 70, 1, 140)  # some are published while they grow
 
 
@@ -44,7 +45,7 @@ class Source:
         """Return the next transitions of all environments, one environment after the other: ``[count * steps]``."""
         places = torch.tensor([place for lane in self.lanes for place in itertools.islice(lane, self.steps)])
         number, episode, step = places.unbind(1)
-        outcomes = torch.stack([number, episode, step + 1], 1)
+        outcomes = places + STEP
         start, achieved = (each.float().repeat(1, COPIES) for each in (places, outcomes))
         desired = torch.stack([number, episode, torch.full_like(step, tape.ASKED)], 1).float().repeat(1, COPIES)
         last = {
@@ -78,7 +79,7 @@ def check(batch: TensorDictBase, strategy: str = "future") -> int:
     right = torch.where(relabelled, right, same & (step == tape.ASKED))
     assert bool(right.all()), "a goal is wrong"
     assert torch.equal(batch["next", "reward"].squeeze(1), reward_of(outcome, desired)), "a reward is wrong"
-    assert torch.equal(outcome[:, :3].long(), place + torch.tensor([0, 0, 1])), "a row is torn"
+    assert torch.equal(outcome[:, :3].long(), place + STEP), "a row is torn"
     return int(relabelled.sum())
 
 
