@@ -105,8 +105,8 @@ class Neighbours(NamedTuple):
             )
         if self.movement_priority is not None:
             raise KeyError(
-                "MovementPriority needs the stamps of a HERTransform that comes after it, but HindsightAugmentation does: "
-                "use Compose(MovementPriority(...), HERTransform(...))."
+                "MovementPriority needs the stamps of a HERTransform that comes after it: "
+                "Compose(MovementPriority(...), HERTransform(...)). It does not work with HindsightAugmentation."
             )
         for transform in self.before:
             if transform.in_keys_inv:
