@@ -1,1 +1,1 @@
-"""Shared parts of the tests: goals, streams of transitions, oracles, the tape environment, and factories."""
+"""Shared parts of the tests: environments, the oracle, buffers that are checked, and factories."""
