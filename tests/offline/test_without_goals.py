@@ -7,20 +7,12 @@ import pytest
 import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from support.data_sets import (
-    REWARD,
-    adopting_buffer,
-    adopting_transform,
-    entries_of,
-    make_hindsight,
-    record,
-    save_ogbench,
-    without_goals,
-)
-from support.factories import copied_by_state_dict, seeded_sample
+from support.data_sets import adopting_buffer, adopting_transform, entries_of, record, save_ogbench
+from support.factories import copied_by_state_dict, make_transform, seeded_sample
 from torchrl_her import Current, Future, Mixture, Random, ReachedReward, SparseReward, load_ogbench
 
 LENGTHS = [11, 2, 1, 30, 7]  # states
+DESIRED, REWARD = ["desired_goal", ("next", "desired_goal")], ("next", "reward")
 RELABELLED, STEPS_TO_GOAL = ("hindsight", "relabelled"), ("hindsight", "steps_to_goal")
 
 
@@ -30,7 +22,8 @@ def file(tmp_path):
 
 
 def ogbench_transform(reward=None, **options):
-    return make_hindsight(reward=reward or ReachedReward(), achieved_goal_key="observation", capacity=100, **options)
+    options |= {"her_ratio": 1.0, "achieved_goal_key": "observation", "capacity": 100}
+    return make_transform(reward=reward or ReachedReward(), **options)
 
 
 def transitions_of(arrays):
@@ -129,7 +122,7 @@ def test_created_entries_equal_recomputed_ones(stored):
     data, recorded = record(MOVES)
     dropped = {"no goals": [REWARD, ("next", "terminated")], "flags": [REWARD], "rewards": []}[stored]
     batches = []
-    for each in (data, data.exclude("desired_goal", ("next", "desired_goal"), *dropped)):
+    for each in (data, data.exclude(*DESIRED, *dropped)):
         transform = adopting_transform(recorded, strategy="future", extra_goals={"actor_goal": "final"})
         batches.append(entries_of(seeded_sample(adopting_buffer(each, transform)).exclude("hindsight_stamp")))
     assert batches[0].keys() == batches[1].keys()
@@ -158,7 +151,7 @@ def test_a_transition_that_cannot_be_relabelled_gets_its_own_outcome(reward):
     data["collector", "mask"] = torch.arange(len(data)) % 48 < 40
     options = {"reward": reward} if reward else {}
     transform = adopting_transform(recorded, info=True, extra_goals={"actor_goal": Random()}, **options)
-    batch = adopting_buffer(without_goals(data), transform)[:]
+    batch = adopting_buffer(data.exclude(*DESIRED, REWARD), transform)[:]
     padding = ~data["collector", "mask"]
     assert torch.equal(batch[RELABELLED].squeeze(-1), ~padding)
     rows = batch[padding]

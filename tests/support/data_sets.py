@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage
 
 from support.factories import make_transform
@@ -17,8 +17,6 @@ from support.recorded import Recorded
 from support.world import Goals, World
 from torchrl_her import GoalReward, HERTransform
 
-NEXT_ACHIEVED, NEXT_DESIRED = ("next", "achieved_goal"), ("next", "desired_goal")
-REWARD = ("next", "reward")
 GOALS = Goals()
 
 
@@ -44,12 +42,13 @@ def adopting_transform(recorded: Recorded, **options: Any) -> Any:
     """Return a HERTransform for a recorded data set, whose oracle expects the goal of the last step."""
     goals = recorded.world.goals
     reward = GoalReward(goals.reward, terminated_fn=goals.reached)
-    return make_hindsight(**{"reward": reward, "strategy": "final", "capacity": len(recorded.stored)} | options)
-
-
-def make_hindsight(**options: Any) -> Any:
-    """Return a HERTransform that relabels all transitions."""
-    return make_transform(**{"her_ratio": 1.0} | options)
+    defaults: dict[str, Any] = {
+        "reward": reward,
+        "strategy": "final",
+        "her_ratio": 1.0,
+        "capacity": len(recorded.stored),
+    }
+    return make_transform(**defaults | options)
 
 
 def adopting_buffer(data: TensorDictBase, transform: HERTransform, **options: Any) -> ReplayBuffer:
@@ -71,11 +70,6 @@ def save_ogbench(path: Path, lengths: list[int], **more: Any) -> dict[str, Any]:
     arrays |= more
     np.savez(path, **arrays)
     return arrays
-
-
-def without_goals(data: TensorDictBase) -> TensorDict:
-    """Return the transitions without desired goals and rewards."""
-    return data.exclude("desired_goal", NEXT_DESIRED, REWARD)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
