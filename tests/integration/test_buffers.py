@@ -132,6 +132,7 @@ def from_a_factory():
 
 
 BUFFERS = {  # functions that make a buffer, and write to it
+    "without replacement": (partial(make, sampler=SamplerWithoutReplacement()), extend),
     "slices without replacement": (lambda: with_sampler("LazyTensorStorage", "SliceSamplerWithoutReplacement"), extend),
     "prioritized slices": (lambda: with_sampler("PackedStorage", "PrioritizedSliceSampler"), extend),
     "three dimensions": (lambda: with_sampler("LazyTensorStorage(ndim=3)", "RandomSampler"), extend),
@@ -175,35 +176,6 @@ def test_relabelled_batches_are_pinned():
 def test_every_storage_restores_what_compact_goals_leaves_out(storage):
     go_through(rb := make(storage=STORAGES[storage], make_hindsight=partial(hindsight, compact=True)))
     assert {*FLAGS, ("next", "desired_goal")}.isdisjoint(contents(rb).keys(True))
-
-
-def test_prefetched_batches_are_correct_while_another_thread_writes():
-    """Batches are sampled in other threads, and returned after later writes."""
-    recorded = record(make(prefetch=3))
-    recorded.oracle.her_ratio = 0.9  # requires no relabelling: an episode may have ended since a batch was sampled
-    for moves in writes(30):
-        extend(recorded, moves)
-        recorded.check(recorded.rb.sample())
-
-
-def test_batches_of_one_call_have_the_entries_goals_and_rewards_of_separate_calls():
-    recorded = filled(batch_size=None)
-    one, batches = recorded.rb.sample(64), recorded.rb.sample(16 * 64).split(64)
-    assert len(batches) == 16
-    for batch in batches:
-        assert batch.batch_size == one.batch_size
-        assert set(batch.keys(True)) == set(one.keys(True))
-        assert recorded.check(batch) > 32
-
-
-@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")
-def test_each_transition_is_sampled_once_in_an_epoch_and_if_it_is_consumed():
-    for options in ({"sampler": SamplerWithoutReplacement(drop_last=True)}, {"consume_after_n_samples": 1}):
-        recorded = filled(4, **options)
-        rb = recorded.rb
-        batch = torch.cat(list(rb) if "sampler" in options else [rb.sample(50) for _ in range(2)])
-        assert len(set(uids(batch))) == len(batch) >= 100
-        assert recorded.check(batch) > 50
 
 
 @pytest.mark.parametrize("capacity", [SIZE, CAPACITY])
@@ -367,13 +339,6 @@ def test_only_transitions_written_after_the_transform_was_appended_are_relabelle
     else:
         assert recorded.check(rb[:96]) == 0
         assert recorded.check(rb[96:]) > 32
-
-
-def test_the_contents_of_a_buffer_without_hindsight_can_be_written_to_a_buffer_with_it():
-    recorded = filled(5, make_hindsight=None)
-    (new := make()).extend(recorded.rb[:])
-    recorded.rb = new
-    assert recorded.check() > SIZE / 2
 
 
 def test_two_buffers_over_one_storage_share_the_transform():

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from test_compile import no_synchronization_on_cuda
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, make_transform
@@ -56,12 +57,8 @@ def test_data_of_the_host_are_relabelled_on_the_device_without_synchronization_a
     rb.extend(collected(100))
     rows = rb.storage[:64]
     rb.transform(rows)  # moves the goal table to the device of the storage
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization_on_cuda():
         batch = rb.transform(rows)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert check(batch.cpu()).share > 0.6
 
 

@@ -7,23 +7,20 @@ with the goals at which the previous run ended, so only `flush()` after loading 
 import itertools
 import os
 import random
-import re
-import shutil
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box
-from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.collectors import Collector
 from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 from torchrl.envs import GymWrapper, SerialEnv
 
 from support import tape
 from support.factories import make_transform
+from support.pages import run_block
 
 ENVIRONMENTS = 4
 STEPS = 10  # steps of each environment in one batch
@@ -31,8 +28,6 @@ SIZE = 10 * ENVIRONMENTS * STEPS  # rows of the buffer, which wraps round
 LENGTHS = (5, 19, 2, 30, 1, 12)
 CAPACITY = SIZE + ENVIRONMENTS * (max(LENGTHS) + 2)  # goals of running episodes are published later
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md"
-ADVISED = re.findall(r"<!-- (?:resume|save) -->\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 class ContinuedTape(tape.Tape):
@@ -66,9 +61,10 @@ class Training:
         self.rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(SIZE), transform=self.hindsight, batch_size=64)
         # "runs": the runs that wrote stored transitions, with the earlier steps of each environment.
         self.progress = {"frames": 0, "updates": 0, "runs": []}
-        names = vars(self) | {"directory": directory, "os": os, "shutil": shutil, "Checkpoint": Checkpoint}
-        names["CheckpointRotation"] = CheckpointRotation
-        exec(compile("\n".join(ADVISED), PAGE.name, "exec"), names)
+        run_block("how-to/checkpoints", 0, names := {})  # imports
+        names |= vars(self) | {"directory": directory}
+        run_block("how-to/checkpoints", 1, names)
+        run_block("how-to/checkpoints", 2, names)
         self.rotation, self.save_step = names["rotation"], names["save"]
 
     def save(self):

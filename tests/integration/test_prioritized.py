@@ -16,9 +16,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from support import tape
-from support.factories import WAYS_TO_COPY, assert_same, make_augmentation, make_transform, seeded_sample
-from support.losses import make_loss
+from support.factories import assert_same, make_augmentation, make_transform, seeded_sample
 from support.named import STORAGES
 from support.oracle import Oracle
 from support.recorded import Recorded
@@ -144,41 +142,6 @@ def test_copies_by_hindsight_augmentation_have_separate_priorities():
     uids = recorded.rb[:]["uid"].tolist()
     of_one = {uid: {p for row, p in priorities.stored.items() if uids[row] == uid and p != 1.0} for uid in set(uids)}
     assert max(map(len, of_one.values())) >= 3  # the original and its copies
-
-
-@pytest.mark.filterwarnings("ignore:No target network updater")
-def test_the_errors_of_a_loss_become_the_priorities_of_the_sampled_transitions():
-    rb, loss = make(size=200).rb, make_loss("DQNLoss")
-    optimizer = torch.optim.SGD(loss.parameters(), lr=1e-9)  # rewards are large
-    priorities, relabelled = Priorities(200), 0
-    for data in tape.collect(tape.make_serial(*range(4), discrete=True), 16, 16):
-        rb.extend(data.reshape(-1))
-        priorities.write(tape.places(data))
-        batch = rb.sample()
-        priorities.check(batch["priority_weight"], tape.places(batch), rtol=1e-3)
-        loss(batch)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        relabelled += tape.check(batch).relabelled
-        rb.update_tensordict_priority(batch)
-        priorities.update(tape.places(batch), batch["td_error"].flatten().tolist())
-    assert relabelled > 0.5 * 32 * 16
-
-
-@pytest.mark.parametrize("way", ["state_dict", "dumps"])
-def test_a_restored_buffer_continues_with_the_same_priorities_and_goals(way, tmp_path):
-    recorded = make()
-    for _ in writes(recorded, Priorities()):
-        sample_and_update(recorded.rb)
-    twin = WAYS_TO_COPY[way](recorded.rb, make().rb, tmp_path)
-    for seed in range(3):
-        batches = []
-        for rb in (recorded.rb, twin):
-            rb.set_rng(torch.Generator().manual_seed(seed))
-            torch.manual_seed(seed)
-            batches.append(sample_and_update(rb)[0])
-        assert (batches[0] == batches[1]).all()
-        assert recorded.check(batches[0])
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from itertools import chain, cycle, islice
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
 from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSliceSampler,
@@ -16,12 +14,8 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data import Sequence as SequenceUnit
-from torchrl.envs import BurnInTransform, Compose, InitTracker, TransformedEnv
-from torchrl.modules import MLP, GRUModule, set_recurrent_mode
-from torchrl.objectives.value import TDLambdaEstimator
 
-from support import tape
-from support.factories import make_transform, seeded_sample
+from support.factories import make_transform
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
@@ -189,50 +183,3 @@ def test_a_slice_sampler_overwrites_recomputed_flags_in_tensordict_buffers_and_e
         assert (batch[TERMINATED] & batch["hindsight", "relabelled"]).any()
     if key is not None and not is_member:
         assert torch.equal(info[key] if kind is ReplayBuffer else batch[key], ENDS)
-
-
-def test_with_separate_marks_value_targets_end_when_the_new_goal_is_reached():
-    """Goals can be earlier outcomes, so that some are reached in the middle of a sequence."""
-    sampler = SliceSampler(slice_len=LENGTH, truncated_key=("slice", "truncated"))
-    batch = filled(strategy="episode", sampler=sampler).rb.sample()
-    batch[TRUNCATED] |= batch["slice", "truncated"]
-    batch["next", "done"] = batch[TERMINATED] | batch[TRUNCATED]
-    values = TensorDictModule(
-        lambda achieved, desired: achieved[..., 1:] / 7 - desired[..., 1:] / 11,
-        in_keys=["achieved_goal", "desired_goal"],
-        out_keys=["state_value"],
-    )
-    batch = batch.view(-1, LENGTH)
-    targets = TDLambdaEstimator(gamma=0.9, lmbda=0.7, value_network=values)(batch.clone())["value_target"]
-
-    ended, value = batch[TERMINATED], values(batch["next"].clone())["state_value"] * ~batch[TERMINATED]
-    assert ended[:, :-1].any()
-    following = value[:, -1]
-    for step in reversed(range(LENGTH)):
-        following = torch.where(ended[:, step], value[:, step], following)
-        following = batch["next", "reward"][:, step] + 0.9 * (0.3 * value[:, step] + 0.7 * following)
-        torch.testing.assert_close(targets[:, step], following, rtol=1e-4, atol=1e-4)
-
-
-def test_the_burn_in_of_a_recurrent_policy_runs_under_the_new_goal():
-    burn_in, hidden, inputs = 2, 8, ["observation", "desired_goal"]
-    embed = TensorDictModule(MLP(in_features=6, out_features=hidden, num_cells=[16]), inputs, ["embedding"])
-    gru = GRUModule(hidden, hidden, in_keys=["embedding", "state", "is_init"], out_keys=["features", ("next", "state")])
-    policy = TensorDictSequential(embed, gru, TensorDictModule(nn.Linear(hidden, 2), ["features"], ["action"]))
-    env = TransformedEnv(tape.make_tape(), Compose(InitTracker(), gru.make_tensordict_primer()))
-    rb = buffer(kind=ReplayBuffer, sampler=SliceSampler(slice_len=LENGTH))
-    rb.append_transform(lambda batch: batch.view(-1, LENGTH))  # [sequences, time]
-    rb.extend(*tape.collect(env, 150, policy=policy))
-
-    rb.set_rng(torch.Generator().manual_seed(0))
-    whole = seeded_sample(rb)
-    assert tape.check(whole).share > 0.6
-    rb.append_transform(BurnInTransform([TensorDictSequential(embed, gru)], burn_in))
-    rb.set_rng(torch.Generator().manual_seed(0))
-    with set_recurrent_mode(True):
-        batch = seeded_sample(rb)
-    assert torch.equal(batch["desired_goal"], whole["desired_goal"][:, burn_in:])
-    state = whole["state"][:, 0].transpose(0, 1)  # stored by the policy that acted, with the original goal
-    for step in range(burn_in):
-        _, state = gru.gru(embed(whole[:, step])["embedding"].unsqueeze(1), state.contiguous())
-    torch.testing.assert_close(batch["state"][:, 0], state.transpose(0, 1), rtol=1e-4, atol=1e-5)

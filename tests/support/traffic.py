@@ -81,11 +81,3 @@ def check(batch: TensorDictBase, strategy: str = "future") -> int:
     assert torch.equal(batch["next", "reward"].squeeze(1), reward_of(outcome, desired)), "a reward is wrong"
     assert torch.equal(outcome[:, :3].long(), place + STEP), "a row is torn"
     return int(relabelled.sum())
-
-
-def check_one_by_one(batch: TensorDictBase, strategy: str = "future") -> None:
-    """Check transitions ``[*batch]`` in plain Python."""
-    batch = batch.reshape(-1).clone()
-    for key in ("achieved_goal", "desired_goal"):
-        batch[key], batch["next", key] = batch[key][:, :3], batch["next", key][:, :3]
-    tape.check(batch, strategy, LENGTHS, flags=False)
