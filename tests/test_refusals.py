@@ -209,29 +209,25 @@ class Refusal(NamedTuple):
 LEFT_OUT = r"compact_obs=True leaves it out \(use False\), and so does NextObservationDelta"
 NAN = "{row} is NaN. Nothing was stored"
 EARLIER = "but goal_spec or an earlier write has"
-TWO_SHAPES = r"{} goal has the shape \({n}2,?\) at the root and \({n}3,?\) under 'next'"
-UNLIKE = r"achieved goal has the shape \({}\) and a desired goal \(2,\).*Pass goal_fn"
 BREAKS = "Row {} of this write has transitions that do not continue each other, and no done flag.*not flattened.*ndim=2"
 OTHER_ROWS = r"This write has {} row\(s\), {}, but the last write had 4, \[4\].*the same environments in every write"
-NO_GOALS = r"no desired goals under 'desired_goal', and with her_ratio=0\.8.*desired_goal_key=.*pass her_ratio=1"
 FIRST, LATER = {"tried": (0,)}, {"tried": (1, 2)}
 COMPACT = {"options": {"before": [CompactGoals]}}
 BY_OBSERVATION = {"options": {"before": [lambda: MovementPriority(1.0, achieved_goal_key="observation")]}}
 DAMAGED = {
     ALL: {
-        "no achieved goal": (without(ROOT_ACHIEVED), "KeyError: no entry 'achieved_goal'. Set achieved_goal_key=.*Pre"),
         "no desired goal": (without(ROOT_DESIRED), "KeyError: no entry 'desired_goal'. Set desired_goal_key=.*Present"),
-        "no next achieved goal": (without(ACHIEVED), rf"KeyError: \('next', 'achieved_goal'\).*{LEFT_OUT}"),
         "no next desired goal": (without(DESIRED), rf"KeyError: \('next', 'desired_goal'\).*{LEFT_OUT}"),
         "no done flag": (without(DONE), r"KeyError: \('next', 'done'\).*done_key="),
         "no termination": (without(TERMINATED), r"KeyError: \('next', 'terminated'\).*done_key=", FIRST),
         "no mask": (without("kept"), "KeyError: no entry 'kept'.*mask_key=", {"options": {"mask_key": "kept"}}),
         "goals in parts": (in_parts, r"TypeError: achieved_goal'\)? must be a tensor, got a TensorDict.*CatTensors"),
-        "achieved goals of two shapes": (changed(wider, ACHIEVED), TWO_SHAPES.replace("{}", "achieved")),
-        "desired goals of two shapes": (changed(wider, DESIRED), TWO_SHAPES.replace("{}", "desired")),
+        "achieved goals of two shapes": (changed(wider, ACHIEVED),
+            r"achieved goal has the shape \({n}2,?\) at the root and \({n}3,?\) under 'next'"),
         "achieved goals of two dtypes": (changed(torch.Tensor.double, ACHIEVED),
             r"achieved goal is torch\.float32 at the root and torch\.float64 under 'next'"),
-        "achieved goals unlike desired goals": (changed(wider, ROOT_ACHIEVED, ACHIEVED), UNLIKE.replace("{}", "3,")),
+        "achieved goals unlike desired goals": (changed(wider, ROOT_ACHIEVED, ACHIEVED),
+            r"achieved goal has the shape \(3,\) and a desired goal \(2,\).*Pass goal_fn"),
         "goals without numbers": (changed(lambda goals: goals[..., :0], *GOALS),
             r"Goals have the shape \(0,\) and contain no number: check the goal keys"),
         "a goal that cannot be converted": (with_fractions,
@@ -250,8 +246,7 @@ DAMAGED = {
            for name, fails, words in (
                ("NaN", lambda states: torch.where(states == 103, math.nan, states), f"{NAN}.*or goal_fn"),
                ("nothing", lambda states: None, "TypeError: goal_fn must return a tensor.*returned NoneType"),
-               ("no row", lambda states: states[:0], r"one goal per row, .*shape \(0, 2\) for \d+ rows"),
-               ("one number", lambda states: states[:, :1], UNLIKE.replace("{}", "1,")))},
+               ("no row", lambda states: states[:0], r"one goal per row, .*shape \(0, 2\) for \d+ rows"))},
         "a last observation that was lost": (losing_the_end,
             r"all zeros.*\({row}\): the environment dropped it.*SerialEnv or ParallelEnv", {"row": 7}),
         "n-step transitions": (entry("steps_to_next_obs", torch.full((10, 1), 3)),
@@ -289,15 +284,11 @@ DAMAGED = {
     },
     (Rows,): {  # a window would mix episodes
         "flattened, time first": (lambda data: data.transpose(0, 1).reshape(-1), BREAKS.format(0), FIRST),
-        "one step of all rows": (lambda data: data[:, 0], BREAKS.format(0), FIRST),
         "a reset inside all rows": (moved((slice(None), slice(2, None))), BREAKS.format(0)),
         "a reset inside one row": (moved((3, slice(2, None))), BREAKS.format(3)),
         "a reset between writes": (moved(slice(None)), BREAKS.format(0), LATER),
-        "rows in another order": (methodcaller("roll", 1, 0), BREAKS.format(0), LATER),
         "other trajectories": (changed(lambda ids: ids + 9, IDS), BREAKS.format(0), LATER),
         "fewer rows": (lambda data: data[:3], OTHER_ROWS.format(3, r"\[3\]"), LATER),
-        "more rows": (lambda data: torch.cat([data, data]), OTHER_ROWS.format(8, r"\[8\]"), LATER),
-        "rows of rows": (reshaped(2, 2, 5), OTHER_ROWS.format(4, r"\[2, 2\]"), LATER),
         "flattened": (reshaped(-1), OTHER_ROWS.format(1, r"\[\]"), LATER),
     },
     (Adopt,): {
@@ -309,16 +300,12 @@ DAMAGED = {
         "the time first": (lambda data: data.reshape(2, 5).transpose(0, 1).contiguous(),
             r"\[5, 2\], .*along dimension 0, but time must be the last .*: pass data\.transpose\(0, 1\)"),
         "a last dimension of one": (methodcaller("unsqueeze", -1), r"\[10, 1\].*time must be the last"),
-        "desired goals under other keys": (
-            each(methodcaller("rename_key_", ROOT_DESIRED, "goal"),
-                methodcaller("rename_key_", DESIRED, ("next", "nested", "desired_goal"))),
-            r"KeyError: no entry 'desired_goal', but it has \('next', 'nested', .*desired_goal_key=.*or exclude\(\)"),
         "rewards under another key": (methodcaller("rename_key_", REWARD, ("next", "agent", "reward")),
-            r"KeyError: no entry \('next', 'reward'\), but it has .*reward_key="),
+            r"KeyError: no entry \('next', 'reward'\), but it has \('next', 'agent', .*reward_key=.*or exclude\(\)"),
         "more transitions than goals": (lambda data: torch.cat([data, data]),
             "has 20 transitions, .*capacity is 12: pass capacity=20 ", {"options": {"capacity": 12}}),
-        "no goals": (without(ROOT_DESIRED, DESIRED), NO_GOALS),
-        "no goals and no rewards": (without(ROOT_DESIRED, DESIRED, REWARD), NO_GOALS),
+        "no goals": (without(ROOT_DESIRED, DESIRED),
+            r"no desired goals under 'desired_goal', and with her_ratio=0\.8.*desired_goal_key=.*pass her_ratio=1"),
         "no past goals": (without(ROOT_DESIRED, DESIRED), "no desired goals, but the strategy PastDesired draws from",
             {"options": {"strategy": PastDesired(), "her_ratio": 1.0}}),
         "no rewards for ReachedReward": (without(REWARD), r"cannot compute rewards for orig.*her_ratio=1 \(got 0\.8\)",
@@ -366,7 +353,6 @@ def of_one(achieved, desired):
 COMES_BEFORE = "comes before HERTransform and {}.*Place it after HERTransform"
 ONE_VALUE = r"\('next', '{}'\) returned the shape {} for goals of .*must return one value per row"
 ONE_KEY = r"MultiStepTransform sums \[.*Pass both transforms the same done key and the same, single reward key"
-KEEP_ONE = "Two transforms .*would relabel.*keep one HERTransform"
 UNACCEPTED = {
     ALL: {
         "a key given with next": ({"done_key": DONE}, "KeyError: Pass done_key without 'next', which is added"),
@@ -375,11 +361,9 @@ UNACCEPTED = {
            for key, make in (("reward", rewarding), ("terminated", ending))
            for name, function, shape in (
                ("all pairs", all_pairs, r"\((\d+), \1\)"), ("one for all", of_one, r"\(\)"),
-               ("one for all, in a list", lambda *goals: of_one(*goals)[None], r"\(1,\)"),
-               ("one for each number", torch.sub, r"\(\d+, 2\)"))},
-        **{f"{function.__name__} in a module": ({"reward": module(function, ACHIEVED, ROOT_DESIRED)},
-            r"wrote the shape .* under \('next', 'reward'\), but stored rewards have the shape \(\d+, 1\)")
-           for function in (all_pairs, torch.sub)},
+               ("one for all, in a list", lambda *goals: of_one(*goals)[None], r"\(1,\)"))},
+        "one for each number, in a module": ({"reward": module(torch.sub, ACHIEVED, ROOT_DESIRED)},
+            r"wrote the shape .* under \('next', 'reward'\), but stored rewards have the shape \(\d+, 1\)"),
         "a reward that changes its goals": (rewarding(lambda achieved, desired: reward_of(achieved.add_(1), desired)),
             r"modified its input \('next', 'achieved_goal'\).*work on a copy"),
         "a reward for discrete goals": ({"reward": EnvReward(BitFlipping(3, discrete_observation=True))},
@@ -388,18 +372,16 @@ UNACCEPTED = {
     (Extend, Add, Adopt): {
         "a goal_spec of several environments": ({"goal_spec": Unbounded((4, 2))},
             rf"{EARLIER} \(4, 2\)\. Pass the goal_spec .*without the batch of environments"),
-        "a goal_spec of another dtype": ({"goal_spec": Unbounded(2, dtype=torch.float64)},
-            r"Goals are torch\.float32, but torch\.float64 in goal_spec"),
     },
     (Extend,): {
         "a scaled reward": (before(StepCounter, lambda: Compose(scaled(in_keys=[REWARD]))),
             f"RewardScaling {COMES_BEFORE.format('reads .*reward')}"),
         "a normalized goal": (before(normalized("desired_goal", "raw")),
             f"ObservationNorm {COMES_BEFORE.format('writes .*desired_goal')}"),
-        "a goal that is computed": (before(normalized("scaled", "desired_goal")),
-            f"ObservationNorm {COMES_BEFORE.format('reads .*desired_goal')}"),
         "an excluded goal": (before(lambda: envs.ExcludeTransform("desired_goal")),
             f"ExcludeTransform {COMES_BEFORE.format('reads .*desired_goal')}"),
+        "a goal that is computed": (before(normalized("scaled", "desired_goal")),
+            f"ObservationNorm {COMES_BEFORE.format('reads .*desired_goal')}"),
         "a flag that is renamed before it is restored": (
             before(lambda: envs.RenameTransform(["done"], ["ended"]), CompactGoals),
             f"RenameTransform {COMES_BEFORE.format('reads .*done.* before relabelling replaces or restores')}"),
@@ -422,6 +404,7 @@ UNACCEPTED = {
     },
     (Add,): {"n steps of single transitions": (before(n_steps), "use extend instead of add")},
     (Augment,): {
+        "movement before it": (before(movement), "KeyError: It does not work with HindsightAugmentation"),
         "a cast of relabelled transitions": (before(cast),
             r"DTypeCastTransform comes before HindsightAugmentation .*'observation'.*Place it after"),
         **{f"n steps {place} it": ({place: [n_steps]}, "For n-step returns under a new goal, use HERTransform")
@@ -431,7 +414,7 @@ UNACCEPTED = {
         **{f"{name} {place} it": ({place: [make]}, words)
            for place in ("before", "after")
            for name, make, words in (
-               ("HERTransform", make_transform, KEEP_ONE), ("HindsightAugmentation", make_augmentation, KEEP_ONE),
+               ("HERTransform", make_transform, "Two transforms .*would relabel.*keep one HERTransform"),
                ("summed rewards", sums, "Reward2GoTransform sums the rewards.*Remove Reward2GoTransform"))},
         "CompactGoals after it": ({"after": [CompactGoals]}, r"CompactGoals comes after .*first: Compose\(Compact"),
         "CompactGoals twice": (before(CompactGoals, CompactGoals), "Several CompactGoals.*keep one"),
@@ -635,7 +618,6 @@ NO_STAMP = r"KeyError: no stamp .*written before HERTransform .*transform=HERTra
 DROPPED = r"KeyError: no entry {}, although it was written\. Place the transform that drops it after HERTransform"
 NOT_WRITTEN = r"{} .*when transitions are written, but adopted data .*Remove it, or write the data set with rb\.extend"
 SELECTED = r"must select one row .*per transition, torch\.int64 \(10,\), but select\(\) returned "
-SINGLE = r"got a single transition \(rb\.add or rb\[i\] = \.\.\.\)\. Use rb\.extend.*HERTransform works with add"
 REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     **{f"{name}, adopted": (adopted, call, HAS_ADOPTED)
        for name, call in (("extend", extend), ("extend with nothing", lambda rb: rb.extend(rb.storage[:0])),
@@ -646,14 +628,11 @@ REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     "adopt after loading": (loaded, adopt, "needs an empty.*written or loaded"),
     "adopt with a shared table": (shared, adopt, r"Processes already share .*: call adopt\(\) before you create"),
     "sample n steps, adopted": (lambda: adopted(n_steps), sample, NOT_WRITTEN.format("MultiStepTransform")),
-    "compile n steps, adopted": (lambda: adopted(n_steps), lambda rb: rb.transform[1].compile(backend="eager"),
-        NOT_WRITTEN.format("MultiStepTransform")),
     "sample by movement, adopted": (lambda: adopted(movement), sample, NOT_WRITTEN.format("MovementPriority")),
     "sample missing goals": (lambda: without_goals(her_ratio=0.5), sample, "no desired goals .*pass her_ratio=1"),
     "sample other data without goals": (
         lambda: without_goals(changed(lambda stamp: stamp - torch.tensor([10**6, 0]), STAMP)), sample,
         "no desired goals, and contains transitions .*not adopted: create the storage from the result of adopt"),
-    "sample without the result of adopt": (lambda: without_goals(without(STAMP)), sample, NO_STAMP),
     "sample what was written before": (lambda: over_storage_of(TensorDictReplayBuffer(
         storage=TensorStorage(written(EPISODE)[0]))), sample, NO_STAMP),
     **{f"sample without {key}": (partial(dropping, key), sample, DROPPED.format(re.escape(repr(key))))
@@ -671,8 +650,8 @@ REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
        for name, call in (("sample", sample), ("extend", extend), ("compile", lambda rb: rb.transform[1].compile()))},
     "sample on another device": (shared, lambda rb: rb.transform(rb.storage[:].to("meta")),
         "RuntimeError: on meta, but the goal table is shared between processes on cpu.*Pass .* goal_spec on the dev"),
-    "add to an augmentation": (lambda: filled(Augment), lambda rb: rb.add(rb.storage[0]), SINGLE),
-    "set an item of an augmentation": (lambda: filled(Augment), lambda rb: rb.__setitem__(0, rb.storage[0]), SINGLE),
+    "add to an augmentation": (lambda: filled(Augment), lambda rb: rb.add(rb.storage[0]),
+        r"got a single transition \(rb\.add or rb\[i\] = \.\.\.\)\. Use rb\.extend.*HERTransform works with add"),
     "extend with a tensorclass": (lambda: filled(kind=ReplayBuffer),
         lambda rb: rb.extend(Transitions.from_tensordict(written(EPISODE)[0].select("achieved_goal", "next"))),
         r"TypeError: must be a TensorDict, got a Transitions\. Convert a tensorclass with to_tensordict\(\)"),
@@ -681,11 +660,8 @@ REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     # States of other buffers
     "load another capacity": (lambda: Extend(capacity=50).rb, loading(filled, capacity=40),
         "saved goal table holds 40 goals, but this one holds 50.*capacity=40, then load"),
-    "load another capacity over goals": (lambda: filled(capacity=50), loading(filled, capacity=40), "one holds 50"),
     "load goals of another shape": (lambda: Extend(goal_spec=Unbounded(3)).rb, loading(filled),
         r"saved goals are torch\.float32 \(2,\), but goals of this transform are torch\.float32 \(3,\)"),
-    "load goals of another dtype": (lambda: Extend(goal_spec=Unbounded(2, dtype=torch.float64)).rb, loading(filled),
-        r"saved goals are torch\.float32 \(2,\), but .*torch\.float64 \(2,\)"),
     "load other goals of episodes": (filled, loading(filled, strategy="past_desired"),
         "keeps additional goals of episodes, .*strategies that need the same additional goals"),
     "load another reservoir": (lambda: augmented(strategy="random", reservoir_size=20),
@@ -693,10 +669,8 @@ REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     "load an augmentation": (filled, loading(augmented), "by HindsightAugmentation, not HERTransform: create"),
     "load a HERTransform": (augmented, loading(filled), "by HERTransform, not HindsightAugmentation: create"),
     "load compact transitions": (filled, loading(compact), r"saved with CompactGoals.*Compose\(CompactGoals\(\), HER"),
-    "load compact copies": (augmented, loading(compact, Augment), "saved with CompactGoals.*then load"),
     "load complete transitions": (compact, loading(filled), "saved without CompactGoals.*Create the buffer without"),
     "load over a data set": (adopted, loading(filled, capacity=30), "adopted a data set, but the saved one had not"),
-    "load a smaller data set": (lambda: adopted(capacity=31), loading(adopted), "saved goal table holds 30 goals"),
     "load data without goals": (lambda: Extend(capacity=30).rb, loading(without_goals), "pass her_ratio=1"),
     # Other methods
     "call a transform that is missing": (filled, lambda rb: call_transform(
@@ -711,13 +685,6 @@ def test_a_call_is_refused_again_and_again_and_changes_nothing(name):
     rb = make()
     for _ in range(2):
         check_refused(rb, lambda: call(rb), *split(words))
-
-
-def test_movement_before_an_augmentation_is_refused():
-    rb = Augment(before=[movement]).rb
-    with pytest.raises(KeyError, match="It does not work with HindsightAugmentation"):
-        rb.extend(written(EPISODE)[0])
-    assert len(rb) == rb.transform[-1].held_back == 0
 
 
 def test_a_goal_table_that_does_not_fit_into_shared_memory_is_refused(monkeypatch):
@@ -739,7 +706,6 @@ def test_a_transform_that_an_environment_refuses_can_be_given_to_a_buffer(make):
     for use in (
         lambda env: TransformedEnv(env, transform),
         lambda env: TransformedEnv(env, Compose(StepCounter(), Compose(transform))),
-        lambda env: TransformedEnv(env, StepCounter()).append_transform(transform),
         lambda env: TransformedEnv(env, Compose(StepCounter())).insert_transform(0, transform),
     ):
         with pytest.raises(ValueError, match=words.format(type(transform).__name__)):
@@ -817,7 +783,6 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (HER, "strategy", [Future, None, 3], r"TypeError: a GoalStrategy, got {}.*strategy=Future\(\)"),
     (HER, "strategy", [Subgoal(2, limit="high")], "goal is drawn first, but {} refers to 'high'.*for an extra goal"),
     (HER, "extra_goals", [["actor_goal"]], "TypeError: must map keys to strategies, .*got {}"),
-    (HER, "extra_goals", [{"a": "nearest"}], "Unknown strategy 'nearest'"),
     (HER, "extra_goals", [*map(extra, USED), *map(extra, USED_TOO), *OVERLAPPING],
         "extra_goals has the key .* which transitions or another extra goal already use.*Choose another key"),
     (HER, "extra_goals", [LOW, LOW | {"high": "future"}, {"low": Subgoal(2, limit="low")}],
@@ -833,7 +798,6 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
         r"reads the number of steps to the goal.*Replace ReachedReward with GoalReward\(reward_fn\)"),
     (AUGMENTATION, "n_sampled_goal", NOT_WHOLE, AT_LEAST.format("n_sampled_goal", 0)),
     *((AUGMENTATION, name, [0, 2.5], AT_LEAST.format(name, 1)) for name in ("reservoir_size", "max_episode_steps")),
-    (AUGMENTATION, "strategy", ["past"], "Unknown strategy {}: use one of"),
     (AUGMENTATION, "strategy", [PastDesired(), Mixture({"past_desired": 1.0})], ONLY_HER.format("desired")),
     (AUGMENTATION, "strategy", [StartsAtTheState()], ONLY_HER.format("initial")),
     (AUGMENTATION, "extra_goals", [{"actor_goal": PastDesired()}], "desired goals of episodes, which only HER"),
@@ -841,18 +805,14 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (Mixture, None, [{Future(): 0.5, Random(): 0.4}], r"probabilities of Mixture\(.* must sum to 1, got the sum 0\.9"),
     (Mixture, None, [{Future(): value} for value in (-0.5, 1.5, math.nan, None, "1", True)],
         r"probability of a member of a Mixture must be in \[0, 1\], got (-0\.5|1\.5|nan|None|'1'|True)\."),
-    (Mixture, None, [{"nearest": 1.0}], "Unknown strategy 'nearest'"),
-    (Mixture, None, [{Future: 1.0}], "TypeError: must be a name or a GoalStrategy, got <class"),
     (Geometric, None, [1.0, -0.1, math.nan, "0.9", True], "discount must be at least 0 and less than 1, got {}"),
     (Subgoal, None, [0, *NOT_WHOLE], AT_LEAST.format("steps", 1)),
     (ENDS, "terminated_fn", [lambda: 0, lambda one, other, info: one], TWO_ARGUMENTS.format("terminated_fn")),
     (ENDS, "terminated_fn", [0.05], r"TypeError: terminated_fn must be a function of \(achieved_goal, .*got {}"),
-    (partial(SparseReward, 0.1), "terminated_fn", [lambda goal: goal], TWO_ARGUMENTS.format("terminated_fn")),
     (SparseReward, None, [-0.1, math.nan, "0.1", None], "threshold is a distance and must be at least 0, got {}"),
-    (EnvReward, None, [SERIAL, TransformedEnv(SERIAL, StepCounter())], SEVERAL.format("SerialEnv")),
-    (EnvReward, None, [lambda: envs.ParallelEnv(2, MAKE_ONE)], SEVERAL.format("ParallelEnv")),
-    (EnvReward, None, [lambda: VectorizedInProcess(POINT_REACH, num_envs=2)], SEVERAL.format("VectorizedInProcess")),
-    (EnvReward, None, [lambda: gymnasium.make_vec(POINT_REACH, 2)], SEVERAL.format("SyncVectorEnv")),
+    (EnvReward, None, [SERIAL, TransformedEnv(SERIAL, StepCounter()), lambda: envs.ParallelEnv(2, MAKE_ONE),
+        lambda: VectorizedInProcess(POINT_REACH, num_envs=2), lambda: gymnasium.make_vec(POINT_REACH, 2)],
+        SEVERAL.format("(SerialEnv|ParallelEnv|VectorizedInProcess|SyncVectorEnv)")),
     (EnvReward, None, ["CartPole-v1", lambda: GymEnv("CartPole-v1")],
         r"TypeError: goal environment, with compute_reward\(.*CartPoleEnv has none.*GoalReward\(reward_fn\)"),
     (rewarded, None, ["fee"], r"TypeError: info_keys must be a list of keys, got the string {}: pass \[{}\]"),

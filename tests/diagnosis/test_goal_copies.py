@@ -1,7 +1,6 @@
 """A warning names entries that contain a copy of the desired goal, which relabelling does not replace."""
 
 import functools
-import warnings
 
 import pytest
 import torch
@@ -24,9 +23,13 @@ def buffer(transform, *data, storage=LazyTensorStorage):
     return rb
 
 
+def goal(place):
+    return place["desired_goal"]
+
+
 def both(place):
     """Return the concatenation of goal and observation at the root or under "next"."""
-    return torch.cat([place["desired_goal"], place["observation"]], dim=-1)
+    return torch.cat([goal(place), place["observation"]], dim=-1)
 
 
 def concatenated():
@@ -43,22 +46,13 @@ def with_entry(key, function, data=None):
     return data
 
 
-def goal(place):
-    return place["desired_goal"]
-
-
-def images():
-    return with_images(collected(FRAMES))
-
-
 COPIES = {
     "between other entries": concatenated,
     "in a nested entry": lambda: with_entry(("agent", "both"), lambda place: goal(place).repeat(1, 2)),
     "in lower precision": lambda: with_entry(
         "x", lambda place: both(place).float(), in_double_precision(collected(60))
     ),
-    "an image among others": lambda: with_entry("x", lambda place: goal(place).repeat(1, 2, 1, 1), images()),
-    "a flattened image": lambda: with_entry("x", lambda place: goal(place).flatten(1), images()),
+    "an image": lambda: with_entry("x", lambda place: goal(place).repeat(1, 2, 1, 1), with_images(collected(FRAMES))),
 }
 cat_at_root = functools.partial(CatTensors, ["observation", "desired_goal"], "both", del_keys=False)
 cat_under_next = functools.partial(
@@ -68,7 +62,7 @@ cat_under_next = functools.partial(
 INSUFFICIENT = {
     "CatTensors for the root alone": cat_at_root,
     'CatTensors for "next" alone': cat_under_next,
-    "ClipTransform, which works in place": lambda: ClipTransform(["both", ("next", "both")], low=-9.0, high=9.0),
+    "ClipTransform in place": lambda: ClipTransform(["both", ("next", "both")], low=-9.0, high=9.0),
 }
 
 
@@ -84,25 +78,10 @@ def test_a_warning_names_an_entry_that_contains_the_desired_goal(name):
     assert [each.filename for each in found] == [__file__]
 
 
-def test_the_goal_must_have_changed_often_enough():
-    data, rb = concatenated(), buffer(hindsight())
-    for row in data:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            rb.add(row)
-        if caught:
-            break
-    assert len({tuple(each) for each in data["desired_goal"][: len(rb)].tolist()}) == 8
-
-
-def test_an_entry_that_is_rewritten_after_relabelling_contains_the_new_goal():
+def test_a_copy_may_be_rewritten_or_renamed_or_removed_or_kept_without_relabelling():
     got = seeded_sample(buffer(Compose(hindsight(), cat_at_root(), cat_under_next()), concatenated()))
     assert tape.check(got).share > 0.6
-    for place in (got, got["next"]):
-        assert torch.equal(place["both"], both(place))
-
-
-def test_a_copy_may_be_renamed_or_removed_or_kept_without_relabelling():
+    assert all(torch.equal(place["both"], both(place)) for place in (got, got["next"]))
     data = with_entry("target", goal)
     keys, new_keys = ["target", ("next", "target")], ["given_goal", ("next", "given_goal")]
     for later in (ExcludeTransform(*keys), RenameTransform(keys, new_keys)):
@@ -123,9 +102,8 @@ def seven_goals_then_observations(place):
 
 def ragged():
     """Return transitions with an entry "x" whose shape differs in each row."""
-    sizes = [{"x": torch.ones(at % 3 + 1), "next": {"x": torch.ones(1)}} for at in range(FRAMES)]
-    rows = zip(collected(FRAMES), sizes, strict=True)
-    return LazyStackedTensorDict.lazy_stack([row.clone().update(entries) for row, entries in rows])
+    rows = [row.clone().set("x", torch.ones(at % 3 + 1)) for at, row in enumerate(collected(FRAMES))]
+    return LazyStackedTensorDict.lazy_stack([row.set(("next", "x"), torch.ones(1)) for row in rows])
 
 
 def constant(value):

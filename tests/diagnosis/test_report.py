@@ -9,19 +9,24 @@ import pickle
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import make_augmentation, make_transform
 from support.walks import THRESHOLD, still, walks
 from torchrl_her import SparseReward
+
+SPARSE = SparseReward(THRESHOLD)
 
 
 def buffer_with(transform):
     return TensorDictReplayBuffer(storage=LazyTensorStorage(2000), transform=transform, batch_size=100)
 
 
-def make(reward=None, **options):
-    return buffer_with(make_transform(reward=reward or SparseReward(THRESHOLD), **({"capacity": 2000} | options)))
+def make(reward=SPARSE, *data, **options):
+    """Return a buffer with these transitions."""
+    rb = buffer_with(make_transform(reward=reward, **({"capacity": 2000} | options)))
+    for each in data:
+        rb.extend(each)
+    return rb
 
 
 def report_of(rb):
@@ -43,15 +48,13 @@ def test_episodes_are_counted():
     assert (report.min_length, report.max_length) == (min(lengths), max(lengths))
     assert (report.table_size, report.capacity) == (len(data), 2000)
     assert report.discontinuous == report.ambiguous == 0
-    other = make()
-    other.extend(walks(2)[::2])  # only the first of each episode may start one
-    assert report_of(other).discontinuous == pytest.approx(23 / 25, abs=0.05)
+    every_other = make(SPARSE, walks(2)[::2])  # only the first of each episode may start one
+    assert report_of(every_other).discontinuous == pytest.approx(23 / 25, abs=0.05)
 
 
 @pytest.mark.parametrize("her_ratio", [0.0, 0.5, 1.0])
 def test_samples_are_counted(her_ratio):
-    rb = make(her_ratio=her_ratio)
-    rb.extend(walks(10))
+    rb = make(SPARSE, walks(10), her_ratio=her_ratio)
     samples = torch.cat([rb.sample() for _ in range(20)])  # all of these samples are counted
     relabelled, reward, report = samples["hindsight", "relabelled"], samples["next", "reward"], report_of(rb)
     assert report.sampled == 2000
@@ -66,10 +69,9 @@ def test_samples_are_counted(her_ratio):
 
 
 def test_the_reasons_for_transitions_that_are_not_relabelled_are_distinguished():
-    other, rb = make(), make(capacity=500, her_ratio=1.0, strategy="final")
-    other.extend(walks(2))
-    rb.extend(walks(24, seed=1))  # 600 transitions; the goals of the first 100 are evicted
-    rb.extend(walks(1, steps=180, seed=3)[:60])  # a running episode
+    evicted_in_part, running = walks(24, seed=1), walks(1, steps=180, seed=3)[:60]  # the goals of the first 100 of 600
+    other = make(SPARSE, walks(2))
+    rb = make(SPARSE, evicted_in_part, running, capacity=500, her_ratio=1.0, strategy="final")
     rb.storage[torch.arange(100, 150)] = other.storage[torch.arange(50)]
     missing = int((~rb[:]["hindsight", "relabelled"]).sum())
     report = report_of(rb)
@@ -84,12 +86,11 @@ def test_reached_goals_are_unknown_if_their_reward_varies_or_is_of_several_steps
 
     data = walks(4)
     data["next", "reward"] = reward(data["next", "achieved_goal"], data["desired_goal"])[:, None]
-    rb = make(reward)
-    rb.extend(data)
+    rb = make(reward, data)
     rb.sample()
     assert report_of(rb).original_reached is None
     assert "goal reached    unknown original" in str(report_of(rb))
-    rb = buffer_with(Compose(MultiStepTransform(3, 0.9), make_transform(reward=SparseReward(THRESHOLD), capacity=1000)))
+    rb = buffer_with(make_transform(reward=SPARSE, n_steps=3, capacity=1000))
     rb.extend(walks(10))
     batch = rb.sample()
     original = batch["next", "reward"][~batch["hindsight", "relabelled"]]
@@ -127,11 +128,9 @@ def grid(episodes):
     ],
 )
 def test_a_threshold_that_is_far_smaller_than_a_step_of_the_goal_is_reported(threshold, data, is_small, size):
-    rb, data = make(SparseReward(threshold)), data(20)
+    data = data(20)
     data["next", "reward"] = SparseReward(threshold)(data.clone())["next", "reward"]
-    for chunk in data.split(size):
-        rb.extend(chunk)
-    report = report_of(rb)
+    report = report_of(make(SparseReward(threshold), *data.split(size)))
     assert ("threshold       may be too small" in str(report)) == is_small == (report.step_length is not None)
     if is_small:
         steps = (data["next", "achieved_goal"] - data["achieved_goal"]).norm(dim=-1)
@@ -139,7 +138,7 @@ def test_a_threshold_that_is_far_smaller_than_a_step_of_the_goal_is_reported(thr
 
 
 def test_written_copies_are_reported():
-    rb = buffer_with(make_augmentation(reward=SparseReward(THRESHOLD), n_sampled_goal=3))
+    rb = buffer_with(make_augmentation(reward=SPARSE, n_sampled_goal=3))
     rb.extend(walks(10))
     rb.extend(walks(1, seed=1)[:5])
     batch = torch.cat([rb.sample() for _ in range(3)])
@@ -152,8 +151,7 @@ def test_written_copies_are_reported():
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
 def test_a_copy_counts_its_own_samples(how):
-    rb = make()
-    rb.extend(walks(4))
+    rb = make(SPARSE, walks(4))
     rb.sample()
     copied = how(rb)
     assert report_of(copied).sampled == 0
@@ -162,15 +160,13 @@ def test_a_copy_counts_its_own_samples(how):
 
 
 def test_few_of_many_samples_are_counted():
-    rb = make()
-    rb.extend(walks(10))
+    rb = make(SPARSE, walks(10))
     for _ in range(640):
         rb.sample()
     assert report_of(rb).sampled == 21 * 100 + 10 * 100  # the first 2,048 transitions, then one sample in 64
 
 
 def test_the_last_sample_of_a_compiled_transform_is_counted():
-    rb = make()
-    rb.extend(walks())
+    rb = make(SPARSE, walks())
     torch.compile(rb.transform, fullgraph=True, backend="eager")(rb.storage[:100])
     assert report_of(rb).sampled == 100

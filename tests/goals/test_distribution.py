@@ -1,5 +1,6 @@
-"""Goals have exactly the distribution of their strategy: one chi-square test of 100,000 draws each.
+"""Goals have exactly the distribution of their strategy; strategies as arguments, and the entries that they add.
 
+A distribution is checked by one chi-square test of 100,000 draws.
 The expected probabilities are computed in plain Python. A place is ``(episode, step)``, and a goal ``(episode, cell)``:
 step j achieves cell j + 1, as in `support.world`.
 """
@@ -11,26 +12,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
-from support.factories import make_augmentation, make_transform
+from support.factories import make_augmentation, make_transform, seeded_sample
 from support.oracle import STEPS, Oracle
 from support.recorded import Recorded
-from support.world import Goal, Goals, World
-from torchrl_her import (
-    Current,
-    Future,
-    Geometric,
-    GoalStrategy,
-    Mixture,
-    PastDesired,
-    Random,
-    Subgoal,
-    uniform,
-)
+from support.world import Goal, Goals, World, whole_episodes
+from torchrl_her import Current, Future, Geometric, GoalStrategy, Mixture, PastDesired, Random, Subgoal, uniform
 
 LEVEL = 1e-3  # of each test
 DRAWS = 100_000
@@ -195,9 +187,12 @@ def make(case: Case, envs: int, size: int = 2000, capacity: int = 2000, **option
     return Recorded(rb, Oracle({}, capacity), World(envs, Goals()))
 
 
-def of_length(*lengths: int) -> list[str]:
-    """Return the moves of whole episodes."""
-    return [move for length in lengths for move in [*["go"] * (length - 1), "truncated"]]
+def filled(*lengths: int, **options: Any) -> TensorDictReplayBuffer:
+    """Return a buffer with whole episodes of these lengths."""
+    world, transform = World(1, Goals()), make_transform(**{"her_ratio": 1.0, "capacity": 1000} | options)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
+    rb.extend(world.tensordict(world.play(0, whole_episodes(*lengths))))
+    return rb
 
 
 # Sampled outcomes
@@ -298,8 +293,7 @@ OWN = {
 ANY = {
     "random": Case(Random(), {anywhere: 1}),
     "past_desired": Case(PastDesired(), {past_desired: 1}, her_ratio=0.9),
-    "mixture": Case(Mixture({"current": 0.5, "past_desired": 0.5}), {current: 0.5, past_desired: 0.5}, her_ratio=0.9),
-    "mrl": Case(
+    "mixture": Case(
         Mixture({Future(): 0.5, PastDesired(): 0.375, Random(): 0.125}),
         {future: 0.5, past_desired: 0.375, anywhere: 0.125},
         her_ratio=0.9,
@@ -314,9 +308,9 @@ def every_kind_of_episode(case: Case) -> tuple[Outcomes, Held, Held, list[int]]:
     All lengths are those that were written. Evicted episodes are checked here.
     """
     recorded = make(case, envs=5, capacity=700)
-    recorded.play([of_length(*EVICTED, *LEAVING), [], [], [], []])
+    recorded.play([whole_episodes(*EVICTED, *LEAVING), [], [], [], []])
     recorded.play([[], ["go"] * 150, ["go"] * 100, [], []])
-    recorded.play([of_length(1, 2, 5, 9), of_length(150), ["go"] * 60, ["go"] * 70, ["go"] * 40])
+    recorded.play([whole_episodes(1, 2, 5, 9), whole_episodes(150), ["go"] * 60, ["go"] * 70, ["go"] * 40])
     batch = recorded.rb.sample(240_000)
     evicted, old = sum(EVICTED), sum(EVICTED + LEAVING)
     assert not batch[RELABELLED][batch["uid"] < evicted].any()
@@ -366,8 +360,8 @@ def test_goals_of_other_episodes_come_from_those_that_are_held(name):
 def test_goals_of_any_episode_have_the_distribution_of(name):
     """All episodes have ended and are held. The second one is written in two pieces."""
     case, recorded = ANY[name], make(ANY[name], envs=2)
-    recorded.play([of_length(1, 2, 5, 9, 120), ["go"] * 65])
-    recorded.play([of_length(100), of_length(65)])
+    recorded.play([whole_episodes(1, 2, 5, 9, 120), ["go"] * 65])
+    recorded.play([whole_episodes(100), whole_episodes(65)])
     check_ended(case, recorded, recorded.rb.sample(DRAWS))
 
 
@@ -404,14 +398,14 @@ SEVERAL = {
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_goals_have_the_joint_distribution_of(name):
     recorded = make(SEVERAL[name], envs=1)
-    recorded.play([of_length(9, 4, 1, 6)])
+    recorded.play([whole_episodes(9, 4, 1, 6)])
     check_ended(SEVERAL[name], recorded, recorded.rb.sample(DRAWS))
 
 
 def test_a_sequence_has_the_goals_of_its_last_transition():
     case, sampler = SEVERAL["the goals of GCIVL"], SliceSampler(slice_len=3, truncated_key=None)
     recorded = make(case, envs=1, sequence_length=3, sampler=sampler, batch_size=3 * DRAWS)
-    recorded.play([of_length(9, 4, 3, 6)])
+    recorded.play([whole_episodes(9, 4, 3, 6)])
     batch = recorded.rb.sample()
     for key in (RELABELLED, MEMBER, *case.keys):
         assert torch.equal(batch[key], batch[key][2::3].repeat_interleave(3, 0))
@@ -425,7 +419,7 @@ def test_goals_of_other_episodes_are_used_only_if_the_strategy_sets_same_episode
     """Also if the strategy is a member of a mixture."""
     case = Case(Mixture({Newest(same_episode=True): 0.5, Newest(same_episode=False): 0.5}), {newest: 0.5, current: 0.5})
     recorded = make(case, envs=1)
-    recorded.play([of_length(5, 3, 4)])
+    recorded.play([whole_episodes(5, 3, 4)])
     counts = Counter((place[0], outcome) for place, outcome in outcomes_of(recorded.rb.sample(4000), case, recorded))
     goal = ((2, 4),)
     assert counts.keys() == {(0, None), (1, None), (0, (1, goal)), (1, (1, goal)), (2, (0, goal)), (2, (1, goal))}
@@ -450,7 +444,7 @@ def test_copies_have_the_joint_distribution_of_several_goals():
     hindsight = make_augmentation(strategy=case.strategy, extra_goals=extra, n_sampled_goal=5000)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(DRAWS + 20), transform=hindsight)
     recorded = Recorded(rb, Oracle({}, 1), World(1, Goals()))
-    recorded.play([of_length(9, 4, 1, 6)])
+    recorded.play([whole_episodes(9, 4, 1, 6)])
     stored = rb.storage[:]
     copies = stored[stored[RELABELLED][:, 0]]
     assert len(copies) == DRAWS
@@ -476,7 +470,7 @@ def test_random_copies_get_goals_of_a_uniform_sample_of_all_goals_so_far():
         hindsight.clear()
         world = World(1, Goals())
         for lengths in ((2, 2), (2,)):
-            rb.extend(world.tensordict(world.play(0, of_length(*lengths))))
+            rb.extend(world.tensordict(world.play(0, whole_episodes(*lengths))))
             goals = goals_of_copies(rb)
         assert len(goals) == 2
         counts.update(goals)
@@ -488,8 +482,88 @@ def test_the_goals_so_far_are_forgotten_when_a_state_without_goals_is_loaded():
     world = World(1, Goals())
     used = make_augmentation(strategy="random", n_sampled_goal=50)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=used)
-    rb.extend(world.tensordict(world.play(0, of_length(9))))
+    rb.extend(world.tensordict(world.play(0, whole_episodes(9))))
     goals_of_copies(rb)
     used.load_state_dict(make_augmentation(strategy="random", n_sampled_goal=50).state_dict())
-    rb.extend(world.tensordict(world.play(0, of_length(5))))
+    rb.extend(world.tensordict(world.play(0, whole_episodes(5))))
     assert goals_of_copies(rb) == {(1, cell) for cell in range(1, 6)}
+
+
+# Random numbers
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("future", Future()), ("past_desired", PastDesired())])
+def test_a_seed_makes_a_sample_reproducible_by_name_and_as_an_object(name, strategy):
+    rb, other = (filled(100, 50, strategy=each, her_ratio=0.5) for each in (name, strategy))
+    samples = [*(seeded_sample(rb, 256, seed=seed) for seed in (7, 7, 8)), seeded_sample(other, 256, seed=7)]
+    assert (samples[0] == samples[1]).all()
+    assert not (samples[0] == samples[2]).all()
+    assert torch.equal(samples[0]["desired_goal"], samples[3]["desired_goal"])
+
+
+def test_steps_of_a_span_of_millions_are_drawn_without_gaps():
+    span = 3 * 2**23  # torch.rand in float32 has too few values and would skip every third integer
+    drawn = uniform(torch.full((100_000,), 5), torch.tensor(5 + span)) - 5
+    assert 0 <= drawn.min() < span / 1000
+    assert span - span / 1000 < drawn.max() < span
+    assert stats.chisquare(torch.bincount(drawn % 3)).pvalue > LEVEL
+    assert stats.kstest(drawn / span, "uniform").pvalue > LEVEL
+
+
+@pytest.mark.parametrize("her_ratio", [0.3, 0.8])
+def test_transitions_are_relabelled_independently_of_their_position_in_the_batch(her_ratio):
+    rb = filled(30, 1, 9, her_ratio=her_ratio)
+    relabelled = np.stack([rb.sample(256)[RELABELLED][:, 0].numpy() for _ in range(200)])
+    by_position = [relabelled.sum(0), (~relabelled).sum(0)]
+    by_neighbour = [[(relabelled[:, :-1] & (relabelled[:, 1:] == each)).sum() for each in (False, True)]]
+    by_neighbour += [[(~relabelled[:, :-1] & (relabelled[:, 1:] == each)).sum() for each in (False, True)]]
+    for table in (by_position, by_neighbour):
+        assert stats.chi2_contingency(table).pvalue > LEVEL
+    per_batch = relabelled.sum(1)  # their dispersion is that of independent draws
+    dispersion = ((per_batch - 256 * her_ratio) ** 2 / (256 * her_ratio * (1 - her_ratio))).sum()
+    below = stats.chi2.cdf(dispersion, 200)
+    assert 2 * min(below, 1 - below) > LEVEL
+
+
+# Entries
+
+
+def test_samples_have_further_entries_only_on_request():
+    plain, informed, extra = (
+        set(filled(9, 4, **options).sample(20).keys(True))
+        for options in (
+            {},
+            {"strategy": Mixture({"final": 1.0}), "info": True},
+            {"extra_goals": {("high", "goal"): "final"}},
+        )
+    )
+    assert informed - plain == {("hindsight", "steps_to_goal"), ("hindsight", "member")}
+    assert extra - plain == {"high", ("high", "goal"), ("next", "high"), ("next", "high", "goal")}
+
+
+def test_an_extra_goal_may_replace_a_stored_copy_of_the_desired_goal():
+    world, rb = World(1, Goals()), filled(9, extra_goals={"observation_goal": "final"})
+    data = world.tensordict(world.play(0, whole_episodes(3)))
+    rb.empty()
+    rb.extend(data.set("observation_goal", data["desired_goal"].clone()))
+    assert rb.sample(20)["next", "observation_goal"].tolist() == [[0, 3]] * 20
+
+
+def test_past_desired_keeps_the_goal_while_there_is_no_other_episode():
+    batch = filled(9, strategy="past_desired").sample(50)
+    assert not batch[RELABELLED].any()
+    assert batch["desired_goal"].tolist() == [[0, 999]] * 50
+    batch = filled(9, 1, strategy="past_desired").sample(50)
+    batch = batch[batch[RELABELLED][:, 0]]
+    other = 1 - batch["achieved_goal"][:, 0]
+    assert torch.equal(batch["desired_goal"], torch.stack([other, torch.where(other == 1, 5.0, 999.0)], 1))
+
+
+def test_the_representation_of_a_strategy_creates_it_and_it_can_be_pickled():
+    single = ["Current()", "Future(own=False)", "Geometric(0.99)", "PastDesired()", "Subgoal(25, limit='high')"]
+    for text in [*single, "Subgoal(25)", "Subgoal(25, limit=None)", "Mixture({Current(): 0.25, Random(): 0.75})"]:
+        strategy = eval(text)
+        assert repr(strategy) == repr(pickle.loads(pickle.dumps(strategy))) == text
+        assert repr(make_transform(extra_goals={"high": "future", "low": strategy}).strategies["low"]) == text
+    assert repr(Mixture({"current": 0.25, Geometric(0.5): 0.75})) == "Mixture({Current(): 0.25, Geometric(0.5): 0.75})"
+    assert repr(Subgoal(25, limit=("high",))) == "Subgoal(25, limit='high')"

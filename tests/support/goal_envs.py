@@ -89,10 +89,6 @@ def variant(base=Reach, **members):
     return type("Variant", (base,), members)
 
 
-def observed(self, **entries):
-    return Reach.observe(self) | entries
-
-
 def showing(base=Reach, **entries):
     """Return a variant with other entries of the observation, each a function of the environment."""
     return variant(base, observe=lambda s: base.observe(s) | {name: entry(s) for name, entry in entries.items()})
@@ -126,7 +122,7 @@ class Coasting(Reach):
         return super().step(np.zeros(2))
 
     def observe(self):
-        return observed(self, observation=self.velocity.copy())
+        return Reach.observe(self) | {"observation": self.velocity.copy()}
 
 
 class Rolling(Reach):
@@ -169,7 +165,7 @@ class Reporting(Reach):
         self.observation_space = Dict({**self.observation_space.spaces, "mission": Text(30), "lidar": lidar})
 
     def observe(self):
-        return observed(self, mission="reach", lidar=np.array([np.inf, self.position[0], -np.inf]))
+        return super().observe() | {"mission": "reach", "lidar": np.array([np.inf, self.position[0], -np.inf])}
 
 
 def on_a_circle(env):
@@ -257,7 +253,7 @@ class Lagging(Reach):
     def observe(self):
         late = self.before if self.time else self.position
         self.before = self.position
-        return observed(self, achieved_goal=late)
+        return Reach.observe(self) | {"achieved_goal": late}
 
 
 class StaleAtReset(Reach):

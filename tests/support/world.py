@@ -26,6 +26,11 @@ FLAGS = ("terminated", "truncated", "done")
 MOVES = ("go", "go", "go", "stay", "terminated", "truncated", "cut", "silent")
 
 
+def whole_episodes(*lengths: int) -> list[str]:
+    """Return the moves of whole episodes with these numbers of steps."""
+    return [move for length in lengths for move in [*["go"] * (length - 1), "truncated"]]
+
+
 @dataclass(frozen=True)
 class Goals:
     """The form of goals: their shape and dtype."""
