@@ -139,7 +139,8 @@ def table_bytes() -> float:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform)
     buffer.extend(TorchRL(size).prepare(next(make_transitions(size))))
     table = transform.table
-    columns = (table.goals, table.owners, table.starts, table.lengths)
+    assert table is not None
+    columns = (table.matrix, table.episodes, table.pieces)
     stores = {store.data_ptr(): store.nbytes() for store in (column.untyped_storage() for column in columns)}
     return sum(stores.values()) / size - 4 * GOAL
 

@@ -140,20 +140,17 @@ def make_adam(config: Settings, parameters: Any) -> torch.optim.Adam:
 # Replay buffer
 
 
-def make_hindsight(config: Settings, env: EnvBase) -> HERTransform | HindsightAugmentation:
+def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     """Make the transform that relabels transitions. If hindsight is disabled, it relabels none."""
-    hindsight, reward, longest = config.hindsight, make_reward(config.env), env.spec.max_episode_steps
+    hindsight, reward = config.hindsight, make_reward(config.env)
     arguments: dict[str, Any] = {
         "strategy": hindsight.strategy.name, "goal_fn": load_function(config.env.goal_fn),
         "achieved_goal_key": config.env.achieved_goal_key, "desired_goal_key": config.env.desired_goal_key,
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
-    # The goal table needs up to three rows per transition if episodes can have 64 steps or more, and 100 rows more for
-    # the running episode of each environment.
-    capacity = (1 if longest and longest < 64 else 3) * config.buffer.size + 100 * config.env.num_envs
     her_ratio = hindsight.her_ratio if hindsight.enabled else 0.0
-    return HERTransform(reward, her_ratio=her_ratio, capacity=capacity, **arguments)
+    return HERTransform(reward, her_ratio=her_ratio, capacity=config.buffer.size, **arguments)
 
 
 def make_replay_buffer(config: Settings, hindsight: Any, inputs: Inputs) -> TensorDictReplayBuffer:

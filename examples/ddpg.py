@@ -139,7 +139,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     actor_optimizer = make_adam(config, actor.parameters())
     critic_optimizer = make_adam(config, critic.parameters())
 
-    hindsight = make_hindsight(config, env)
+    hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase) -> TensorDictBase:

@@ -83,7 +83,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     target_updater = SoftUpdate(loss, tau=config.tau)
     optimizer = make_adam(config, loss.parameters())
 
-    hindsight = make_hindsight(config, env)
+    hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase) -> TensorDictBase:

@@ -217,7 +217,7 @@ def play_on_trial(config: Settings, env: EnvBase) -> None:
         )
     trial = replace(config, buffer=replace(config.buffer, size=steps))
     try:
-        buffer = make_replay_buffer(trial, make_hindsight(trial, env), Inputs(trial, env))
+        buffer = make_replay_buffer(trial, make_hindsight(trial), Inputs(trial, env))
         buffer.extend(data)
         buffer.sample(config.batch_size)
     except Exception as error:

@@ -84,7 +84,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     actor_optimizer = make_adam(config, loss.actor_network_params.parameters())
     critic_optimizer = make_adam(config, loss.qvalue_network_params.parameters())
 
-    hindsight = make_hindsight(config, env)
+    hindsight = make_hindsight(config)
     replay_buffer = make_replay_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase, with_actor: bool) -> TensorDictBase:

@@ -150,16 +150,13 @@ NO = -1  # the goal step of an original
 AHEAD = {0: [NO, 0, NO, 1, NO, 2, NO, 3], 2: [NO, 2, NO, 3, NO, NO], -2: [NO, NO, NO, 0, NO, 1]}
 
 
-@pytest.mark.parametrize("same_episode", [True, False])
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_steps_that_a_strategy_selects_outside_the_episode_make_no_copies(ahead, same_episode):
+def test_steps_that_a_strategy_selects_outside_the_episode_make_no_copies(ahead):
     class Ahead(GoalStrategy):
-        def select(self, choice):
-            return choice.start + choice.step + ahead  # beyond the end or before the start
+        def select(self, transitions):
+            return transitions.episode, transitions.step + ahead  # beyond the end or before the start
 
-    strategy = Ahead()
-    strategy.same_episode = same_episode or ahead != 0
-    rb = make(strategy=strategy, n_sampled_goal=1)
+    rb = make(strategy=Ahead(), n_sampled_goal=1)
     rb.extend(episodes(4, 4))
     assert rb[:][GOAL_STEP].flatten().tolist() == 2 * AHEAD[ahead]
 
@@ -191,7 +188,7 @@ WAYS = {
 @pytest.mark.parametrize("flushed", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_stores_what_the_original_stores(way, flushed, tmp_path):
-    options = {name: np.int64(50) for name in ("n_sampled_goal", "max_episode_steps", "reservoir_size")}
+    options = {name: np.int64(50) for name in ("n_sampled_goal", "max_episode_steps", "capacity")}
     rb, twin = (make(strategy="random", **options) for _ in range(2))
     data = episodes(3, 3, 9, 3)[:17]
     rb.extend(data[:10])

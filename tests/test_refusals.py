@@ -303,7 +303,7 @@ DAMAGED = {
         "rewards under another key": (methodcaller("rename_key_", REWARD, ("next", "agent", "reward")),
             r"KeyError: no entry \('next', 'reward'\), but it has \('next', 'agent', .*reward_key=.*or exclude\(\)"),
         "more transitions than goals": (lambda data: torch.cat([data, data]),
-            "has 20 transitions, .*capacity is 12: pass capacity=20 ", {"options": {"capacity": 12}}),
+            "has 20 transitions, .*holds only 12 goals: pass capacity=20 ", {"options": {"capacity": 12}}),
         "no goals": (without(ROOT_DESIRED, DESIRED),
             r"no desired goals under 'desired_goal', and with her_ratio=0\.8.*desired_goal_key=.*pass her_ratio=1"),
         "no past goals": (without(ROOT_DESIRED, DESIRED), "no desired goals, but the strategy PastDesired draws from",
@@ -617,7 +617,7 @@ HAS_ADOPTED = r"RuntimeError: has adopted a data set, and .*ReplayBufferEnsemble
 NO_STAMP = r"KeyError: no stamp .*written before HERTransform .*transform=HERTransform\(.*result of adopt\(\)"
 DROPPED = r"KeyError: no entry {}, although it was written\. Place the transform that drops it after HERTransform"
 NOT_WRITTEN = r"{} .*when transitions are written, but adopted data .*Remove it, or write the data set with rb\.extend"
-SELECTED = r"must select one row .*per transition, torch\.int64 \(10,\), but select\(\) returned "
+SELECTED = r"the episode and the step of one goal .*, two tensors torch\.int64 \(10,\), but select\(\) returned "
 REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     **{f"{name}, adopted": (adopted, call, HAS_ADOPTED)
        for name, call in (("extend", extend), ("extend with nothing", lambda rb: rb.extend(rb.storage[:0])),
@@ -663,9 +663,9 @@ REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     "load goals of another shape": (lambda: Extend(goal_spec=Unbounded(3)).rb, loading(filled),
         r"saved goals are torch\.float32 \(2,\), but goals of this transform are torch\.float32 \(3,\)"),
     "load other goals of episodes": (filled, loading(filled, strategy="past_desired"),
-        "keeps additional goals of episodes, .*strategies that need the same additional goals"),
-    "load another reservoir": (lambda: augmented(strategy="random", reservoir_size=20),
-        loading(augmented, strategy="random", reservoir_size=10), "keeps 10 goals.* keeps 20.*reservoir_size=10, then"),
+        "keeps desired goals, and this one no further goals.*strategies that need the same goals"),
+    "load another capacity of an augmentation": (lambda: augmented(max_episode_steps=30, capacity=40),
+        loading(augmented, max_episode_steps=30, capacity=50), "saved goal table holds 50.*capacity=50, then load"),
     "load an augmentation": (filled, loading(augmented), "by HindsightAugmentation, not HERTransform: create"),
     "load a HERTransform": (augmented, loading(filled), "by HERTransform, not HindsightAugmentation: create"),
     "load compact transitions": (filled, loading(compact), r"saved with CompactGoals.*Compose\(CompactGoals\(\), HER"),
@@ -723,12 +723,6 @@ def extra(*keys):
     return dict.fromkeys(keys, "future")
 
 
-class StartsAtTheState(Future):
-    """A strategy that can draw the goal of an episode's first state."""
-
-    uses_initial_goal = True
-
-
 class VectorizedInProcess(GymEnv):
     """GymEnv(..., num_envs=2) without processes. Like the original, it loses the last steps of episodes."""
 
@@ -765,7 +759,6 @@ NOT_WHOLE = [-1, -3, 2.5, 1e6, math.nan, "10", True]
 AT_LEAST = "{} must be an integer of at least {}, got {{}}"
 SEVERAL = "TypeError: EnvReward needs a single environment, got a {}: pass a function that creates one"
 TWO_ARGUMENTS = r"TypeError: {} is called with two arguments, .* but its signature is \(.*pass a TensorDictModule"
-ONLY_HER = "{{}} needs the {} goals of episodes, which only HERTransform keeps: use HERTransform"
 LOW = {"low": Subgoal(2, limit="high")}
 OVERLAPPING = [extra("goal", ("goal",)), extra("goal", ("goal", "of_actor")), extra(("goal", "of_actor"), "goal")]
 USED = ["achieved_goal", "desired_goal", "reward", "done", "terminated", "collector", "index", IDS]
@@ -797,10 +790,7 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (partial(HER, recompute_all_rewards=True), "reward", [ReachedReward()],
         r"reads the number of steps to the goal.*Replace ReachedReward with GoalReward\(reward_fn\)"),
     (AUGMENTATION, "n_sampled_goal", NOT_WHOLE, AT_LEAST.format("n_sampled_goal", 0)),
-    *((AUGMENTATION, name, [0, 2.5], AT_LEAST.format(name, 1)) for name in ("reservoir_size", "max_episode_steps")),
-    (AUGMENTATION, "strategy", [PastDesired(), Mixture({"past_desired": 1.0})], ONLY_HER.format("desired")),
-    (AUGMENTATION, "strategy", [StartsAtTheState()], ONLY_HER.format("initial")),
-    (AUGMENTATION, "extra_goals", [{"actor_goal": PastDesired()}], "desired goals of episodes, which only HER"),
+    *((AUGMENTATION, name, [0, 2.5], AT_LEAST.format(name, 1)) for name in ("capacity", "max_episode_steps")),
     (Mixture, None, [{}, [Future()], None], r"strategies and their probabilities, such as {Future\(\): 1\.0}, got {}"),
     (Mixture, None, [{Future(): 0.5, Random(): 0.4}], r"probabilities of Mixture\(.* must sum to 1, got the sum 0\.9"),
     (Mixture, None, [{Future(): value} for value in (-0.5, 1.5, math.nan, None, "1", True)],

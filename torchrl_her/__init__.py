@@ -7,7 +7,7 @@ from torchrl_her.diagnosis.goal_env.finding import Finding, GoalEnvReport
 from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.goals.mixture import Mixture
 from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
-from torchrl_her.goals.strategy import GoalStrategy, StrategyInput, uniform
+from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.relabel import call_transform
@@ -41,8 +41,8 @@ __all__ = [
     "Random",
     "ReachedReward",
     "SparseReward",
-    "StrategyInput",
     "Subgoal",
+    "Transitions",
     "call_transform",
     "check_goal_env",
     "load_minari",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +16,9 @@ from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
-from torchrl_her.goals.draw import draw_from_episodes
-from torchrl_her.goals.reservoir import GoalReservoir
-from torchrl_her.goals.strategy import GoalStrategy
+from torchrl_her.goals.draw import draw_goals
+from torchrl_her.goals.strategy import GoalStrategy, goals_apart
+from torchrl_her.goals.table import DESIRED, INITIAL, GoalTable
 from torchrl_her.keys import MASK, STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, Batch, GoalMap, RelabelTransform, Reward, check_at_least
@@ -46,15 +45,14 @@ class HindsightAugmentation(RelabelTransform):
 
     Stored transitions have two additional entries: ``("hindsight", "relabelled")``, ``bool [batch, 1]``, and
     ``("hindsight", "goal_step")``, ``int64 [batch, 1]``, the step that achieved the new goal in its episode, or -1 for
-    the original goal. Random numbers come from torch's default generator.
+    a desired goal, such as the original one. Random numbers come from torch's default generator.
 
     Args:
         reward (TensorDictModule or Callable): as in `HERTransform`. It is called once per write.
 
     Keyword Args:
-        strategy (str or GoalStrategy): as in `HERTransform`, except strategies that need the initial or the desired
-            goals of episodes, such as `PastDesired`. With ``"final"``, all copies of a transition are equal: pass
-            ``n_sampled_goal=1``. Default: ``"future"``.
+        strategy (str or GoalStrategy): as in `HERTransform`. With ``"final"``, all copies of a transition are equal:
+            pass ``n_sampled_goal=1``. Default: ``"future"``.
         extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): as in `HERTransform`. The entries are stored.
         n_sampled_goal (int): the number of copies of each transition, the paper's k, at least 0. Default: 4.
         achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
@@ -66,8 +64,8 @@ class HindsightAugmentation(RelabelTransform):
         max_episode_steps (int): the number of steps after which an episode ends even without a done flag. It limits
             the memory of transitions that are held back. Default: 1,000.
         mask_key (NestedKey, optional): as in `HERTransform`. Padding is not stored. Default: ``("collector", "mask")``.
-        reservoir_size (int): the number of past achieved goals from which `Random` draws, a uniform sample of all past
-            goals. Default: 10,000.
+        capacity (int): the number of achieved goals from which `Random` and `PastDesired` draw: those of the episodes
+            that ended last; at least ``max_episode_steps`` are kept. Default: 10,000.
 
     Raises:
         ValueError: as in `HERTransform`, and if the written batch does not have exactly one dimension. A refused write
@@ -109,22 +107,16 @@ class HindsightAugmentation(RelabelTransform):
         goal_fn: GoalMap | None = None,
         max_episode_steps: int = 1_000,
         mask_key: NestedKey | None = MASK,
-        reservoir_size: int = 10_000,
+        capacity: int = 10_000,
     ):
         n_sampled_goal = check_at_least(0, "n_sampled_goal", n_sampled_goal)
         max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
-        reservoir_size = check_at_least(1, "reservoir_size", reservoir_size)
+        capacity = max(check_at_least(1, "capacity", capacity), max_episode_steps)
         keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
         super().__init__(reward, strategy, keys, goal_fn, extra_goals)
-        for each in self.strategies.values():
-            if each.uses_initial_goal or each.uses_desired_goals:
-                kind = "initial" if each.uses_initial_goal else "desired"
-                raise ValueError(
-                    f"{each!r} needs the {kind} goals of episodes, which only HERTransform keeps: use HERTransform."
-                )
         self.n_sampled_goal = n_sampled_goal
-        is_own = all(each.same_episode for each in self.strategies.values())
-        self.reservoir = None if is_own else GoalReservoir(reservoir_size)
+        self.capacity = capacity
+        self.table: GoalTable | None = None  # None before the first episode has ended
         self._held = HeldTransitions(EpisodeTracker(max_episode_steps, PATIENCE, publish_running=False))
         self._episodes = 0  # the number of episodes that began
         self._first_goal: Tensor | None = None  # [1, *goal]
@@ -185,34 +177,71 @@ class HindsightAugmentation(RelabelTransform):
 
     def _augment(self, ended: list[EpisodeSteps]) -> TensorDictBase:
         """Return the transitions of ended episodes, each followed by its copies, so that they are evicted together."""
+        groups: list[list[EpisodeSteps]] = [[]]  # as many episodes as the goal table holds
+        count = 0
+        for episode in ended:
+            count += len(episode.kept)
+            if count > self.capacity:
+                groups.append([])
+                count = len(episode.kept)
+            groups[-1].append(episode)
+        parts = [self._with_copies(group) for group in groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _with_copies(self, ended: list[EpisodeSteps]) -> TensorDictBase:
+        """Publish episodes, and return their transitions with copies, ``[rows]``."""
         copies = self.n_sampled_goal
         device = ended[-1].kept.device  # loaded episodes can be on another device
         packed = torch.cat([episode.kept.to(device) for episode in ended])  # [n, words]
         rows = self._held.unpack(packed)
-        desired, outcomes = rows.get(self.keys.desired), rows.get(self.keys.next_achieved)  # [n, *state]
-        outcomes = map_goals(outcomes, self.goal_fn).detach().to(desired.dtype)  # [n, *goal]
-        episodes, lengths = zip(*((episode.episode, len(episode.kept)) for episode in ended), strict=True)
-        drawn = draw_from_episodes(self.strategies, outcomes, episodes, lengths, copies, self.reservoir)
-        own = outcomes.unsqueeze(1).expand(len(drawn.goals), -1, 1, *outcomes.shape[1:])
-        goals = torch.cat([own, drawn.goals], dim=2)  # [strategies, n, 1 + k, *goal], index 0 of 1 + k is unused
-        none = drawn.steps.new_full((len(rows), 1), -1)
-        steps, ahead = torch.cat([none, drawn.steps], dim=1), torch.cat([none, drawn.ahead], dim=1)
-        kept = torch.cat([torch.ones_like(none, dtype=torch.bool), drawn.valid], dim=1)
-        chosen, copy = kept.nonzero(as_tuple=True)  # for each row, its transition and the number of the copy
-        goals, goal_step = goals[:, chosen, copy], steps[chosen, copy].unsqueeze(-1)
-        relabelled = goal_step >= 0
+        lengths = np.array([len(episode.kept) for episode in ended])
+        table, ids = self._publish(rows, lengths)
+        ends = np.cumsum(lengths)
+        steps = np.arange(len(rows)) - np.repeat(ends - lengths, lengths)
+        own = torch.from_numpy(np.stack([np.repeat(ids, lengths), steps])).to(device)  # [2, n]
+        episode, step = own.repeat_interleave(copies, dim=1)
+        draw = draw_goals(self.strategies, table, 1.0, episode, step)
+        is_kept = torch.ones(len(rows), 1 + copies, dtype=torch.bool, device=device)
+        is_kept[:, 1:] = draw.relabelled.view(len(rows), copies)
+        chosen, copy = is_kept.nonzero(as_tuple=True)  # for each row, its transition and the number of the copy
+        relabelled = (copy > 0).unsqueeze(-1)
+        drawn = (chosen * copies + copy - 1).clamp_min(0)  # arbitrary for the originals
+
+        def of_rows(values: Tensor) -> Tensor:
+            return values[drawn] if len(values) else values.new_zeros(len(drawn), *values.shape[1:])
 
         rows = self._held.unpack(packed.index_select(0, chosen))
         stored = {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)}
         batch = Batch(rows, stored, owned=None)
-        self._set_goals(batch, goals.unbind(0), relabelled)
+        self._set_goals(batch, [of_rows(goals) for goals in draw.goals], relabelled)
         if self._reads_steps:
-            rows.set(STEPS_TO_GOAL, ahead[chosen, copy].unsqueeze(-1))
+            ahead = torch.where(draw.goal_episode == episode, draw.goal_step - step, -1).clamp_min(-1)
+            rows.set(STEPS_TO_GOAL, torch.where(relabelled, of_rows(ahead).unsqueeze(-1), -1))
         with torch.no_grad():
             self._one_step.recompute(batch, relabelled)
         if self._reads_steps:
             rows.del_(STEPS_TO_GOAL)
+        goal_step = torch.where(relabelled, of_rows(draw.goal_step).unsqueeze(-1), -1)
         return rows.set(RELABELLED, relabelled).set(GOAL_STEP, goal_step)
+
+    def _publish(self, rows: TensorDictBase, lengths: np.ndarray) -> tuple[GoalTable, np.ndarray]:
+        """Add the goals of whole episodes, ``[sum(lengths)]``, to the goal table; return it, and their ids there."""
+        desired = rows.get(self.keys.desired)
+        outcomes = map_goals(rows.get(self.keys.next_achieved), self.goal_fn).detach().to(desired.dtype)
+        apart = goals_apart(self.strategies.values())
+        if self.table is None:
+            self.table = GoalTable.like(desired, self.capacity, apart)
+        table = self.table
+        table.to(desired.device)
+        ids = table.new_episodes(len(lengths)) + np.arange(len(lengths))
+        table.append(ids, np.zeros_like(ids), lengths, outcomes)
+        first = torch.from_numpy(np.cumsum(lengths) - lengths).to(desired.device)
+        if apart:
+            table.keep_apart(ids, DESIRED, desired[first])
+        if apart > 1:
+            initial = map_goals(rows.get(self.keys.achieved)[first], self.goal_fn).detach()
+            table.keep_apart(ids, INITIAL, initial.to(desired.dtype))
+        return table, ids
 
     def flush(self) -> TensorDict:
         """End the running episodes. The next write begins new episodes.
@@ -260,8 +289,8 @@ class HindsightAugmentation(RelabelTransform):
         with self._writing():
             self._held = self._held.without_transitions()
             self._diagnosis.continuity.loaded_lanes = 0
-            if self.reservoir is not None:
-                self.reservoir = GoalReservoir(self.reservoir.size)
+            if self.table is not None:
+                self.table.clear()
 
     @property
     def held_back(self) -> int:
@@ -309,7 +338,6 @@ class HindsightAugmentation(RelabelTransform):
             "_held": self._held.copy(),
             "_episodes": self._episodes,
             "_first_goal": self._first_goal,
-            "reservoir": copy.copy(self.reservoir),
         }
 
     def _reset_after_fork(self) -> None:
@@ -325,26 +353,31 @@ class HindsightAugmentation(RelabelTransform):
         return self._state_of_copy() | ({"_held": self._held.without_transitions()} if self._is_shared else {})
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the transitions that are held back and the reservoir for ``state_dict``."""
+        """Return the transitions that are held back and the goal table for ``state_dict``."""
         with self._writing():
             return {
                 "held": self._held.state_dict(),
                 "episodes": self._episodes,
-                "reservoir": None if self.reservoir is None else self.reservoir.state_dict(),
+                "table": None if self.table is None else self.table.state_dict(),
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `get_extra_state` of a transform with a reservoir of the same size.
+        """Load the result of `get_extra_state` of a transform with the same goals and capacity.
 
         Raises:
-            ValueError: if the saved reservoir has another size, or if another transform saved the state.
+            ValueError: if goals, capacity or strategies differ from the saved ones, or if another transform saved it.
         """
         check_saved_without_compact_goals(state)
-        if "table" in state:
+        if "lanes" in state:
             raise ValueError(SAVED_BY_THE_OTHER.format("HERTransform", "HindsightAugmentation"))
         with self._writing():
-            if self.reservoir is not None:
-                self.reservoir.load_state_dict(state["reservoir"] or GoalReservoir(self.reservoir.size).state_dict())
+            saved = state["table"]
+            if saved is not None:
+                table = self.table or GoalTable.of_state(saved, self.capacity, goals_apart(self.strategies.values()))
+                table.load_state_dict(saved)
+                self.table = table
+            elif self.table is not None:
+                self.table.clear()
             self._held.load_state_dict(state["held"])
             self._diagnosis.continuity.loaded_lanes = len(state["held"]["lanes"]["lanes"])
             self._episodes = state["episodes"]

@@ -137,19 +137,14 @@ class NStepReward:
         Returns:
             Tensor: whether the goal table holds the complete window, ``bool [n]``.
         """
-        table, steps = batch.table, batch.stored[STEPS].reshape(-1)
-        version = table.version
-        start, length = table.find(batch.episode)
+        steps = batch.stored[STEPS].reshape(-1)
         longest = max(batch.longest_window, self.multi_step.n_steps)  # n_steps can change during training
         ahead = torch.arange(longest, device=steps.device).expand(len(steps), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
-        rows = (start + batch.step).unsqueeze(1) + ahead
-        goals, owners = table.read(rows.flatten(), version)
-        batch.outcomes = goals.view(*rows.shape, *goals.shape[1:])
-        whole = (owners.view_as(rows) == batch.episode.unsqueeze(1)).all(1)
-        whole &= table.start_at(batch.episode, start, version)
-        # If an episode fills the table, the row after its last step is its first step.
-        batch.available = whole & (batch.step + steps <= length)
+        step = batch.step.unsqueeze(1) + ahead
+        goals, found = batch.table.read(batch.episode.repeat_interleave(longest), step.flatten())
+        batch.outcomes = goals.view(*step.shape, *goals.shape[1:])
+        batch.available = found.view(step.shape).all(1)
         return batch.available
 
     def recompute(self, batch: SampledBatch, relabelled: Tensor) -> None:

@@ -15,8 +15,9 @@ from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.stamps import STAMP, add_padding
 from torchrl_her.episodes.tracker import EpisodeTracker
-from torchrl_her.episodes.transitions import WrittenTransitions, read_root_goals
-from torchrl_her.goals.table import GoalTable, RowsBefore
+from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
+from torchrl_her.goals.strategy import goals_apart
+from torchrl_her.goals.table import DESIRED, INITIAL, PIECE, SHARED_PIECES, GoalTable
 from torchrl_her.n_step import NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.offline.adopting import AdoptingTransform
@@ -34,15 +35,11 @@ class StampingTransform(AdoptingTransform):
     def _make_table(self, capacity: int, goal_spec: TensorSpec | None, max_episode_steps: int | None) -> None:
         """Create the episode tracker, and the goal table if the spec of a goal is given."""
         self.capacity = capacity
-        strategies = self.strategies.values()
-        self._rows_before = RowsBefore(
-            desired=any(each.uses_desired_goals for each in strategies),
-            initial=any(each.uses_initial_goal for each in strategies),
-        )
-        longest = max(1, capacity - self._rows_before.rows)
-        self._splits_silently = max_episode_steps is None or max_episode_steps > longest  # until the warning
-        self.tracker = EpisodeTracker(min(longest, max_episode_steps or longest), patience=capacity - 1)
-        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._rows_before)
+        self._apart = goals_apart(self.strategies.values())
+        self._max_episode_steps = max_episode_steps
+        self._splits_silently = max_episode_steps is None or max_episode_steps > capacity  # until the warning
+        self.tracker = EpisodeTracker(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
+        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._apart)
         self.longest_window = 1  # the largest number of steps that a stored transition spans
         self._n_step: NStepReward | None = None  # set if a MultiStepTransform comes before
         self._ids_around: list[int] | None = None  # the ids of the other transforms at the last check
@@ -76,24 +73,42 @@ class StampingTransform(AdoptingTransform):
                 self.longest_window = max(self.longest_window, n_step.multi_step.n_steps)
             goals, table = written.goals, self.table
             if table is None:
-                table = self.table = GoalTable.like(goals, self.capacity, self._rows_before)
-            before = None
-            if self._rows_before.rows:
-                before = read_root_goals(tensordict, written, self.keys, self.goal_fn, **self._rows_before._asdict())
-            tracked = self.tracker.track(written, goals, table.next_episode, before)
-            table.open_episodes(tracked.opened)
+                table = self.table = GoalTable.like(goals, self.capacity, self._apart)
+            tracked = self.tracker.track(written, goals, table.episode_ids[1] + 1)
+            table.new_episodes(tracked.opened)
             table.publish(tracked.episodes)
+            if self._apart:
+                self._keep_apart(table, tensordict, written, tracked.stamps)
             if tracked.cut and self._splits_silently:
                 self._splits_silently = False
-                self._warn_of_split(max(tracked.cut, self.tracker.max_episode_steps + 1) + self._rows_before.rows)
+                self._warn_of_split(max(tracked.cut, self.tracker.max_episode_steps + 1))
             self._diagnosis.check_tracked(tensordict, written, tracked, table)
         return add_padding(tracked.stamps, written.mask, step=self.capacity)
 
+    def _keep_apart(
+        self, table: GoalTable, tensordict: TensorDictBase, written: WrittenTransitions, stamps: np.ndarray
+    ) -> None:
+        """Keep the desired goals of new episodes, and the goals of their first states, as far as strategies need."""
+        first = np.flatnonzero(stamps[:, 1] == 0)
+        if len(first):
+            rows = written.rows_of(tensordict.select(self.keys.achieved, self.keys.desired))
+            rows = rows[torch.from_numpy(first).to(written.goals.device)]
+            table.keep_apart(stamps[first, 0], DESIRED, rows.get(self.keys.desired))
+            if self._apart > 1:
+                initial = map_goals(rows.get(self.keys.achieved), self.goal_fn).detach()
+                table.keep_apart(stamps[first, 0], INITIAL, initial.to(table.dtype))
+
     def _warn_of_split(self, needed: int) -> None:
+        longest = self.tracker.max_episode_steps
+        if longest < self.capacity:
+            cause = f"An episode has at least {needed} steps, but one in shared memory at most {longest}"
+            remedy = f"Pass max_episode_steps={needed}, or more."
+        else:
+            cause = f"An episode has at least {needed} steps, but capacity is {self.capacity}"
+            remedy = f"Pass the number of transitions that the storage can hold as capacity, and at least {needed}."
         warn_user(
-            f"An episode needs at least {needed} rows of the goal table, but capacity is {self.capacity}, so hindsight "
-            "splits it: new goals come only from the same part. Pass the number of transitions that the storage can "
-            f"hold as capacity, and at least {needed}. If you want to split episodes, pass max_episode_steps."
+            f"{cause}, so hindsight splits it: new goals come only from the same part. {remedy} If you want to split "
+            "episodes, pass max_episode_steps."
         )
 
     def _check_neighbours(self) -> Neighbours:
@@ -183,7 +198,7 @@ class StampingTransform(AdoptingTransform):
             with self._lock:
                 if self.table is None:  # only the storage was loaded, without the state of this transform
                     goals = desired.flatten(0, dimensions - 1) if dimensions else desired[None]
-                    self.table = GoalTable.like(goals, self.capacity, self._rows_before)
+                    self.table = GoalTable.like(goals, self.capacity, self._apart)
                 table = self.table
                 table.to(desired.device)
         return table
@@ -200,7 +215,10 @@ class StampingTransform(AdoptingTransform):
                 'goal_spec=env.observation_spec["achieved_goal"] (of one environment) to HERTransform.'
             )
         if not self.table.is_shared:
-            self.table.share_memory_()
+            self.table.share_memory_(self._max_episode_steps)
+            self.tracker.max_episode_steps = min(
+                self.capacity, self._max_episode_steps or min(self.capacity, SHARED_PIECES * PIECE)
+            )
             self._lock.share_memory_()
         return self
 
@@ -236,7 +254,7 @@ class StampingTransform(AdoptingTransform):
             adopted = self._check_adopted_state(state)
             saved = state["table"]
             if saved is not None:
-                table = self.table or GoalTable.like(saved["goals"], self.capacity, self._rows_before)
+                table = self.table or GoalTable.of_state(saved, self.capacity, self._apart)
                 table.load_state_dict(saved)
                 self.table = table
             elif self.table is not None:

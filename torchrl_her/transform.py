@@ -13,7 +13,7 @@ from torchrl.data import TensorSpec
 from torchrl_her._torchrl import ids_around
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.stamps import read_stamps
-from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_from_table
+from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_goals
 from torchrl_her.goals.strategy import GoalStrategy
 from torchrl_her.keys import MASK, MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.n_step import STEPS, NStepReward
@@ -76,13 +76,13 @@ class HERTransform(StampingTransform):
             several environments. They are used if present. None ignores them. Default: ``("collector", "traj_ids")``.
         goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
             to goals ``[batch, *goal]``. By default, the entry is the goal.
-        capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold,
-            or three times as many if episodes have 64 steps or more. A longer episode than ``capacity`` is split, and a
-            warning says so. Default: 1,000,000.
+        capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold.
+            A longer episode than ``capacity`` is split, and a warning says so. Default: 1,000,000.
         goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
             environment. Required for buffers with ``shared=True`` and storages with ``shared_init=True``. By default,
             the first write determines it.
-        max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag.
+        max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag. In
+            a buffer shared between processes, the default is 8,192.
         mask_key (NestedKey, optional): a flag, ``bool [*batch]``, that is False for padding. The default entry is used
             if present; any other entry must be present. With None, no transition is padding. Default:
             ``("collector", "mask")``.
@@ -265,26 +265,22 @@ class HERTransform(StampingTransform):
         A transition is relabelled only if its reward can be recomputed. A sequence is relabelled only if the rewards of
         all of its transitions that get the goal can be recomputed.
         """
-        with_steps, length = self.info or self._reads_steps, self.sequence_length
-
-        def draw_goals(episode: Tensor, step: Tensor) -> Draw:
-            return draw_from_table(self.strategies, batch.table, self.her_ratio, episode, step, with_steps)
-
+        given, length = (self.strategies, batch.table, self.her_ratio, batch.episode, batch.step), self.sequence_length
         if length is None:
-            draw = batch.draw = draw_goals(batch.episode, batch.step)
+            draw = batch.draw = draw_goals(*given)
             relabelled = draw.relabelled if available is True else draw.relabelled & available
         else:
             # batch.draw, which is counted for the report, has one row per sequence, and draw one row per transition.
-            batch.draw, draw = draw_for_sequences(draw_goals, length, batch.episode, batch.step)
+            batch.draw, draw = draw_for_sequences(*given, length)
             whole = (~draw.relabelled | available).view(-1, length).all(1).repeat_interleave(length)
             relabelled = draw.relabelled & whole
         return draw, relabelled.view(*batch.data.batch_size, 1)
 
     def _set_info(self, batch: SampledBatch, draw: Draw, relabelled: Tensor) -> None:
         """Set the entries with the number of steps to the goal and the index of the mixture's member."""
-        if draw.goal_step is not None:
-            ahead = (draw.goal_step - batch.step).view_as(relabelled)
-            ahead = torch.where(relabelled & (ahead >= 0), ahead, -1)
+        if self.info or self._reads_steps:
+            ahead = torch.where(draw.goal_episode == batch.episode, draw.goal_step - batch.step, -1)
+            ahead = torch.where(relabelled & (ahead >= 0).view_as(relabelled), ahead.view_as(relabelled), -1)
             # A created goal is the transition's own outcome, zero steps ahead.
             batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead, 0) if self._creates_goals else ahead)
         if self.info and draw.member is not None:

@@ -172,7 +172,7 @@ def test_inputs_are_normalized_alike_when_acting_and_at_both_ends_of_sampled_tra
     config = configure("ddpg", "buffer.size=300", f"inputs=[{','.join(names)}]", "normalization.clip=1.5")
     env = common.make_env(config.env)
     inputs = common.Inputs(config, env)
-    buffer = common.make_replay_buffer(config, common.make_hindsight(config, env), inputs)
+    buffer = common.make_replay_buffer(config, common.make_hindsight(config), inputs)
     data = torch.cat([env.rollout(50) for _ in range(4)])
     buffer.extend(data)
     inputs.update(data)

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from support.factories import make_transform, same
+from support.factories import WAYS_TO_COPY, make_transform, same
+from support.oracle import Oracle
+from support.recorded import Recorded
 from support.world import Goals, World, whole_episodes
 
 RELABELLED = ("hindsight", "relabelled")
@@ -54,6 +56,19 @@ def test_the_state_is_only_as_large_as_the_filled_part_of_the_table_and_is_not_c
     assert len(pickle.dumps(state)) < 100_000
     rb.extend(world.tensordict(world.play(0, [*["go"] * 200, *whole_episodes(50)])))
     assert same(state, before)
+
+
+@pytest.mark.parametrize("way", WAYS_TO_COPY)
+def test_all_goals_of_long_episodes_are_found_in_a_copy_while_they_run_and_at_their_end(way, tmp_path):
+    rb = make_buffer(2000, her_ratio=1.0, strategy="episode")
+    recorded = Recorded(rb, Oracle({"episode": 1.0}, 2000), World(2, Goals()))
+    for moves, relabelled in ((["go"] * 150, 128), (["go"] * 63, 192), ([*["go"] * 40, "truncated"], 254)):
+        recorded.play([moves] * 2)
+        recorded.rb = WAYS_TO_COPY[way](recorded.rb, make_buffer(2000, her_ratio=1.0, strategy="episode"), tmp_path)
+        assert recorded.check() == 2 * relabelled
+    for uid in (0, 100, 253):
+        goals = recorded.rb.transform(recorded.rb.storage[[uid] * 3000])["desired_goal"][:, 1]
+        assert goals.unique().tolist() == list(range(1, 255))
 
 
 # Warnings
@@ -102,7 +117,7 @@ def test_a_table_that_is_large_enough_or_not_used_is_not_reported(lengths, write
 @pytest.mark.parametrize(("parts", "needed"), [(1, 50), (50, 21)])
 def test_a_table_smaller_than_an_episode_is_reported_once_with_the_capacity_to_use(parts, needed):
     first, *later = warnings_of([50], 10, size=20, parts=parts, capacity=20)
-    assert f"at least {needed} rows of the goal table, but capacity is 20, so hindsight splits it" in first
+    assert f"An episode has at least {needed} steps, but capacity is 20, so hindsight splits it" in first
     assert f"and at least {needed}" in first
     assert not any("splits it" in message for message in later)
 

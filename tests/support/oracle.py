@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from support.goals import reward_of
 from support.world import FLAGS, Goal, Transition
 
-PIECE = 64  # of an episode with fewer steps, nothing needs to be relabelled while it runs
+PIECE = 64  # steps; a running episode is relabelled up to its last complete piece
 # The entries that MultiStepTransform adds.
 N_STEP_ENTRIES = ("steps_to_next_obs", "gamma", "nonterminal", ("next", "original_reward"))
 
@@ -163,7 +163,7 @@ class Oracle:
         """Return the probability of each goal of a relabelled transition, or None if it is not known exactly."""
         part, step = self.place[uid]
         parts = [each for each in self.parts if not each.lost]
-        if part.lost or 3 * self.count >= self.capacity or not all(each.ended for each in parts):
+        if part.lost or 2 * self.count > self.capacity or not all(each.ended for each in parts):
             return None
         goals: dict[Goal, float] = defaultdict(float)
         for member, weight in self.members.items():
@@ -187,12 +187,11 @@ class Oracle:
     def must_be_relabelled(self, uid: int) -> bool:
         """Return whether a transition must get a new goal, because the table holds all goals that it may get.
 
-        A running episode needs to be in the table up to its half, from 64 steps on.
+        A running episode needs to be in the table up to its last complete piece.
         """
         part, last = self.place[self.windows[uid][-1].uid]
-        steps = len(part.rows)
-        is_known = self.is_in_one_part(uid) and (part.ended or (steps >= PIECE and 2 * (last + 1) <= steps))
-        fits = 3 * self.count < self.capacity
+        is_known = self.is_in_one_part(uid) and (part.ended or last < len(part.rows) // PIECE * PIECE)
+        fits = 2 * self.count <= self.capacity  # the last piece of an episode that pauses is written once more
         return self.her_ratio == 1 and is_known and not part.lost and fits and "past_desired" not in self.members
 
     def check(self, sample: TensorDictBase, stored: dict[int, dict[Any, Any]], decode: Callable[[Any], Any]) -> int:

@@ -101,8 +101,7 @@ class SampleCounts:
         warn_user(
             f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left the "
             f"goal table: HERTransform(capacity={capacity}) is too small for the transitions in the storage. Pass the "
-            f"number of transitions that the storage can hold (three times that if episodes have 64 steps or more), "
-            f"and at least {least}."
+            f"number of transitions that the storage can hold, and at least {least}."
         )
 
     def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:

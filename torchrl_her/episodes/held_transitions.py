@@ -102,5 +102,5 @@ class HeldTransitions:
                 rows.set(key, value)
             pieces = iter(self.pack(rows).split(state["counts"]))
             lanes = [lane | {"kept": next(pieces)} for lane in state["lanes"]["lanes"]]
-            self.ended = [EpisodeSteps(episode, next(pieces), 0) for episode in state["ended"]]
+            self.ended = [EpisodeSteps(episode, 0, next(pieces)) for episode in state["ended"]]
         self.tracker.load_state_dict(state["lanes"] | {"lanes": lanes})

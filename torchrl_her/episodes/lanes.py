@@ -8,15 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_her.goals.table import PIECE
+
 Key = tuple[int | None, bytes]  # the trajectory id, and the bytes of the achieved and the desired goal
 
 
 class EpisodeSteps(NamedTuple):
-    """The published steps of an episode. Episodes are published when they end, double their length or become idle."""
+    """Published steps of an episode."""
 
     episode: int  # the episode id
-    kept: Tensor  # [steps, ...], the data of each step from the first one on: achieved goals or packed transitions
-    already_published: int  # the number of these steps that an earlier write published
+    first: int  # the first step
+    kept: Tensor  # [steps, ...], the data of each step: achieved goals or packed transitions
 
 
 class EpisodeLengths:
@@ -39,13 +41,14 @@ class Lane:
     episode: int  # the id of the running episode
     key: Key = (None, b"")  # the trajectory id and the goals under "next" of the last transition
     written: int = 0  # the tracker's count of transitions when the lane was last continued
-    kept: list[Tensor] = field(default_factory=list)  # pieces [steps, ...], the data of each step of the episode
+    kept: list[Tensor] = field(default_factory=list)  # parts [steps, ...], the data of each step from `first` on
+    first: int = 0  # the first step of the first piece that is not complete or not published
     steps: int = 0  # the number of steps of the episode
     published: int = 0  # the number of published steps
 
     def copy(self) -> Lane:
         """Return a copy that shares the kept data."""
-        return Lane(self.episode, self.key, self.written, [*self.kept], self.steps, self.published)
+        return Lane(self.episode, self.key, self.written, [*self.kept], self.first, self.steps, self.published)
 
     def extend(self, kept: Tensor) -> None:
         """Append the data ``[steps, ...]`` of new steps."""
@@ -54,13 +57,13 @@ class Lane:
         self.kept.append(kept)
         self.steps += len(kept)
 
-    def publish_into(self, episodes: dict[int, EpisodeSteps]) -> None:
-        """Publish all steps of the running episode if some are new. ``episodes`` holds the episodes of one write."""
-        if self.steps == self.published:
+    def publish_into(self, episodes: list[EpisodeSteps], until: int) -> None:
+        """Publish the steps before ``until`` if some are new. Steps of a complete piece are no longer kept then."""
+        if until <= self.published:
             return
         if len(self.kept) > 1:
             self.kept = [torch.cat(self.kept)]
-        earlier = episodes.pop(self.episode, None)  # published earlier in the same write
-        already_published = self.published if earlier is None else earlier.already_published
-        episodes[self.episode] = EpisodeSteps(self.episode, self.kept[0], already_published)
-        self.published = self.steps
+        episodes.append(EpisodeSteps(self.episode, self.first, self.kept[0][: until - self.first]))
+        self.published, complete = until, until // PIECE * PIECE
+        if complete > self.first:
+            self.kept, self.first = [self.kept[0][complete - self.first :].clone()], complete

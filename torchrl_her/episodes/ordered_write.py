@@ -17,7 +17,7 @@ class TrackedTransitions(NamedTuple):
     """The result of assigning the transitions of one write to episodes, in the order of writing."""
 
     stamps: np.ndarray  # int64 [n, 2], the episode id of each transition and its step in the episode
-    episodes: list[EpisodeSteps]  # the published episodes, at most one entry for each
+    episodes: list[EpisodeSteps]  # the published steps
     opened: int  # the number of episodes that began
     continued: int  # the number of open lanes that were continued
     breaks: np.ndarray  # int64, the positions of transitions that begin an episode although no other had ended
@@ -32,10 +32,9 @@ class OrderedWrite:
     transitions: WrittenTransitions
     order: np.ndarray | None  # int64 [n], the position of each transition in the write; None if unchanged
     kept: Tensor  # [n, ...], the data of each transition that lanes keep
-    before: Tensor | None  # [n, rows, ...], the data that lanes keep in front of the first transition of an episode
     next_episode: int  # the id of the next new episode
     stamps: np.ndarray  # int64 [n, 2]
-    episodes: dict[int, EpisodeSteps] = field(default_factory=dict)
+    episodes: list[EpisodeSteps] = field(default_factory=list)
     opened: int = 0
     continued: int = 0
     ambiguous: int = 0
@@ -43,14 +42,13 @@ class OrderedWrite:
     breaks: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, written: WrittenTransitions, kept: Tensor, before: Tensor | None, next_episode: int) -> OrderedWrite:
+    def of(cls, written: WrittenTransitions, kept: Tensor, next_episode: int) -> OrderedWrite:
         """Order transitions, and the data that lanes keep of them, by lane."""
         order, written = _order_by_lane(written)
         if order is not None:
-            index = torch.from_numpy(order).to(kept.device)
-            kept, before = kept[index], None if before is None else before[index]
+            kept = kept[torch.from_numpy(order).to(kept.device)]
         kept = kept.contiguous()  # of a non-contiguous tensor, each narrow_copy would copy all rows
-        return cls(written, order, kept, before, next_episode, np.empty((len(written.done), 2), dtype=np.int64))
+        return cls(written, order, kept, next_episode, np.empty((len(written.done), 2), dtype=np.int64))
 
     def key(self, position: int, goals: np.ndarray) -> Key:
         """Return the trajectory id and the bytes of the goals of the transition at ``position``.
@@ -66,8 +64,7 @@ class OrderedWrite:
         if self.order is not None:
             breaks = self.order[breaks]
             stamps[self.order] = stamps.copy()
-        episodes = list(self.episodes.values())
-        return TrackedTransitions(stamps, episodes, self.opened, self.continued, breaks, self.ambiguous, self.cut)
+        return TrackedTransitions(stamps, self.episodes, self.opened, self.continued, breaks, self.ambiguous, self.cut)
 
 
 def _order_by_lane(written: WrittenTransitions) -> tuple[np.ndarray | None, WrittenTransitions]:

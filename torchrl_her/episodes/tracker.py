@@ -16,9 +16,7 @@ from torchrl_her.episodes.lanes import EpisodeLengths, EpisodeSteps, Key, Lane
 from torchrl_her.episodes.ordered_write import OrderedWrite, TrackedTransitions
 from torchrl_her.episodes.row_lanes import RowLanes
 from torchrl_her.episodes.transitions import WrittenTransitions
-
-# A running episode is published when it has this many steps, and again each time that its length has doubled.
-FIRST_PUBLICATION = 64
+from torchrl_her.goals.table import PIECE
 
 
 class EpisodeTracker:
@@ -38,8 +36,8 @@ class EpisodeTracker:
         patience (int): the number of transitions written to other lanes after which a lane is closed.
 
     Keyword Args:
-        publish_running (bool): whether an episode is also published while it runs: when its length has doubled and
-            when its lane becomes idle. If False, an episode is published once, at its end, and a lane is closed only
+        publish_running (bool): whether an episode is also published while it runs: its complete pieces, and all of
+            it when its lane becomes idle. If False, an episode is published once, at its end, and a lane is closed only
             when it is idle. Default: True.
         copies (bool): whether lanes copy the written data, so that the caller may overwrite it. Default: True.
     """
@@ -63,19 +61,15 @@ class EpisodeTracker:
         self._lanes_of_id: Counter[int | None] = Counter()  # the number of open lanes with each trajectory id
         self._row_lanes = RowLanes()
 
-    def track(
-        self, written: WrittenTransitions, kept: Tensor, first_episode: int, before: Tensor | None = None
-    ) -> TrackedTransitions:
+    def track(self, written: WrittenTransitions, kept: Tensor, first_episode: int) -> TrackedTransitions:
         """Assign the transitions of a write to episodes. Python loops over runs of transitions, not over transitions.
 
         Args:
             written (WrittenTransitions): the ``n`` transitions.
             kept (Tensor): the data of each transition that lanes keep, ``[n, ...]``.
             first_episode (int): the id of the first new episode. Further new episodes get the ids that follow.
-            before (Tensor, optional): rows ``[n, rows, ...]``. In front of the steps of an episode, its lane keeps the
-                rows of the episode's first transition.
         """
-        write = OrderedWrite.of(written, kept, before, first_episode)
+        write = OrderedWrite.of(written, kept, first_episode)
         transitions, row_lanes = write.transitions, self._row_lanes
         self.written += len(transitions.done)
         matches = row_lanes.match(transitions)
@@ -130,8 +124,6 @@ class EpisodeTracker:
         while begin < end:
             if lane is None:
                 lane = Lane(write.next_episode + write.opened)
-                if write.before is not None:
-                    lane.kept.append(write.before[begin].clone())
                 write.opened += 1
             known = lane.steps + end - begin
             cut = min(end, begin + self.max_episode_steps - lane.steps)
@@ -147,8 +139,8 @@ class EpisodeTracker:
         if lane is None:
             return None
         lane.key = write.key(end - 1, written.outcome)
-        if self.publish_running and lane.steps >= max(FIRST_PUBLICATION, 2 * lane.published):
-            lane.publish_into(write.episodes)
+        if self.publish_running:
+            lane.publish_into(write.episodes, lane.steps // PIECE * PIECE)
         return lane
 
     def _claim_beginning(self, trajectory: int | None, written: WrittenTransitions, begin: int) -> bool:
@@ -165,8 +157,8 @@ class EpisodeTracker:
             return True
         return False
 
-    def _end(self, lane: Lane, episodes: dict[int, EpisodeSteps]) -> None:
-        lane.publish_into(episodes)
+    def _end(self, lane: Lane, episodes: list[EpisodeSteps]) -> None:
+        lane.publish_into(episodes, lane.steps)
         self.lengths.add(lane.steps)
         self._to_begin = (self._to_begin or 0) + 1
 
@@ -185,11 +177,11 @@ class EpisodeTracker:
 
     def flush(self) -> list[EpisodeSteps]:
         """End the running episodes and publish their steps."""
-        episodes: dict[int, EpisodeSteps] = {}
+        episodes: list[EpisodeSteps] = []
         for lane in self.open_lanes():
             self._end(lane.copy(), episodes)
         self._clear()
-        return list(episodes.values())
+        return episodes
 
     def _take(self, key: Key, lane: Lane | None = None) -> Lane | None:
         """Remove an open lane with this key and return a copy of it, or None if there is none.
@@ -215,14 +207,14 @@ class EpisodeTracker:
         self._by_key[lane.key] = (*self._by_key.get(lane.key, ()), lane)
         self._lanes_of_id[lane.key[0]] += 1
 
-    def _close_waiting_lanes(self, episodes: dict[int, EpisodeSteps]) -> None:
+    def _close_waiting_lanes(self, episodes: list[EpisodeSteps]) -> None:
         """Publish the steps of lanes that became idle, and close lanes that waited too long."""
         idle_after = (min if self.publish_running else max)(2 * self.longest_wait, self.patience)
         for lane in self._waiting(self._lanes, idle_after):
             del self._lanes[lane.episode]
             idle = self._idle[lane.episode] = lane.copy()
             self._by_key[lane.key] = tuple(idle if each is lane else each for each in self._by_key[lane.key])
-            idle.publish_into(episodes)
+            idle.publish_into(episodes, idle.steps)
         for lane in self._waiting(self._idle, self.patience):
             self._take(lane.key, lane)
             self.lengths.add(lane.steps)
@@ -248,6 +240,7 @@ class EpisodeTracker:
                 "outcome": torch.from_numpy(np.frombuffer(lane.key[1], np.uint8).copy()),
                 "written": lane.written,
                 "kept": torch.cat(lane.kept),
+                "first": lane.first,
                 "steps": lane.steps,
                 "published": lane.published,
             }
@@ -260,8 +253,8 @@ class EpisodeTracker:
         self._clear()
         for saved in state["lanes"]:
             lane = Lane(saved["episode"])
-            lane.kept, lane.steps = [saved["kept"]], saved["steps"]
-            lane.published = saved["published"]
+            lane.kept, lane.first = [saved["kept"]], saved["first"]
+            lane.steps, lane.published = saved["steps"], saved["published"]
             lane.key = saved["trajectory"], saved["outcome"].numpy(force=True).tobytes()
             self._leave_open(lane, saved["written"])
         self.written, self.longest_wait = state["written"], state["longest_wait"]

@@ -118,24 +118,6 @@ def read_transitions(
     return written
 
 
-def read_root_goals(
-    tensordict: TensorDictBase,
-    written: WrittenTransitions,
-    keys: HERKeys,
-    goal_fn: Callable[[Tensor], Tensor] | None,
-    *,
-    desired: bool,
-    initial: bool,
-) -> Tensor | None:
-    """Return the desired goals, the achieved goals or both at the root of written transitions, ``[n, rows, *goal]``."""
-    rows, goals = written.rows_of(tensordict.select(keys.achieved, keys.desired)), []
-    if desired:
-        goals.append(rows.get(keys.desired))
-    if initial:
-        goals.append(map_goals(rows.get(keys.achieved), goal_fn).detach().to(written.goals.dtype))
-    return torch.stack(goals, dim=1) if goals else None
-
-
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Map states ``[n, *state]`` to the goals ``[n, *goal]`` that they achieve."""
     if goal_fn is None:

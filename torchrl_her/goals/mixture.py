@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_her.goals.strategies import make_strategy
-from torchrl_her.goals.strategy import GoalStrategy, Selection, StrategyInput
+from torchrl_her.goals.strategy import Goal, GoalStrategy, Transitions, select_goals
 
 
 class Mixture(GoalStrategy):
@@ -46,39 +45,25 @@ class Mixture(GoalStrategy):
             raise ValueError(f"The probabilities of {self!r} must sum to 1, got the sum {total:.6g}.")
         # A uniform number in [0, 1) selects the first member whose bound is larger.
         self._bounds = [bound / total for bound in accumulate(self.probabilities)][:-1]
-        self.same_episode = all(member.same_episode for member in self.members)
-        self.uses_initial_goal = any(member.uses_initial_goal for member in self.members)
-        self.uses_desired_goals = any(member.uses_desired_goals for member in self.members)
+        self.needs = tuple({kind: None for member in self.members for kind in member.needs})
         self.refers_to = tuple(dict.fromkeys(name for member in self.members for name in member.refers_to))
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        return self.draw(choice).rows
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        goal, _ = self.select_with_member(transitions)
+        return goal
 
-    def draw(self, choice: StrategyInput) -> Selection:  # noqa: D102
-        share = torch.rand(choice.step.shape, device=choice.step.device)
-        below = [share < bound for bound in self._bounds]  # bool [batch] each
-        selections = [member.draw(choice) for member in self.members]
-        rows, is_own, is_desired, _ = zip(*selections, strict=True)
-        return Selection(_merge(rows, below), _merge_bools(is_own, below), _merge_bools(is_desired, below), below)
+    def select_with_member(self, transitions: Transitions) -> tuple[Goal, Tensor]:
+        """Return the selected goals, and the index of the member that selected each, ``int64 [n]``."""
+        step = transitions.step
+        share = torch.rand(step.shape, device=step.device)
+        member = torch.zeros_like(step) + sum((share >= bound).long() for bound in self._bounds)
+        selected = torch.stack([torch.stack(select_goals(each, transitions)) for each in self.members])
+        episode, step = selected.gather(0, member.expand(1, 2, -1))[0]  # of [members, 2, n]
+        return (episode, step), member
 
     def __repr__(self) -> str:
         pairs = zip(self.members, self.probabilities, strict=True)
         return f"Mixture({{{', '.join(f'{member!r}: {probability:g}' for member, probability in pairs)}}})"
-
-
-def _merge_bools(values: Sequence[Tensor | bool], below: Sequence[Tensor]) -> Tensor | bool:
-    """Return a bool if all values are the same bool, otherwise the result of `_merge`."""
-    if all(value is True for value in values) or all(value is False for value in values):
-        return values[0]
-    return _merge(values, below)
-
-
-def _merge(values: Sequence[Any], below: Sequence[Tensor]) -> Any:
-    """Return the value of the member selected for each transition, ``[batch]``."""
-    merged = values[-1]
-    for value, condition in zip(reversed(values[:-1]), reversed(below), strict=True):
-        merged = torch.where(condition, value, merged)
-    return merged
 
 
 def _check_probability(value: float) -> float:

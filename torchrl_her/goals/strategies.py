@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, unravel_key
-from torch import Tensor
 
-from torchrl_her.goals.strategy import DESIRED, GoalStrategy, StrategyInput, uniform, values_at
+from torchrl_her.goals.strategy import DESIRED, Goal, GoalStrategy, Transitions, uniform
+from torchrl_her.goals.table import DESIRED as DESIRED_STEP
 
 
 class Current(GoalStrategy):
@@ -22,8 +22,8 @@ class Current(GoalStrategy):
         Current()
     """
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        return choice.start + choice.step
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        return transitions.episode, transitions.step
 
 
 class Future(GoalStrategy):
@@ -44,9 +44,10 @@ class Future(GoalStrategy):
     def __init__(self, *, own: bool = True):
         self.own = own
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        first = choice.step if self.own else torch.minimum(choice.step + 1, choice.length - 1)
-        return choice.start + uniform(first, choice.length)
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        step, length = transitions.step, transitions.length
+        first = step if self.own else torch.minimum(step + 1, length - 1)
+        return transitions.episode, uniform(first, length)
 
     def __repr__(self) -> str:
         return "Future()" if self.own else "Future(own=False)"
@@ -73,11 +74,12 @@ class Geometric(GoalStrategy):
     def __init__(self, discount: float):
         self.discount = _check_discount(discount)
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        share = torch.rand(choice.step.shape, dtype=torch.float64, device=choice.step.device)
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        step = transitions.step
+        share = torch.rand(step.shape, dtype=torch.float64, device=step.device)
         scale = 1 / math.log(self.discount) if self.discount else 0.0
         ahead = share.neg_().log1p_().mul_(scale).to(torch.int64) + 1  # P(K > k) = γ^k
-        return choice.start + torch.minimum(choice.step + ahead, choice.length - 1)
+        return transitions.episode, torch.minimum(step + ahead, transitions.length - 1)
 
     def __repr__(self) -> str:
         return f"Geometric({self.discount!r})"
@@ -94,8 +96,8 @@ class Final(GoalStrategy):
         HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)
     """
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        return choice.start + choice.length - 1
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        return transitions.episode, transitions.length - 1
 
 
 class Episode(GoalStrategy):
@@ -109,15 +111,14 @@ class Episode(GoalStrategy):
         HERTransform(SparseReward, strategy=Episode(), her_ratio=0.8, capacity=1000000)
     """
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        return choice.start + uniform(torch.zeros_like(choice.step), choice.length)
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        return transitions.episode, uniform(torch.zeros_like(transitions.step), transitions.length)
 
 
 class Random(GoalStrategy):
     """Any step of any episode in the goal table, uniformly.
 
-    The ``random`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495). With
-    `HindsightAugmentation`, the goal is drawn from a uniform sample of all goals so far.
+    The ``random`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
 
     Examples:
         >>> from torchrl_her import HERTransform, Random, SparseReward
@@ -125,20 +126,15 @@ class Random(GoalStrategy):
         HERTransform(SparseReward, strategy=Random(), her_ratio=0.8, capacity=1000000)
     """
 
-    same_episode = False
-
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        if not choice.has_gaps:
-            return uniform(torch.zeros_like(choice.step), choice.size)
-        rows = _random_rows(choice)
-        return _first_that_meets(values_at(choice.owners, rows) > 0, rows)
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        return transitions.any_goal()
 
 
 class PastDesired(GoalStrategy):
     """The desired goal of another episode, drawn with a probability proportional to the episode's length.
 
-    If the desired goal changes within an episode, its first one is used. A transition keeps its goal if 32 draws find
-    no other episode, for example because the table holds only one.
+    If the desired goal changes within an episode, its first one is used. A transition keeps its goal if eight draws
+    find no other episode, for example because the table holds only one.
 
     Examples:
         >>> from torchrl_her import HERTransform, PastDesired, SparseReward
@@ -146,15 +142,14 @@ class PastDesired(GoalStrategy):
         HERTransform(SparseReward, strategy=PastDesired(), her_ratio=0.8, capacity=1000000)
     """
 
-    same_episode = False
-    uses_desired_goals = True
+    needs = ("desired",)
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        assert choice.starts is not None  # HindsightAugmentation refuses this strategy
-        rows = _random_rows(choice)
-        owners = values_at(choice.owners, rows)  # [32, batch]
-        episode = _first_that_meets((owners > 0) & (owners != choice.episode), owners)
-        return choice.starts.take(episode.abs() % len(choice.starts)) - choice.desired_before
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        drawn, _ = transitions.any_goal(draws=8)  # [8, n]
+        first = (drawn != transitions.episode).to(torch.uint8).argmax(dim=0, keepdim=True)
+        episode = drawn.gather(0, first).squeeze(0)
+        is_own = episode == transitions.episode
+        return torch.where(is_own, 0, episode), torch.full_like(episode, DESIRED_STEP)  # episode 0: none
 
 
 class Subgoal(GoalStrategy):
@@ -186,12 +181,13 @@ class Subgoal(GoalStrategy):
         self.limit = None if limit is None else unravel_key(limit)
         self.refers_to = () if self.limit is None else (self.limit,)
 
-    def select(self, choice: StrategyInput) -> Tensor:  # noqa: D102
-        step = torch.minimum(choice.step + self.steps, choice.length - 1)
-        goal_step = None if self.limit is None else choice.goal_steps.get(self.limit)
-        if goal_step is not None:
-            step = torch.where(goal_step >= choice.step, torch.minimum(step, goal_step), step)
-        return choice.start + step
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        step = torch.minimum(transitions.step + self.steps, transitions.length - 1)
+        if self.limit in transitions.drawn:
+            episode, goal_step = transitions.drawn[self.limit]
+            is_ahead = (episode == transitions.episode) & (goal_step >= transitions.step)
+            step = torch.where(is_ahead, torch.minimum(step, goal_step), step)
+        return transitions.episode, step
 
     def __repr__(self) -> str:
         return f"Subgoal({self.steps}{'' if self.limit == DESIRED else f', limit={self.limit!r}'})"
@@ -234,17 +230,3 @@ def _check_steps(steps: Any) -> int:
     if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
     return int(steps)
-
-
-def _random_rows(choice: StrategyInput) -> Tensor:
-    """Draw 32 rows for each transition, uniformly from the rows written so far, ``int64 [32, batch]``.
-
-    Running episodes that are published again leave up to two thirds of the rows empty. Callers use the first row that
-    is not empty.
-    """
-    return uniform(torch.zeros_like(choice.step).expand(32, -1), choice.size)
-
-
-def _first_that_meets(condition: Tensor, values: Tensor) -> Tensor:
-    """Return the first value of each column of ``[32, batch]`` that meets a condition, or else the first one."""
-    return values.gather(0, condition.to(torch.uint8).argmax(dim=0, keepdim=True)).squeeze(0)

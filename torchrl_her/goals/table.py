@@ -1,150 +1,118 @@
-"""The goal table: achieved goals of episodes, indexed by episode and step."""
+"""The goal table: achieved goals, each named by its episode and step."""
 
 from __future__ import annotations
 
+import math
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
 
-from torchrl_her.goals.goal_rows import GoalRows, zeros
+from torchrl_her._torchrl import warn_user
 
-# The entries of `GoalTable.counters`: the number of rows and of episode ids used so far, the id before the first one,
-# the number of writes, and the version, which is odd while a writer changes the table.
-ROWS, EPISODES, BEFORE_FIRST, WRITES, VERSION = range(5)
-
-
-class RowsBefore(NamedTuple):
-    """The additional rows of an episode, in front of its first step."""
-
-    desired: bool = False  # its desired goal
-    initial: bool = False  # the achieved goal of its first state
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return self.desired + self.initial
-
-
-NO_ROWS_BEFORE = RowsBefore()
+PIECE = 64  # steps; the pieces of an episode are contiguous in the table and never move
+DESIRED, INITIAL = (
+    -1,
+    -2,
+)  # the steps that name the desired goal of an episode, and the goal achieved in its first state
+SHARED_PIECES = 128  # of an episode in shared memory, where the memory for pieces cannot grow
+# The columns of `GoalTable.episodes`: the first row, the number of steps in the table, and the row of `pieces`.
+START, LENGTH, LONG = range(3)
+# The entries of `GoalTable.counters`: the numbers of rows, episode ids and episodes of several pieces so far, the id
+# before the first one, and the number of writes.
+ROWS, EPISODES, LONG_EPISODES, BEFORE_FIRST, WRITES = range(5)
+SHARED_MEMORY = Path("/dev/shm")  # on Linux
+WORD = torch.int64
 
 
 class GoalTable:
-    """A ring buffer of achieved goals, in which the steps of an episode are contiguous.
+    """A ring buffer of goals. Each row says which goal it holds: ``names[row] = (episode, step)``.
 
-    - ``goals[row]`` is a goal and ``owners[row]`` the id of the episode that achieved it, or 0 for an empty row.
-    - ``starts[episode]`` is the row at which an episode starts and ``lengths[episode]`` the number of its steps in the
-      table. Only the entries of stored episodes are used, so they stay in the processor's cache.
+    A goal is right if its row has the name that was asked for, before and after the goal is read. A writer removes the
+    name of a row, changes the goal, and sets the new name. So readers take no lock, and it does no harm if two rows
+    have the same name. Writers exclude each other with a `WriteLock`, which the caller acquires.
 
-    Step j of an episode achieved ``goals[starts[episode] + j]``. Rows and episode ids are taken modulo the capacity. In
-    front of its first step, an episode can have a row for its desired goal, whose owner is minus the id, and a row for
-    the achieved goal of its first state, in this order.
+    The steps of an episode are in pieces of 64, each contiguous. Step j < 64 is in row ``start + j``, and a later one
+    in row ``pieces[long, j // 64 - 1] + j % 64``, where ``start, length, long = episodes[e % capacity]``. All rows are
+    taken modulo the capacity. The desired goals of episodes and the goals of their first states have rows of their own,
+    one for each episode, after the ring.
 
-    Readers take no lock. If the `version` is the same before and after a read, nothing was written in between.
-    Otherwise, the owners show which goals are valid: a writer sets the owner of a row to 0, then overwrites the goal,
-    then sets the owner to the new episode. A goal is complete and belongs to episode e if its owner is e before and
-    after the goal is read. It is the goal of step j if the episode still starts j rows earlier: when a longer version
-    of an episode is published, its start changes before its rows. Writers exclude each other with a `WriteLock`, which
-    the caller acquires.
+    Args:
+        capacity (int): the number of rows of the ring.
+        goal_shape (Sequence[int]): the shape of a goal.
+        dtype (torch.dtype): the dtype of goals.
+        device (torch.device): the device of the table.
+        apart (int): the goals that are kept apart from the ring: 0 for none, 1 for desired goals, 2 for these and the
+            goals of first states.
     """
 
     def __init__(
-        self,
-        capacity: int,
-        goal_shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        before: RowsBefore = NO_ROWS_BEFORE,
+        self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device, apart: int = 0
     ):
-        self.capacity = capacity
-        self.rows_before = before
-        self.has_gaps = before.desired  # whether some of the first `size` rows can be empty or can hold desired goals
-        self._rows = GoalRows.make(capacity, goal_shape, dtype, device)
-        self.starts, self.lengths = (zeros((capacity,), device) for _ in range(2))
-        # The number of rows written so far, from row 0 on.
-        self.size = torch.zeros((), dtype=torch.int64, device=device)
+        self.capacity, self.apart = capacity, apart
+        self.goal_shape, self.dtype = tuple(goal_shape), dtype
+        self._strides = torch.empty(self.goal_shape, device="meta").stride()
+        self._first = 2 * WORD.itemsize // dtype.itemsize  # offset of the goal in a row, in elements of its dtype
+        size = 2 * WORD.itemsize + math.prod(goal_shape) * dtype.itemsize
+        words = -(-size // 16) * 2 if dtype.itemsize > 8 else -(-size // 8)
+        if device.type == "cuda":
+            self._check_room(capacity * (1 + apart) * words * 8, torch.cuda.mem_get_info(device)[0], f"on {device}")
+        # The names and goals of all rows, side by side, so that one gather reads both.
+        self.matrix = _zeros((capacity * (1 + apart), words), device)
+        self.episodes = _zeros((capacity, 3), device)
+        # The first row of each piece but the first, of episodes that have several.
+        self.pieces = torch.zeros(capacity // (PIECE // 2) + 1, 0, dtype=_row_dtype(capacity), device=device)
+        self.size = torch.zeros((), dtype=WORD, device=device)  # the number of rows that contain goals
+        self.counters = torch.zeros(5, dtype=WORD, device="cpu")
         # Ids begin at a random number, so that transitions stamped by another table are recognized, and at a multiple
-        # of the capacity, so that they fill the ring buffers from the front.
-        before_first = secrets.randbelow(2**62 // capacity) * capacity
-        self.counters = torch.zeros(5, dtype=torch.int64, device="cpu")
-        self.counters[BEFORE_FIRST] = before_first
-        self._counts = self.counters.numpy()  # shares memory with the counters; NumPy is faster
+        # of the capacity, so that they fill `episodes` from the front.
+        self.counters[BEFORE_FIRST] = secrets.randbelow(2**62 // capacity) * capacity
+        self._make_views()
 
     @classmethod
-    def of_spec(cls, capacity: int, spec: TensorSpec, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
+    def of_spec(cls, capacity: int, spec: TensorSpec, apart: int = 0) -> GoalTable:
         """Create a table for goals of a spec."""
         if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
             raise TypeError(
                 f"goal_spec must be the spec of one goal, got a {type(spec).__name__}: pass "
                 'env.observation_spec["achieved_goal"] of one environment.'
             )
-        return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"), before)
+        return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"), apart)
 
     @classmethod
-    def like(cls, goals: Tensor, capacity: int, before: RowsBefore = NO_ROWS_BEFORE) -> GoalTable:
+    def like(cls, goals: Tensor, capacity: int, apart: int = 0) -> GoalTable:
         """Create a table for goals like ``[n, *goal]``."""
-        return cls(capacity, goals.shape[1:], goals.dtype, goals.device, before)
+        return cls(capacity, goals.shape[1:], goals.dtype, goals.device, apart)
 
-    @property
-    def goals(self) -> Tensor:
-        """The goals ``[capacity, *goal]``."""
-        return self._rows.goals
+    @classmethod
+    def of_state(cls, state: dict[str, Any], capacity: int, apart: int = 0) -> GoalTable:
+        """Create an empty table for saved goals, the result of `state_dict`."""
+        dtype = getattr(torch, state["dtype"].removeprefix("torch."))
+        return cls(capacity, state["goal_shape"], dtype, state["size"].device, apart)
 
-    @property
-    def owners(self) -> Tensor:
-        """The owners ``int64 [capacity]`` of the goals, not contiguous in memory."""
-        return self._rows.owners
+    def _make_views(self) -> None:
+        self.names, self.goals = self._split(self.matrix)
+        self._counts = self.counters.numpy()  # shares memory with the counters; NumPy is faster
+
+    def _split(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the names ``int64 [rows, 2]`` and the goals ``[rows, *goal]`` in a matrix ``[rows, words]``."""
+        items = matrix.view(self.dtype)
+        strides = items.stride(0), *self._strides
+        return matrix[:, :2], items.as_strided((len(matrix), *self.goal_shape), strides, self._first)
 
     # Writing
 
     @property
     def episode_ids(self) -> tuple[int, int]:
         """The first and the last episode id used so far. Ids are at least 1."""
-        _, count, before_first, *_ = self._counts.tolist()
+        before_first, count = int(self._counts[BEFORE_FIRST]), int(self._counts[EPISODES])
         return before_first + 1, before_first + count
-
-    @property
-    def next_episode(self) -> int:
-        """The next unused episode id."""
-        return self.episode_ids[1] + 1
-
-    @property
-    def writes(self) -> int:
-        """The number of writes of all processes so far."""
-        return int(self._counts[WRITES])
-
-    @property
-    def version(self) -> int | None:
-        """A number that changes with every write of goals, or None if it is unavailable.
-
-        It is unavailable while a writer changes the table, in compiled graphs, and on a GPU, where writes are
-        asynchronous.
-        """
-        if torch.compiler.is_compiling() or not self.goals.is_cpu:
-            return None
-        version = int(self._counts[VERSION])
-        return None if version % 2 else version
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Keep the version odd while the table changes, and increase it afterwards.
-
-        If the process is killed in between, the version stays odd until the next write.
-        """
-        self._counts[VERSION] |= 1
-        try:
-            yield
-        except BaseException:
-            self.has_gaps = True  # of the rows that were not written
-            raise
-        finally:
-            self._counts[VERSION] += 1
 
     @property
     def rows_used(self) -> int:
@@ -156,181 +124,267 @@ class GoalTable:
         """Whether the ring buffer was filled and older goals were overwritten."""
         return self.rows_used > self.capacity
 
-    def open_episodes(self, count: int) -> int:
+    @property
+    def writes(self) -> int:
+        """The number of writes of all processes so far."""
+        return int(self._counts[WRITES])
+
+    def new_episodes(self, count: int) -> int:
         """Begin a write with ``count`` new episodes; return the first of their consecutive ids."""
-        first = self.next_episode
+        first = self.episode_ids[1] + 1
         self._counts[EPISODES] += count
         self._counts[WRITES] += 1
         if self._counts[EPISODES] > self.capacity:
             for ring, _ in _slices(self.capacity, first, count):
-                self.lengths[ring] = 0  # until then, the length of an old episode
+                self.episodes[ring, LENGTH] = 0  # until then, the length of an older episode
         return first
 
-    def publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
-        """Append the goals of episodes to the ring buffer.
+    def append(self, episode: np.ndarray, begin: np.ndarray, count: np.ndarray, goals: Tensor) -> None:
+        """Add the goals of steps ``begin, ..., begin + count - 1`` of some episodes.
 
         Args:
-            publications (Sequence[tuple[int, Tensor, int]]): for each episode: its id; its rows ``[rows, *goal]``, at
-                most ``capacity`` (the rows before its first step, then the goals of all steps); and the number of steps
-                that were published earlier.
+            episode (np.ndarray): episode ids, ``int64 [n]``.
+            begin (np.ndarray): the first step of each, a multiple of 64, ``int64 [n]``.
+            count (np.ndarray): the number of steps of each, at least 1, ``int64 [n]``.
+            goals (Tensor): the goals of all steps, episode after episode, ``[sum(count), *goal]``.
         """
-        if not publications:
+        used, ends, steps = self.rows_used, np.cumsum(count), begin + count
+        number = np.arange(len(goals))
+        step = number + np.repeat(begin - ends + count, count)
+        names = torch.from_numpy(np.stack([np.repeat(episode, count), step], axis=1)).to(self.matrix.device)
+        for ring, part in _slices(self.capacity, used, len(goals)):
+            self.names[ring] = 0
+            self.goals[ring] = goals[part]
+            self.names[ring] = names[part]
+        slot, first = episode % self.capacity, (used + ends - count) % self.capacity
+        begins = begin == 0
+        self._set(self.episodes, slot[begins], START, first[begins])
+        if steps.max(initial=0) > PIECE:
+            self._add_pieces(slot, begin, steps, count, step, (used + number) % self.capacity)
+        self._set(self.episodes, slot, LENGTH, steps)
+        self._counts[ROWS] = used + len(goals)
+        if used < self.capacity:
+            self.size.fill_(min(used + len(goals), self.capacity))
+
+    def publish(self, episodes: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Add steps of episodes: the id of each, the first step, a multiple of 64, and the goals ``[steps, *goal]``."""
+        if not episodes:
             return
-        with self._changing():
-            self._publish(publications)
+        ids, first, goals = zip(*episodes, strict=True)
+        joined = torch.cat([each.to(self.matrix.device) for each in goals]) if len(goals) > 1 else goals[0]
+        self.append(np.array(ids), np.array(first), np.array([len(each) for each in goals]), joined)
 
-    def _publish(self, publications: Sequence[tuple[int, Tensor, int]]) -> None:
-        ids = [episode for episode, _, _ in publications]
-        lengths = [len(goals) for _, goals, _ in publications]
-        parts = [goals.to(self.goals.device) for _, goals, _ in publications]
-        goals = torch.cat(parts) if len(parts) > 1 else parts[0]  # a single long episode is not copied twice
-        for episode, _, already_published in publications:
-            if already_published:  # empty the old rows, so that each step is in the table only once
-                self.has_gaps = True
-                start = self.starts[episode % self.capacity] - self.rows_before.rows
-                count = already_published + self.rows_before.rows
-                rows = (start + torch.arange(count, device=start.device)) % self.capacity
-                owners = self.owners[rows]
-                self.owners[rows] = torch.where(owners.abs() == episode, 0, owners)
+    def _add_pieces(
+        self,
+        slot: np.ndarray,
+        begin: np.ndarray,
+        steps: np.ndarray,
+        count: np.ndarray,
+        step: np.ndarray,
+        row: np.ndarray,
+    ) -> None:
+        """Record the first rows of pieces. ``step`` and ``row`` are ``[sum(count)]``, the others ``[n]``."""
+        needed = -(-int(steps.max()) // PIECE) - 1
+        if needed > self.pieces.shape[1]:
+            wider = needed if not self.pieces.shape[1] else max(needed, 2 * self.pieces.shape[1])
+            self.pieces = torch.nn.functional.pad(self.pieces, (0, wider - self.pieces.shape[1]))
+        becomes_long = slot[(steps > PIECE) & (begin <= PIECE)]
+        if len(becomes_long):
+            longs = (int(self._counts[LONG_EPISODES]) + np.arange(len(becomes_long))) % len(self.pieces)
+            self._counts[LONG_EPISODES] += len(becomes_long)
+            self._set(self.episodes, becomes_long, LONG, longs)
+        starts = np.flatnonzero((step % PIECE == 0) & (step > 0))
+        slots = torch.from_numpy(np.repeat(slot, count)[starts]).to(self.episodes.device)
+        long = self.episodes[slots, LONG].numpy(force=True)
+        self._set(self.pieces, long, step[starts] // PIECE - 1, row[starts])
 
-        first = self.rows_used
-        self._counts[ROWS] += len(goals)
-        begins = [*accumulate(lengths, initial=first)][:-1]
-        self._set(self.starts, ids, [begin + self.rows_before.rows for begin in begins])
-        of_rows = np.repeat(ids, lengths)
-        if self.rows_before.desired:
-            of_rows[[begin - first for begin in begins]] *= -1
-        owners = torch.from_numpy(of_rows).to(goals.device)
-        for ring, part in _slices(self.capacity, first, len(goals)):
-            self.owners[ring].fill_(0)
-            self.goals[ring].copy_(goals[part])
-            self.owners[ring].copy_(owners[part])
-        if first < self.capacity:
-            self.size.fill_(min(first + len(goals), self.capacity))
+    def keep_apart(self, episode: np.ndarray, step: int, goals: Tensor) -> None:
+        """Keep the desired goals (step -1) or the goals of first states (step -2) of episodes, ``[n, *goal]``."""
+        last = slice(-self.capacity, None)  # if there are more episodes, their rows repeat
+        row = torch.from_numpy(episode[last] % self.capacity - step * self.capacity).to(self.matrix.device)
+        names = torch.from_numpy(np.stack([episode[last], np.full_like(episode[last], step)], axis=1))
+        self.names[row] = 0
+        self.goals[row] = goals[last].to(self.matrix.device)
+        self.names[row] = names.to(self.matrix.device)
 
-        self._set(self.lengths, ids, [length - self.rows_before.rows for length in lengths])
-
-    def _set(self, column: Tensor, episodes: list[int], values: list[int]) -> None:
-        """Set the start or the length of episodes. On the CPU, NumPy is faster for the few episodes of a write."""
-        index = [episode % self.capacity for episode in episodes]
-        if column.is_cpu:
-            column.numpy()[index] = values
-        else:
-            column.index_copy_(0, torch.tensor(index).to(column.device), torch.tensor(values).to(column.device))
+    @staticmethod
+    def _set(matrix: Tensor, row: np.ndarray, column: Any, values: np.ndarray) -> None:
+        """Set elements of a matrix. On the CPU, NumPy is faster for the few episodes of a write."""
+        if matrix.is_cpu:
+            matrix.numpy()[row, column] = values
+            return
+        index = [torch.from_numpy(np.broadcast_to(each, len(row)).copy()).to(matrix.device) for each in (row, column)]
+        matrix[tuple(index)] = torch.from_numpy(values).to(matrix.device, matrix.dtype)
 
     # Reading
 
-    def find(self, episodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the starts and lengths of episodes, ``int64 [batch]`` each; arbitrary values for evicted episodes."""
-        index = episodes % self.capacity
-        # Lengths are written after starts and read before them, so a length never exceeds the episode at its start.
-        lengths = self.lengths.index_select(0, index)
-        return self.starts.index_select(0, index), lengths
+    def lengths(self, episode: Tensor) -> Tensor:
+        """Return the number of steps in the table of each episode, ``int64 [n]``; arbitrary for old episodes."""
+        return self.episodes.index_select(0, episode % self.capacity)[:, LENGTH]
 
-    def read(self, rows: Tensor, since: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the goals ``[batch, *goal]`` in rows and their owners ``[batch]``, 0 for rows changed by a writer.
+    def rows(self, episode: Tensor, step: Tensor) -> Tensor:
+        """Return the row in which each goal is, if it is in the table, ``int64 [n]``."""
+        slot = episode % self.capacity
+        start, _, long = self.episodes.index_select(0, slot).unbind(1)
+        row = start + step
+        width = self.pieces.shape[1]
+        if width:
+            piece = (step // PIECE).clamp(0, width)
+            place = (long * width + piece - 1).clamp_min(0)
+            later = self.pieces.view(-1).index_select(0, place) + step % PIECE
+            row = torch.where(piece > 0, later, row)
+        row = row % self.capacity
+        if self.apart:
+            row = torch.where(step < 0, slot + (-step).clamp_max(self.apart) * self.capacity, row)
+        return row
 
-        ``since`` is the version before the rows were looked up. If it is None or the version has changed, owners are
-        read before and after the goals.
-        """
-        index = rows % self.capacity
-        if since is not None:
-            found = self._rows.read(index)
-            if self.version == since:
-                return found
-        before = self.owners.index_select(0, index)
-        goals = self.goals.index_select(0, index)
-        after = self.owners.index_select(0, index)
-        return goals, after.masked_fill_(before != after, 0)
+    def read(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Return goals ``[n, *goal]``, and whether each is in the table, ``bool [n]``. Others are arbitrary."""
+        row = self.rows(episode, step)
+        names, goals = self._split(self.matrix.index_select(0, row))
+        asked = torch.stack([episode, step], dim=1)
+        found = (names == asked) & (self.names.index_select(0, row) == asked)
+        return goals, found.all(1) & (episode > 0)  # empty rows have the episode 0
 
-    def start_at(self, episodes: Tensor, starts: Tensor, since: int | None = None) -> Tensor | bool:
-        """Return whether episodes still start at the rows returned by `find`, ``bool [batch]``, or True for all."""
-        if since is not None and self.version == since:
-            return True
-        return self.starts.index_select(0, episodes % self.capacity) == starts
+    def has(self, episode: Tensor, step: Tensor) -> Tensor:
+        """Return whether goals are in the table, ``bool [n]``."""
+        names = self.names.index_select(0, self.rows(episode, step))
+        return (names == torch.stack([episode, step], dim=1)).all(1) & (episode > 0)
+
+    def any_goal(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the episodes and steps of goals in random rows, ``int64 [*shape]`` each."""
+        share = torch.rand(shape, dtype=torch.float64, device=self.size.device)
+        row = share.mul_(self.size).to(torch.int64)
+        episode, step = self.names.index_select(0, row.reshape(-1)).view(*shape, 2).unbind(-1)
+        return episode, step
 
     # Moving, saving
 
     def to(self, device: torch.device) -> None:
-        """Move the table to another device. The rows move last, since readers, without a lock, look at their device."""
-        if self.is_shared and self.goals.device != device:
+        """Move the table to another device."""
+        if self.matrix.device == device:
+            return
+        if self.is_shared:
             raise RuntimeError(
                 f"The sampled transitions are on {device}, but the goal table is shared between processes on "
-                f"{self.goals.device}. Pass HERTransform a goal_spec on the device of the storage."
+                f"{self.matrix.device}. Pass HERTransform a goal_spec on the device of the storage."
             )
-        rows = self._rows.to(device)
-        for name in ("starts", "lengths", "size"):
+        if device.type == "cuda":
+            self._check_room(self.matrix.nbytes, torch.cuda.mem_get_info(device)[0], f"on {device}")
+        for name in ("matrix", "episodes", "pieces", "size"):
             setattr(self, name, getattr(self, name).to(device))
-        self._rows = rows
+        self._make_views()
 
     def clear(self) -> None:
         """Remove all goals. Episode ids are not reused."""
-        with self._changing():
-            for tensor in (self.owners, self.lengths, self.size, self.counters[ROWS]):
-                tensor.zero_()
-        self.has_gaps = self.rows_before.desired or self.is_shared
+        self.names.zero_()
+        self.episodes.zero_()
+        self.size.zero_()
+        self._counts[[ROWS, LONG_EPISODES]] = 0
 
-    def share_memory_(self) -> None:
-        """Move the table into shared memory, which allocates memory for all rows."""
-        self.has_gaps = True  # writes of other processes can create gaps
-        self._rows.share_memory_()
-        for tensor in (self.starts, self.lengths, self.size, self.counters):
+    def share_memory_(self, max_steps: int | None = None) -> None:
+        """Move the table into shared memory, which allocates all of it. ``max_steps`` are those of an episode."""
+        if SHARED_MEMORY.exists() and self.matrix.is_cpu:
+            self._check_room(self.matrix.nbytes, shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
+        width = SHARED_PIECES - 1 if max_steps is None else -(-max_steps // PIECE) - 1
+        self.pieces = torch.nn.functional.pad(self.pieces, (0, width - self.pieces.shape[1]))
+        for tensor in (self.matrix, self.episodes, self.pieces, self.size, self.counters):
             tensor.share_memory_()
-        self._counts = self.counters.numpy()
+        self._make_views()
 
     @property
     def is_shared(self) -> bool:
         """Whether processes share the table."""
         return self.counters.is_shared()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled as views, names and goals would no longer share memory.
+        return {name: value for name, value in vars(self).items() if name not in ("names", "goals", "_counts")}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._counts = self.counters.numpy()
+        self._make_views()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the filled part of the table."""
-        rows, episodes, *_ = self.counters.tolist()
-        filled = {"goals": rows, "owners": rows, "starts": episodes + 1, "lengths": episodes + 1}
-        state: dict[str, Any] = {name: getattr(self, name)[:count].clone() for name, count in filled.items()}
-        return state | {
-            "capacity": self.capacity,
-            "before": tuple(self.rows_before),
-            "has_gaps": self.has_gaps,
-            "size": self.size.clone(),
-            "counters": self.counters[:VERSION].clone(),
+        rows, episodes = min(self.rows_used, self.capacity), min(int(self._counts[EPISODES]) + 1, self.capacity)
+        parts = {
+            f"rows{number}": self._part(number)[: episodes if number else rows] for number in range(1 + self.apart)
         }
+        state = {name: part.clone() for name, part in parts.items()}
+        longs = min(int(self._counts[LONG_EPISODES]), len(self.pieces))
+        state |= {"episodes": self.episodes[:episodes].clone(), "pieces": self.pieces[:longs].clone()}
+        state |= {"size": self.size.clone(), "counters": self.counters.clone()}
+        return state | {"capacity": self.capacity, "dtype": str(self.dtype), "goal_shape": list(self.goal_shape)}
+
+    def _part(self, number: int) -> Tensor:
+        """Return the ring (0), or the rows of desired goals (1) or of first states (2), ``int64 [capacity, words]``."""
+        return self.matrix.narrow(0, number * self.capacity, self.capacity)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`.
 
         Raises:
-            ValueError: if capacity, goals or additional rows of episodes differ. The table then stays unchanged.
+            ValueError: if the capacity, the goals, or those kept apart differ. The table then stays unchanged.
         """
         if state["capacity"] != self.capacity:
             raise ValueError(
                 f"The saved goal table holds {state['capacity']} goals, but this one holds {self.capacity}. "
                 f"Create the transform with capacity={state['capacity']}, then load."
             )
-        if tuple(state["before"]) != self.rows_before:
+        if (apart := sum(name.startswith("rows") for name in state) - 1) != self.apart:
+            kinds = "no further goals", "desired goals", "desired goals and goals of first states"
             raise ValueError(
-                f"The saved goal table keeps additional goals of episodes, {RowsBefore(*state['before'])}, and this "
-                f"one {self.rows_before}. Create the transform with strategies that need the same additional goals "
-                "(see GoalStrategy), then load."
+                f"The saved goal table keeps {kinds[apart]}, and this one {kinds[self.apart]}. Create the transform "
+                "with strategies that need the same goals (see GoalStrategy.needs), then load."
             )
-        saved, own = ((goals.dtype, tuple(goals.shape[1:])) for goals in (state["goals"], self.goals))
+        saved, own = (state["dtype"], tuple(state["goal_shape"])), (str(self.dtype), self.goal_shape)
         if saved != own:
             raise ValueError(
                 f"The saved goals are {saved[0]} {saved[1]}, but goals of this transform are {own[0]} {own[1]}. Load "
                 "into a transform for the same goals."
             )
-        self.has_gaps = state["has_gaps"] or self.is_shared
-        with self._changing():
-            self.owners.zero_()
-            self.lengths.zero_()
-            for name in ("goals", "owners", "starts", "lengths"):
-                getattr(self, name)[: len(state[name])] = state[name]
-            self.size.copy_(state["size"])
-            self.counters[:VERSION] = state["counters"]
+        width = state["pieces"].shape[1]
+        if self.is_shared and width > self.pieces.shape[1]:
+            raise ValueError(
+                f"The saved goal table has episodes of up to {(width + 1) * PIECE} steps, but this one, in shared "
+                f"memory, of {(self.pieces.shape[1] + 1) * PIECE}. Create the transform with a larger "
+                "max_episode_steps, then load."
+            )
+        if not self.is_shared:
+            self.pieces = self.pieces.new_zeros(len(self.pieces), width)
+        self.names.zero_()
+        self.episodes.zero_()
+        for number in range(1 + self.apart):
+            rows = state[f"rows{number}"]
+            self._part(number)[: len(rows)] = rows
+        self.episodes[: len(state["episodes"])] = state["episodes"]
+        self.pieces[: len(state["pieces"]), :width] = state["pieces"]
+        self.size.copy_(state["size"])
+        self.counters.copy_(state["counters"])
+
+    def _check_room(self, size: int, free: int, place: str) -> None:
+        """Check that ``size`` bytes fit into ``free`` bytes, and warn if they take more than a quarter."""
+        message = (
+            f"The goal table for capacity={self.capacity:,} goals, {self.dtype} {list(self.goal_shape)}, takes "
+            f"{size / 2**30:.2f} GiB {place}, where {free / 2**30:.2f} GiB are free. Pass a smaller capacity (the "
+            "max_size of the storage is enough), or map goals to smaller goals with goal_fn."
+        )
+        if size > free:
+            raise RuntimeError(message)
+        if size > free // 4:
+            warn_user(message)
+
+
+def _row_dtype(capacity: int) -> torch.dtype:
+    return torch.int32 if capacity < 2**31 else torch.int64
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a tensor of zeros, ``int64``. On the CPU, it takes memory only as it is written."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.int64))
+    return torch.zeros(shape, dtype=WORD, device=device)
 
 
 def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
-from torchrl_her.goals.table import GoalTable, RowsBefore
+from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import get_entry
 from torchrl_her.n_step import NStepReward
 from torchrl_her.neighbours import Neighbours
@@ -32,7 +32,7 @@ class AdoptingTransform(RelabelTransform):
     capacity: int
     tracker: EpisodeTracker
     table: GoalTable | None
-    _rows_before: RowsBefore
+    _apart: int
     _ids_around: list[int] | None
     adopted: MissingEntries | None = None
     _has_checked_stamps = False  # whether a sample without desired goals has passed the check
@@ -109,10 +109,13 @@ class AdoptingTransform(RelabelTransform):
     def _track_all(self, data_set: DataSet) -> np.ndarray:
         """Fill a new goal table with the goals of a data set; return the stamps of its rows, ``int64 [rows, 2]``."""
         count = data_set.count
-        if not self._rows_before.rows:
-            self._check_capacity(count, count)
+        if count > self.capacity:
+            raise ValueError(
+                f"The data set has {count} transitions, but the goal table holds only {self.capacity} goals: pass "
+                f"capacity={count} to HERTransform."
+            )
         if self.table is not None:
-            self.table = GoalTable.like(self.table.goals, self.capacity, self._rows_before)
+            self.table = GoalTable.like(self.table.goals, self.capacity, self._apart)
         self.tracker = EpisodeTracker(self.tracker.max_episode_steps, count, publish_running=False, copies=False)
         self._diagnosis = self._diagnosis.restarted(compares_rewards=not any(data_set.missing))
         self._is_checked = False
@@ -131,15 +134,7 @@ class AdoptingTransform(RelabelTransform):
         ended = self.tracker.flush()
         for begin in range(0, len(ended), 256):  # one by one is slow, and all together need much memory
             self.table.publish(ended[begin : begin + 256])
-        self._check_capacity(self.table.rows_used, count)
         return stamps
-
-    def _check_capacity(self, needed: int, count: int) -> None:
-        if needed > self.capacity:
-            raise ValueError(
-                f"The data set has {count} transitions, whose goals need {needed} rows of the goal table, but capacity "
-                f"is {self.capacity}: pass capacity={needed} to HERTransform."
-            )
 
     def _check_untouched(self) -> None:
         if self.adopted is not None:
@@ -160,7 +155,7 @@ class AdoptingTransform(RelabelTransform):
                 f"The data set has no desired goals under {self.keys.desired!r}, and with her_ratio={self.her_ratio} "
                 "some samples would need them: pass their key as desired_goal_key=..., or pass her_ratio=1."
             )
-        if missing.goals and self._rows_before.desired:
+        if missing.goals and any("desired" in each.needs for each in self.strategies.values()):
             raise ValueError(
                 "The data set has no desired goals, but the strategy PastDesired draws from them: use another strategy."
             )
