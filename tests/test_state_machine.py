@@ -651,10 +651,10 @@ OPTIONS |= PROFILES.get(os.environ.get("HYPOTHESIS_PROFILE", ""), {})
 
 @pytest.mark.parametrize("machine", [Hindsight, Augmentation])
 def test_any_sequence_of_operations_agrees_with_the_oracle(machine):
-    run_state_machine_as_test(machine, settings=settings(**{"max_examples": 150} | OPTIONS))
+    run_state_machine_as_test(machine, settings=settings(**{"max_examples": 300} | OPTIONS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machine", "examples"), [(Hindsight, 1500), (Augmentation, 1500), (TwoWriters, 200)])
+@pytest.mark.parametrize(("machine", "examples"), [(Hindsight, 3000), (Augmentation, 3000), (TwoWriters, 200)])
 def test_many_sequences_of_operations_agree_with_the_oracle(machine, examples):
     run_state_machine_as_test(machine, settings=settings(**{"max_examples": examples} | OPTIONS))

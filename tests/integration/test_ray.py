@@ -272,6 +272,7 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
         buffer.extend(rest.clone())  # restoring undoes this write
         if "died" in way:
             ray.kill(buffer._rb)
+            time.sleep(2)  # Ray kills in the background
             with pytest.raises(RayActorError):
                 len(buffer)
             buffer.close()

@@ -44,10 +44,8 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
         episode (Tensor): the episode id of each transition, ``int64 [n]``.
         step (Tensor): the step of each transition in its episode, ``int64 [n]``.
     """
-    length = table.lengths(episode)
-    available = (step < length) & table.has(episode, step)
+    length, count = table.lengths(episode), len(step)
     drawn: dict[NestedKey, Goal] = {}
-    goals: list[Tensor] = []
     member = None
     for name, strategy in strategies.items():
         transitions = Transitions(episode, step, length, table, drawn)
@@ -55,12 +53,16 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
             selected, member = strategy.select_with_member(transitions)
         else:
             selected = select_goals(strategy, transitions)
-        read, found = table.read(*selected)
-        goals.append(read)
-        available &= found
         drawn = {**drawn, name: selected}
+    episodes, steps = zip((episode, step), *drawn.values(), strict=True)
+    # The own outcome must be in the table, too: otherwise, the length can be that of another episode.
+    goals, found = table.read(torch.cat(episodes), torch.cat(steps))
+    goals = goals.unflatten(0, (len(episodes), count))
     to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
-    return Draw(episode, step, length, to_relabel, to_relabel & available, goals, *drawn[DESIRED], member)
+    relabelled = to_relabel & (step < length)
+    for each in found.view(len(episodes), count):
+        relabelled = relabelled & each
+    return Draw(episode, step, length, to_relabel, relabelled, list(goals[1:]), *drawn[DESIRED], member)
 
 
 def draw_for_sequences(

@@ -241,15 +241,12 @@ class GoalTable:
     def read(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return goals ``[n, *goal]``, and whether each is in the table, ``bool [n]``. Others are arbitrary."""
         row = self.rows(episode, step)
-        names, goals = self._split(self.matrix.index_select(0, row))
+        matrix = self.matrix.index_select(0, row)
+        later = self.names.index_select(0, row)
+        # A goal is complete if its row has the same name before and after the goal is read.
         asked = torch.stack([episode, step], dim=1)
-        found = (names == asked) & (self.names.index_select(0, row) == asked)
-        return goals, found.all(1) & (episode > 0)  # empty rows have the episode 0
-
-    def has(self, episode: Tensor, step: Tensor) -> Tensor:
-        """Return whether goals are in the table, ``bool [n]``."""
-        names = self.names.index_select(0, self.rows(episode, step))
-        return (names == torch.stack([episode, step], dim=1)).all(1) & (episode > 0)
+        found = ((matrix[:, :2] == asked) & (later == asked)).all(1)
+        return self._split(matrix)[1], found & (episode > 0)  # empty rows have the episode 0
 
     def any_goal(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the episodes and steps of goals in random rows, ``int64 [*shape]`` each."""
