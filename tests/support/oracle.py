@@ -50,6 +50,7 @@ class Part:
     ended: bool = False
     lost: bool = False  # whether its goals were dropped, by clear()
     may_be_split: bool = False  # whether it waited so long that the package may have split it
+    has_paused: bool = False  # whether other environments were written before it went on
     written: int = 0  # the number of transitions of all environments up to its last one
 
     def lengths(self, step: int) -> range:
@@ -99,10 +100,11 @@ class Oracle:
         for row in rows:
             part = self.running.get(row.env)
             if part is None or part.rows[-1].episode != row.episode:  # also after a silent reset
-                part = self.running[row.env] = Part()
+                part = self.running[row.env] = Part(written=self.count)
                 self.parts.append(part)
             elif self.count - part.written >= self.capacity // 2 or len(part.rows) >= self.capacity // 2:
                 part.may_be_split = True
+            part.has_paused |= self.count > part.written
             self.place[row.uid] = part, len(part.rows)
             part.rows.append(row)
             is_cut = len(part.rows) == self.max_episode_steps and not part.may_be_split
@@ -165,6 +167,8 @@ class Oracle:
         parts = [each for each in self.parts if not each.lost]
         if part.lost or 2 * self.count > self.capacity or not all(each.ended for each in parts):
             return None
+        if not self.members.keys() <= STEPS.keys() and any(each.has_paused for each in parts):
+            return None  # some steps of an episode that pauses can be in the table twice
         goals: dict[Goal, float] = defaultdict(float)
         for member, weight in self.members.items():
             if member in STEPS:

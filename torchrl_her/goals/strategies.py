@@ -118,7 +118,8 @@ class Episode(GoalStrategy):
 class Random(GoalStrategy):
     """Any step of any episode in the goal table, uniformly.
 
-    The ``random`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
+    The ``random`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495). If an environment pauses
+    for unusually long and then continues its episode, up to 63 of its steps are drawn twice as often as others.
 
     Examples:
         >>> from torchrl_her import HERTransform, Random, SparseReward
