@@ -655,6 +655,6 @@ def test_any_sequence_of_operations_agrees_with_the_oracle(machine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machine", "examples"), [(Hindsight, 3000), (Augmentation, 3000), (TwoWriters, 200)])
+@pytest.mark.parametrize(("machine", "examples"), [(Hindsight, 1500), (Augmentation, 1500), (TwoWriters, 200)])
 def test_many_sequences_of_operations_agree_with_the_oracle(machine, examples):
     run_state_machine_as_test(machine, settings=settings(**{"max_examples": examples} | OPTIONS))

@@ -181,7 +181,7 @@ class HindsightAugmentation(RelabelTransform):
         count = 0
         for episode in ended:
             count += len(episode.kept)
-            if count > self.capacity:
+            if groups[-1] and count > self.capacity:
                 groups.append([])
                 count = len(episode.kept)
             groups[-1].append(episode)

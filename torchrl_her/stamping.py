@@ -252,6 +252,13 @@ class StampingTransform(AdoptingTransform):
             raise ValueError(SAVED_BY_THE_OTHER.format("HindsightAugmentation", "HERTransform"))
         with self._writing():
             adopted = self._check_adopted_state(state)
+            longest = max((lane["steps"] for lane in state["lanes"]["lanes"]), default=0)
+            if self._lock.is_shared and longest > self.tracker.max_episode_steps:
+                raise ValueError(
+                    f"A saved running episode has {longest} steps, but episodes in shared memory have at most "
+                    f"{self.tracker.max_episode_steps}. Create the transform with max_episode_steps={longest} or more, "
+                    "then load."
+                )
             saved = state["table"]
             if saved is not None:
                 table = self.table or GoalTable.of_state(saved, self.capacity, self._apart)

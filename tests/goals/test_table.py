@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
-from support.factories import WAYS_TO_COPY, make_transform, same
+from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World, whole_episodes
@@ -69,6 +69,36 @@ def test_all_goals_of_long_episodes_are_found_in_a_copy_while_they_run_and_at_th
     for uid in (0, 100, 253):
         goals = recorded.rb.transform(recorded.rb.storage[[uid] * 3000])["desired_goal"][:, 1]
         assert goals.unique().tolist() == list(range(1, 255))
+
+
+def shared(**options):
+    return make_transform(goal_spec=Unbounded((2,)), capacity=20_000, her_ratio=1.0, **options).share_memory_()
+
+
+def test_a_state_with_long_episodes_is_loaded_into_shared_memory_if_they_fit():
+    saved, world = make_transform(capacity=20_000, max_episode_steps=400), World(1, Goals())
+    for _ in range(8):
+        written = saved.inv(world.tensordict(world.play(0, ["go"] * 50)))
+    loaded = shared(max_episode_steps=400)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded(written)[RELABELLED].all()
+    saved.inv(world.tensordict(world.play(0, ["go"] * 100)))
+    with pytest.raises(ValueError, match=r"running episode has 100 steps.*at most 64.*max_episode_steps=100 or more"):
+        shared(max_episode_steps=64).load_state_dict(saved.state_dict())
+
+
+def test_a_table_with_long_episodes_is_shared_with_all_of_their_goals():
+    hindsight, world = make_transform(capacity=20_000, her_ratio=1.0), World(1, Goals())
+    written = hindsight.inv(world.tensordict(world.play(0, whole_episodes(10_000))))
+    assert hindsight.share_memory_()(written)[RELABELLED].all()
+
+
+def test_an_augmentation_can_load_a_longer_running_episode_than_its_table_holds():
+    saved, world = make_augmentation(max_episode_steps=1000), World(1, Goals())
+    saved.inv(world.tensordict(world.play(0, ["go"] * 150)))
+    loaded = make_augmentation(max_episode_steps=100, capacity=100, n_sampled_goal=1)
+    loaded.load_state_dict(saved.state_dict())
+    assert len(loaded.inv(world.tensordict(world.play(0, ["go"] * 50)))) == 150 + 100  # with copies of the last 100
 
 
 # Warnings

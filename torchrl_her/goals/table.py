@@ -213,6 +213,9 @@ class GoalTable:
         if matrix.is_cpu:
             matrix.numpy()[row, column] = values
             return
+        if np.isscalar(column):  # of several values for a row, the last one counts
+            last = len(row) - 1 - np.unique(row[::-1], return_index=True)[1]
+            row, values = row[last], values[last]
         index = [torch.from_numpy(np.broadcast_to(each, len(row)).copy()).to(matrix.device) for each in (row, column)]
         matrix[tuple(index)] = torch.from_numpy(values).to(matrix.device, matrix.dtype)
 
@@ -227,11 +230,12 @@ class GoalTable:
         slot = episode % self.capacity
         start, _, long = self.episodes.index_select(0, slot).unbind(1)
         row = start + step
-        width = self.pieces.shape[1]
+        pieces = self.pieces  # a writer can replace it
+        width = pieces.shape[1]
         if width:
             piece = (step // PIECE).clamp(0, width)
             place = (long * width + piece - 1).clamp_min(0)
-            later = self.pieces.view(-1).index_select(0, place) + step % PIECE
+            later = pieces.view(-1).index_select(0, place) + step % PIECE
             row = torch.where(piece > 0, later, row)
         row = row % self.capacity
         if self.apart:
@@ -284,6 +288,7 @@ class GoalTable:
         if SHARED_MEMORY.exists() and self.matrix.is_cpu:
             self._check_room(self.matrix.nbytes, shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
         width = SHARED_PIECES - 1 if max_steps is None else -(-max_steps // PIECE) - 1
+        width = max(width, self.pieces.shape[1])
         self.pieces = torch.nn.functional.pad(self.pieces, (0, width - self.pieces.shape[1]))
         for tensor in (self.matrix, self.episodes, self.pieces, self.size, self.counters):
             tensor.share_memory_()
@@ -310,7 +315,8 @@ class GoalTable:
         }
         state = {name: part.clone() for name, part in parts.items()}
         longs = min(int(self._counts[LONG_EPISODES]), len(self.pieces))
-        state |= {"episodes": self.episodes[:episodes].clone(), "pieces": self.pieces[:longs].clone()}
+        width = max(0, -(-int(self.episodes[:, LENGTH].max()) // PIECE) - 1)  # memory for pieces grows faster
+        state |= {"episodes": self.episodes[:episodes].clone(), "pieces": self.pieces[:longs, :width].clone()}
         state |= {"size": self.size.clone(), "counters": self.counters.clone()}
         return state | {"capacity": self.capacity, "dtype": str(self.dtype), "goal_shape": list(self.goal_shape)}
 
