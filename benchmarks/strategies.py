@@ -64,11 +64,6 @@ CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-# The goal table has empty rows if it contains episodes of 64 steps or more, which are published while they grow.
-WITH_GAPS = "Random(), long episodes", "OGBench's mixture, long episodes"
-CONTENDERS |= {name: CONTENDERS[name.split(", ")[0]] for name in WITH_GAPS}
-
-
 def make_buffer(size: int, transform: HERTransform | None, data: list[TensorDict]) -> TensorDictReplayBuffer:
     """Return a full buffer."""
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform)
@@ -95,8 +90,6 @@ def measure(size: int, rounds: int) -> dict[int, dict[str, np.ndarray]]:
     buffers = {PLAIN: make_buffer(size, None, data)}
     for name, options in tqdm(CONTENDERS.items(), desc="filling", unit="buffer"):
         buffers[name] = make_buffer(size, make_transform(size, **options()), data)
-        if name in WITH_GAPS:
-            buffers[name].transform[0].table.has_gaps = True
         for _ in range(20):
             check(buffers[name].sample(256), options())
     times: dict[int, dict[str, list[float]]] = {each: {name: [] for name in buffers} for each in BATCH_SIZES}

@@ -501,7 +501,7 @@ ACCEPTED = {
     "a list": list,
     "a desired goal at the origin": at(9, 0.0, *GOALS, ("next", "observation")),
     "a last observation of other entries": at(9, 0.0, ACHIEVED, DESIRED),
-    "nothing but goals": each(at(9, 0.0, ACHIEVED, DESIRED), without("observation", ("next", "observation"))),
+    "goals alone": each(at(9, 0.0, ACHIEVED, DESIRED), without("observation", ("next", "observation"))),
 }
 
 

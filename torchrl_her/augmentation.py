@@ -17,8 +17,8 @@ from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_goals
-from torchrl_her.goals.strategy import GoalStrategy, goals_apart
-from torchrl_her.goals.table import DESIRED, INITIAL, GoalTable
+from torchrl_her.goals.strategy import GoalStrategy
+from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.keys import MASK, STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, Batch, GoalMap, RelabelTransform, Reward, check_at_least
@@ -228,19 +228,15 @@ class HindsightAugmentation(RelabelTransform):
         """Add the goals of whole episodes, ``[sum(lengths)]``, to the goal table; return it, and their ids there."""
         desired = rows.get(self.keys.desired)
         outcomes = map_goals(rows.get(self.keys.next_achieved), self.goal_fn).detach().to(desired.dtype)
-        apart = goals_apart(self.strategies.values())
         if self.table is None:
-            self.table = GoalTable.like(desired, self.capacity, apart)
+            self.table = GoalTable.like(desired, self.capacity, self._apart)
         table = self.table
         table.to(desired.device)
         ids = table.new_episodes(len(lengths)) + np.arange(len(lengths))
         table.append(ids, np.zeros_like(ids), lengths, outcomes)
-        first = torch.from_numpy(np.cumsum(lengths) - lengths).to(desired.device)
-        if apart:
-            table.keep_apart(ids, DESIRED, desired[first])
-        if apart > 1:
-            initial = map_goals(rows.get(self.keys.achieved)[first], self.goal_fn).detach()
-            table.keep_apart(ids, INITIAL, initial.to(desired.dtype))
+        if self._apart:
+            first = torch.from_numpy(np.cumsum(lengths) - lengths).to(desired.device)
+            self._keep_apart(table, ids, rows.select(self.keys.achieved, self.keys.desired)[first])
         return table, ids
 
     def flush(self) -> TensorDict:
@@ -371,13 +367,7 @@ class HindsightAugmentation(RelabelTransform):
         if "lanes" in state:
             raise ValueError(SAVED_BY_THE_OTHER.format("HERTransform", "HindsightAugmentation"))
         with self._writing():
-            saved = state["table"]
-            if saved is not None:
-                table = self.table or GoalTable.of_state(saved, self.capacity, goals_apart(self.strategies.values()))
-                table.load_state_dict(saved)
-                self.table = table
-            elif self.table is not None:
-                self.table.clear()
+            self.table = load_table(self.table, state["table"], self.capacity, self._apart)
             self._held.load_state_dict(state["held"])
             self._diagnosis.continuity.loaded_lanes = len(state["held"]["lanes"]["lanes"])
             self._episodes = state["episodes"]

@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
@@ -21,11 +22,11 @@ from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._torchrl import call_with_buffer, has_forward_hooks, without_compiled_call
 from torchrl_her.diagnosis.diagnosis import Diagnosis
-from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, read_transitions
+from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, map_goals, read_transitions
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
-from torchrl_her.goals.strategy import DESIRED, GoalStrategy
-from torchrl_her.goals.table import GoalTable
+from torchrl_her.goals.strategy import DESIRED, GoalStrategy, goals_apart
+from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
 from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
@@ -154,6 +155,7 @@ class RelabelTransform(BufferTransform, ABC):
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
         self._one_step = OneStepReward(self.reward, keys, recomputes_all=recomputes_all)
+        self._apart = goals_apart(self.strategies.values())
         self._goal_keys = (keys.desired, keys.next_desired)
         extra = [key for key in self.strategies if key != DESIRED]
         self._extra_keys = [(key, unravel_key(("next", key))) for key in extra]
@@ -203,6 +205,14 @@ class RelabelTransform(BufferTransform, ABC):
             self._is_checked = True
         self._diagnosis.check_write(tensordict, written, later)
         return written
+
+    def _keep_apart(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
+        """Keep the goals that strategies need apart from outcomes, given the first transitions ``[n]`` of episodes."""
+        if self._apart and len(episodes):
+            table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired))
+        if self._apart > 1 and len(episodes):
+            initial = map_goals(first.get(self.keys.achieved), self.goal_fn).detach()
+            table.keep_apart(episodes, INITIAL_STEP, initial.to(table.dtype))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -15,9 +15,8 @@ from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.stamps import STAMP, add_padding
 from torchrl_her.episodes.tracker import EpisodeTracker
-from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
-from torchrl_her.goals.strategy import goals_apart
-from torchrl_her.goals.table import DESIRED, INITIAL, PIECE, SHARED_PIECES, GoalTable
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.goals.table import PIECE, SHARED_PIECES, GoalTable, load_table
 from torchrl_her.n_step import NStepReward, check_n_step_keys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.offline.adopting import AdoptingTransform
@@ -35,7 +34,6 @@ class StampingTransform(AdoptingTransform):
     def _make_table(self, capacity: int, goal_spec: TensorSpec | None, max_episode_steps: int | None) -> None:
         """Create the episode tracker, and the goal table if the spec of a goal is given."""
         self.capacity = capacity
-        self._apart = goals_apart(self.strategies.values())
         self._max_episode_steps = max_episode_steps
         self._splits_silently = max_episode_steps is None or max_episode_steps > capacity  # until the warning
         self.tracker = EpisodeTracker(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
@@ -78,25 +76,14 @@ class StampingTransform(AdoptingTransform):
             table.new_episodes(tracked.opened)
             table.publish(tracked.episodes)
             if self._apart:
-                self._keep_apart(table, tensordict, written, tracked.stamps)
+                first = np.flatnonzero(tracked.stamps[:, 1] == 0)
+                rows = written.rows_of(tensordict.select(self.keys.achieved, self.keys.desired))
+                self._keep_apart(table, tracked.stamps[first, 0], rows[torch.from_numpy(first).to(goals.device)])
             if tracked.cut and self._splits_silently:
                 self._splits_silently = False
                 self._warn_of_split(max(tracked.cut, self.tracker.max_episode_steps + 1))
             self._diagnosis.check_tracked(tensordict, written, tracked, table)
         return add_padding(tracked.stamps, written.mask, step=self.capacity)
-
-    def _keep_apart(
-        self, table: GoalTable, tensordict: TensorDictBase, written: WrittenTransitions, stamps: np.ndarray
-    ) -> None:
-        """Keep the desired goals of new episodes, and the goals of their first states, as far as strategies need."""
-        first = np.flatnonzero(stamps[:, 1] == 0)
-        if len(first):
-            rows = written.rows_of(tensordict.select(self.keys.achieved, self.keys.desired))
-            rows = rows[torch.from_numpy(first).to(written.goals.device)]
-            table.keep_apart(stamps[first, 0], DESIRED, rows.get(self.keys.desired))
-            if self._apart > 1:
-                initial = map_goals(rows.get(self.keys.achieved), self.goal_fn).detach()
-                table.keep_apart(stamps[first, 0], INITIAL, initial.to(table.dtype))
 
     def _warn_of_split(self, needed: int) -> None:
         longest = self.tracker.max_episode_steps
@@ -216,9 +203,8 @@ class StampingTransform(AdoptingTransform):
             )
         if not self.table.is_shared:
             self.table.share_memory_(self._max_episode_steps)
-            self.tracker.max_episode_steps = min(
-                self.capacity, self._max_episode_steps or min(self.capacity, SHARED_PIECES * PIECE)
-            )
+            longest = self._max_episode_steps or SHARED_PIECES * PIECE
+            self.tracker.max_episode_steps = min(self.capacity, longest)
             self._lock.share_memory_()
         return self
 
@@ -259,13 +245,7 @@ class StampingTransform(AdoptingTransform):
                     f"{self.tracker.max_episode_steps}. Create the transform with max_episode_steps={longest} or more, "
                     "then load."
                 )
-            saved = state["table"]
-            if saved is not None:
-                table = self.table or GoalTable.of_state(saved, self.capacity, self._apart)
-                table.load_state_dict(saved)
-                self.table = table
-            elif self.table is not None:
-                self.table.clear()
+            self.table = load_table(self.table, state["table"], self.capacity, self._apart)
             self.tracker.load_state_dict(state["lanes"])
             self.adopted, self._has_checked_stamps = adopted, False
             self._diagnosis.continuity.loaded_lanes = len(state["lanes"]["lanes"])

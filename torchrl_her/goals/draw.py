@@ -53,7 +53,7 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
             selected, member = strategy.select_with_member(transitions)
         else:
             selected = select_goals(strategy, transitions)
-        drawn = {**drawn, name: selected}
+        drawn[name] = selected
     episodes, steps = zip((episode, step), *drawn.values(), strict=True)
     # The own outcome must be in the table, too: otherwise, the length can be that of another episode.
     goals, found = table.read(torch.cat(episodes), torch.cat(steps))

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, unravel_key
 
 from torchrl_her.goals.strategy import DESIRED, Goal, GoalStrategy, Transitions, uniform
-from torchrl_her.goals.table import DESIRED as DESIRED_STEP
+from torchrl_her.goals.table import DESIRED_STEP
 
 
 class Current(GoalStrategy):

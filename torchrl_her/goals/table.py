@@ -17,10 +17,8 @@ from torchrl.data import Composite, TensorSpec
 from torchrl_her._torchrl import warn_user
 
 PIECE = 64  # steps; the pieces of an episode are contiguous in the table and never move
-DESIRED, INITIAL = (
-    -1,
-    -2,
-)  # the steps that name the desired goal of an episode, and the goal achieved in its first state
+# The steps that name the desired goal of an episode, and the goal achieved in its first state.
+DESIRED_STEP, INITIAL_STEP = -1, -2
 SHARED_PIECES = 128  # of an episode in shared memory, where the memory for pieces cannot grow
 # The columns of `GoalTable.episodes`: the first row, the number of steps in the table, and the row of `pieces`.
 START, LENGTH, LONG = range(3)
@@ -35,8 +33,9 @@ class GoalTable:
     """A ring buffer of goals. Each row says which goal it holds: ``names[row] = (episode, step)``.
 
     A goal is right if its row has the name that was asked for, before and after the goal is read. A writer removes the
-    name of a row, changes the goal, and sets the new name. So readers take no lock, and it does no harm if two rows
-    have the same name. Writers exclude each other with a `WriteLock`, which the caller acquires.
+    name of a row, changes the goal, and sets the new name. So readers take no lock. If two rows have the same name,
+    both are right, but `any_goal` draws this goal twice as often. Writers exclude each other with a `WriteLock`, which
+    the caller acquires.
 
     The steps of an episode are in pieces of 64, each contiguous. Step j < 64 is in row ``start + j``, and a later one
     in row ``pieces[long, j // 64 - 1] + j % 64``, where ``start, length, long = episodes[e % capacity]``. All rows are
@@ -67,7 +66,8 @@ class GoalTable:
         self.matrix = _zeros((capacity * (1 + apart), words), device)
         self.episodes = _zeros((capacity, 3), device)
         # The first row of each piece but the first, of episodes that have several.
-        self.pieces = torch.zeros(capacity // (PIECE // 2) + 1, 0, dtype=_row_dtype(capacity), device=device)
+        row_dtype = torch.int32 if capacity < 2**31 else torch.int64
+        self.pieces = torch.zeros(capacity // (PIECE // 2) + 1, 0, dtype=row_dtype, device=device)
         self.size = torch.zeros((), dtype=WORD, device=device)  # the number of rows that contain goals
         self.counters = torch.zeros(5, dtype=WORD, device="cpu")
         # Ids begin at a random number, so that transitions stamped by another table are recognized, and at a multiple
@@ -379,8 +379,18 @@ class GoalTable:
             warn_user(message)
 
 
-def _row_dtype(capacity: int) -> torch.dtype:
-    return torch.int32 if capacity < 2**31 else torch.int64
+def load_table(table: GoalTable | None, state: dict[str, Any] | None, capacity: int, apart: int) -> GoalTable | None:
+    """Return a table with a saved state, the result of `GoalTable.state_dict`, or an empty one for None.
+
+    ``table`` is the present one, if any; a new one has ``capacity`` rows and keeps the goals ``apart``.
+    """
+    if state is None:
+        if table is not None:
+            table.clear()
+        return table
+    table = table or GoalTable.of_state(state, capacity, apart)
+    table.load_state_dict(state)
+    return table
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
