@@ -71,6 +71,15 @@ def test_all_goals_of_long_episodes_are_found_in_a_copy_while_they_run_and_at_th
         assert goals.unique().tolist() == list(range(1, 255))
 
 
+@pytest.mark.parametrize("parts", [1, 100])
+def test_one_very_long_episode_takes_little_memory(parts):
+    """The table has 48 bytes for each goal. One episode of 100,000 steps has 1,563 pieces."""
+    hindsight, world = make_transform(capacity=100_000), World(1, Goals())
+    for part in world.tensordict(world.play(0, whole_episodes(100_000))).chunk(parts):
+        hindsight.inv(part)
+    assert len(pickle.dumps(hindsight)) < 50 * 100_000
+
+
 def shared(**options):
     return make_transform(goal_spec=Unbounded((2,)), capacity=20_000, her_ratio=1.0, **options).share_memory_()
 

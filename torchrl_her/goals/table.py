@@ -20,7 +20,7 @@ PIECE = 64  # steps; the pieces of an episode are contiguous in the table and ne
 # The steps that name the desired goal of an episode, and the goal achieved in its first state.
 DESIRED_STEP, INITIAL_STEP = -1, -2
 SHARED_PIECES = 128  # of an episode in shared memory, where the memory for pieces cannot grow
-# The columns of `GoalTable.episodes`: the first row, the number of steps in the table, and the row of `pieces`.
+# The columns of `GoalTable.episodes`: the first row, the number of steps in the table, and the row of `pieces` plus 1.
 START, LENGTH, LONG = range(3)
 # The entries of `GoalTable.counters`: the numbers of rows, episode ids and episodes of several pieces so far, the id
 # before the first one, and the number of writes.
@@ -37,8 +37,9 @@ class GoalTable:
     both are right, but `any_goal` draws this goal twice as often. Writers exclude each other with a `WriteLock`, which
     the caller acquires.
 
-    The steps of an episode are in pieces of 64, each contiguous. Step j < 64 is in row ``start + j``, and a later one
-    in row ``pieces[long, j // 64 - 1] + j % 64``, where ``start, length, long = episodes[e % capacity]``. All rows are
+    An episode that was written at once is contiguous: step j is in row ``start + j``, where ``start, length, long`` are
+    ``episodes[e % capacity]``. Otherwise, ``long`` is not 0, and the steps are in pieces of 64, each contiguous: step
+    j < 64 is in row ``start + j``, and a later one in row ``pieces[long - 1, j // 64 - 1] + j % 64``. All rows are
     taken modulo the capacity. The desired goals of episodes and the goals of their first states have rows of their own,
     one for each episode, after the ring.
 
@@ -65,9 +66,9 @@ class GoalTable:
         # The names and goals of all rows, side by side, so that one gather reads both.
         self.matrix = _zeros((capacity * (1 + apart), words), device)
         self.episodes = _zeros((capacity, 3), device)
-        # The first row of each piece but the first, of episodes that have several.
-        row_dtype = torch.int32 if capacity < 2**31 else torch.int64
-        self.pieces = torch.zeros(capacity // (PIECE // 2) + 1, 0, dtype=row_dtype, device=device)
+        # The first row of each piece but the first, of episodes that are not contiguous. It grows in both dimensions.
+        self.pieces = torch.zeros(0, 0, dtype=torch.int32 if capacity < 2**31 else torch.int64, device=device)
+        self._most_long = capacity // (PIECE // 2) + 1  # rows of pieces; older ones are then overwritten
         self.size = torch.zeros((), dtype=WORD, device=device)  # the number of rows that contain goals
         self.counters = torch.zeros(5, dtype=WORD, device="cpu")
         # Ids begin at a random number, so that transitions stamped by another table are recognized, and at a multiple
@@ -159,8 +160,9 @@ class GoalTable:
         slot, first = episode % self.capacity, (used + ends - count) % self.capacity
         begins = begin == 0
         self._set(self.episodes, slot[begins], START, first[begins])
-        if steps.max(initial=0) > PIECE:
-            self._add_pieces(slot, begin, steps, count, step, (used + number) % self.capacity)
+        self._set(self.episodes, slot[begins], LONG, np.zeros_like(slot[begins]))
+        if not begins.all():
+            self._add_pieces(*(column[~begins] for column in (slot, begin, count, first)))
         self._set(self.episodes, slot, LENGTH, steps)
         self._counts[ROWS] = used + len(goals)
         if used < self.capacity:
@@ -174,29 +176,34 @@ class GoalTable:
         joined = torch.cat([each.to(self.matrix.device) for each in goals]) if len(goals) > 1 else goals[0]
         self.append(np.array(ids), np.array(first), np.array([len(each) for each in goals]), joined)
 
-    def _add_pieces(
-        self,
-        slot: np.ndarray,
-        begin: np.ndarray,
-        steps: np.ndarray,
-        count: np.ndarray,
-        step: np.ndarray,
-        row: np.ndarray,
-    ) -> None:
-        """Record the first rows of pieces. ``step`` and ``row`` are ``[sum(count)]``, the others ``[n]``."""
-        needed = -(-int(steps.max()) // PIECE) - 1
-        if needed > self.pieces.shape[1]:
-            wider = needed if not self.pieces.shape[1] else max(needed, 2 * self.pieces.shape[1])
-            self.pieces = torch.nn.functional.pad(self.pieces, (0, wider - self.pieces.shape[1]))
-        becomes_long = slot[(steps > PIECE) & (begin <= PIECE)]
-        if len(becomes_long):
-            longs = (int(self._counts[LONG_EPISODES]) + np.arange(len(becomes_long))) % len(self.pieces)
-            self._counts[LONG_EPISODES] += len(becomes_long)
-            self._set(self.episodes, becomes_long, LONG, longs)
-        starts = np.flatnonzero((step % PIECE == 0) & (step > 0))
-        slots = torch.from_numpy(np.repeat(slot, count)[starts]).to(self.episodes.device)
-        long = self.episodes[slots, LONG].numpy(force=True)
-        self._set(self.pieces, long, step[starts] // PIECE - 1, row[starts])
+    def _add_pieces(self, slot: np.ndarray, begin: np.ndarray, count: np.ndarray, first: np.ndarray) -> None:
+        """Record the rows of steps ``begin, ..., begin + count - 1``, which follow earlier steps, from ``first`` on."""
+        index = self.episodes[torch.from_numpy(slot).to(self.episodes.device)].numpy(force=True)
+        start, _, long = index.T
+        _, once = np.unique(slot, return_index=True)
+        becomes_long = once[long[once] == 0]  # so far, these episodes are contiguous
+        numbers = (int(self._counts[LONG_EPISODES]) + np.arange(len(becomes_long))) % self._most_long + 1
+        self._counts[LONG_EPISODES] += len(becomes_long)
+        is_new = long == 0
+        long = long.copy()
+        long[is_new] = numbers[np.searchsorted(slot[becomes_long], slot[is_new])]
+        run, piece = _spread(np.ones_like(becomes_long), begin[becomes_long] // PIECE)
+        earlier = becomes_long[run]
+        rows = (start[earlier] + piece * PIECE) % self.capacity
+        of, number = _spread(np.zeros_like(begin), -(-count // PIECE))
+        self._grow(int(long.max()), int((begin + count - 1).max()) // PIECE)
+        self._set(self.pieces, long[earlier] - 1, piece - 1, rows)
+        new = begin[of] // PIECE + number - 1
+        self._set(self.pieces, long[of] - 1, new, (first[of] + number * PIECE) % self.capacity)
+        self._set(self.episodes, slot, LONG, long)
+
+    def _grow(self, rows: int, width: int) -> None:
+        """Make `pieces` large enough, so that its size grows geometrically."""
+        have_rows, have_width = self.pieces.shape
+        if rows > have_rows or width > have_width:
+            rows = have_rows if rows <= have_rows else min(max(rows, 2 * have_rows), self._most_long)
+            width = have_width if width <= have_width else max(width, 2 * have_width)
+            self.pieces = torch.nn.functional.pad(self.pieces, (0, width - have_width, 0, rows - have_rows))
 
     def keep_apart(self, episode: np.ndarray, step: int, goals: Tensor) -> None:
         """Keep the desired goals (step -1) or the goals of first states (step -2) of episodes, ``[n, *goal]``."""
@@ -230,13 +237,13 @@ class GoalTable:
         slot = episode % self.capacity
         start, _, long = self.episodes.index_select(0, slot).unbind(1)
         row = start + step
-        pieces = self.pieces  # a writer can replace it
-        width = pieces.shape[1]
-        if width:
+        pieces = self.pieces  # read once, because a writer can replace it
+        if pieces.numel():
+            width = pieces.shape[1]
             piece = (step // PIECE).clamp(0, width)
-            place = (long * width + piece - 1).clamp_min(0)
+            place = ((long - 1) * width + piece - 1).clamp(0, pieces.numel() - 1)
             later = pieces.view(-1).index_select(0, place) + step % PIECE
-            row = torch.where(piece > 0, later, row)
+            row = torch.where((piece > 0) & (long > 0), later, row)
         row = row % self.capacity
         if self.apart:
             row = torch.where(step < 0, slot + (-step).clamp_max(self.apart) * self.capacity, row)
@@ -289,7 +296,8 @@ class GoalTable:
             self._check_room(self.matrix.nbytes, shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
         width = SHARED_PIECES - 1 if max_steps is None else -(-max_steps // PIECE) - 1
         width = max(width, self.pieces.shape[1])
-        self.pieces = torch.nn.functional.pad(self.pieces, (0, width - self.pieces.shape[1]))
+        missing = width - self.pieces.shape[1], self._most_long - len(self.pieces)
+        self.pieces = torch.nn.functional.pad(self.pieces, (0, missing[0], 0, missing[1]))
         for tensor in (self.matrix, self.episodes, self.pieces, self.size, self.counters):
             tensor.share_memory_()
         self._make_views()
@@ -315,7 +323,8 @@ class GoalTable:
         }
         state = {name: part.clone() for name, part in parts.items()}
         longs = min(int(self._counts[LONG_EPISODES]), len(self.pieces))
-        width = max(0, -(-int(self.episodes[:, LENGTH].max()) // PIECE) - 1)  # memory for pieces grows faster
+        longest = self.episodes[:, LENGTH] * (self.episodes[:, LONG] > 0)
+        width = max(0, -(-int(longest.max()) // PIECE) - 1)  # `pieces` can be wider
         state |= {"episodes": self.episodes[:episodes].clone(), "pieces": self.pieces[:longs, :width].clone()}
         state |= {"size": self.size.clone(), "counters": self.counters.clone()}
         return state | {"capacity": self.capacity, "dtype": str(self.dtype), "goal_shape": list(self.goal_shape)}
@@ -355,7 +364,7 @@ class GoalTable:
                 "max_episode_steps, then load."
             )
         if not self.is_shared:
-            self.pieces = self.pieces.new_zeros(len(self.pieces), width)
+            self.pieces = self.pieces.new_zeros(state["pieces"].shape)
         self.names.zero_()
         self.episodes.zero_()
         for number in range(1 + self.apart):
@@ -411,3 +420,10 @@ def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         length = min(count - begin, size - at)
         yield slice(at, at + length), slice(begin, begin + length)
         begin += length
+
+
+def _spread(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for the ranges from ``begin`` to ``end``, the number of the range and the value, all joined."""
+    count = end - begin
+    run = np.repeat(np.arange(len(count)), count)
+    return run, np.arange(len(run)) + (begin - np.cumsum(count) + count)[run]
