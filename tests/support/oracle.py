@@ -249,7 +249,7 @@ def rows_of(data: TensorDictBase, keys: Iterable[Any]) -> list[dict[Any, Any]]:
     """Return transitions ``[n]`` as dictionaries of tuples, and of numbers for entries ``[n]``."""
     columns = {key: data[key] for key in keys}
     lists = {
-        key: values.tolist() if values.ndim == 1 else [tuple(row) for row in values.reshape(len(values), -1).tolist()]
+        key: values.tolist() if values.ndim == 1 else [tuple(row) for row in values.flatten(1).tolist()]
         for key, values in columns.items()
     }
     return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]

@@ -52,7 +52,7 @@ class Goals:
         goals = goals.long() - self.offset
         if not self.shape:
             return torch.stack([goals.div(1000, rounding_mode="floor"), goals % 1000], 1)
-        return goals.reshape(len(goals), -1)[:, :2]
+        return goals.flatten(1)[:, :2]
 
     def reward(self, achieved: Tensor, desired: Tensor) -> Tensor:
         """Return a reward that differs for different pairs of goals, ``[n]``."""
