@@ -13,8 +13,7 @@ from torch import Tensor
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.held_transitions import HeldTransitions
-from torchrl_her.episodes.lanes import EpisodeSteps
-from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
+from torchrl_her.episodes.lanes import Lanes, Published, Tracked
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_goals
 from torchrl_her.goals.strategy import GoalStrategy
@@ -25,7 +24,7 @@ from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, Batch, GoalMap, 
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
 GOAL_STEP = ("hindsight", "goal_step")
-# A lane that nothing continues can be closed after this number of transitions was written to other lanes.
+# An episode that nothing continues can end after this number of transitions was written meanwhile.
 PATIENCE = 10_000
 
 
@@ -117,7 +116,7 @@ class HindsightAugmentation(RelabelTransform):
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
         self.table: GoalTable | None = None  # None before the first episode has ended
-        self._held = HeldTransitions(EpisodeTracker(max_episode_steps, PATIENCE, publish_running=False))
+        self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE, publish_running=False))
         self._episodes = 0  # the number of episodes that began
         self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
@@ -164,37 +163,37 @@ class HindsightAugmentation(RelabelTransform):
             self._neighbours = neighbours
         return neighbours
 
-    def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> TrackedTransitions:
+    def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> Tracked:
         """Hold transitions ``[n]`` back until their episodes end, without padding."""
         rows = written.rows_of(rows)
         packed = self._held.pack(rows)
         if self._first_goal is None:
             self._first_goal = rows.get(self.keys.desired)[:1].clone()
-        tracked = self._held.tracker.track(written, packed, first_episode=self._episodes + 1)
+        tracked = self._held.lanes.track(written, packed, first_episode=self._episodes + 1)
+        self._held.lanes.running = tracked.running
         self._episodes += tracked.opened
-        self._held.ended += tracked.episodes
+        self._held.ended += tracked.published
         return tracked
 
-    def _augment(self, ended: list[EpisodeSteps]) -> TensorDictBase:
+    def _augment(self, ended: list[Published]) -> TensorDictBase:
         """Return the transitions of ended episodes, each followed by its copies, so that they are evicted together."""
-        groups: list[list[EpisodeSteps]] = [[]]  # as many episodes as the goal table holds
-        count = 0
-        for episode in ended:
-            count += len(episode.kept)
-            if groups[-1] and count > self.capacity:
-                groups.append([])
-                count = len(episode.kept)
-            groups[-1].append(episode)
-        parts = [self._with_copies(group) for group in groups]
+        lengths = np.concatenate([each.length for each in ended])
+        device = ended[-1].data.device  # loaded episodes can be on another device
+        packed = torch.cat([each.data.to(device) for each in ended])
+        # Groups of episodes that fit into the goal table.
+        group = (np.cumsum(lengths) - lengths) // (self.capacity - lengths.max() + 1)
+        groups = np.split(lengths, np.flatnonzero(np.diff(group)) + 1)
+        rows = packed.split([int(each.sum()) for each in groups])
+        parts = [self._with_copies(*each) for each in zip(rows, groups, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _with_copies(self, ended: list[EpisodeSteps]) -> TensorDictBase:
-        """Publish episodes, and return their transitions with copies, ``[rows]``."""
-        copies = self.n_sampled_goal
-        device = ended[-1].kept.device  # loaded episodes can be on another device
-        packed = torch.cat([episode.kept.to(device) for episode in ended])  # [n, words]
+    def _with_copies(self, packed: Tensor, lengths: np.ndarray) -> TensorDictBase:
+        """Publish packed episodes, and return their transitions with copies, ``[rows]``.
+
+        ``packed`` is ``int64 [sum(lengths), words]``, and ``lengths``, ``int64 [episodes]``, are the numbers of steps.
+        """
+        copies, device = self.n_sampled_goal, packed.device
         rows = self._held.unpack(packed)
-        lengths = np.array([len(episode.kept) for episode in ended])
         table, ids = self._publish(rows, lengths)
         ends = np.cumsum(lengths)
         steps = np.arange(len(rows)) - np.repeat(ends - lengths, lengths)
@@ -264,7 +263,7 @@ class HindsightAugmentation(RelabelTransform):
             150
         """
         with self._writing():
-            self._held.ended += self._held.tracker.flush()
+            self._held.ended += self._held.lanes.flush()
             self._diagnosis.continuity.loaded_lanes = 0
             return self._held.none()
 
@@ -320,7 +319,7 @@ class HindsightAugmentation(RelabelTransform):
             >>> HindsightAugmentation(SparseReward(0.05)).report().transitions
             0
         """
-        return self._diagnosis.report(self, self._held.tracker, self.n_sampled_goal / (self.n_sampled_goal + 1))
+        return self._diagnosis.report(self, self._held.lanes, self.n_sampled_goal / (self.n_sampled_goal + 1))
 
     # Processes, saving
 
@@ -369,7 +368,7 @@ class HindsightAugmentation(RelabelTransform):
         with self._writing():
             self.table = load_table(self.table, state["table"], self.capacity, self._apart)
             self._held.load_state_dict(state["held"])
-            self._diagnosis.continuity.loaded_lanes = len(state["held"]["lanes"]["lanes"])
+            self._diagnosis.continuity.loaded_lanes = len(self._held.lanes)
             self._episodes = state["episodes"]
 
     def __repr__(self) -> str:

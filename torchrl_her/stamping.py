@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,8 @@ from torchrl.data import TensorSpec
 
 from torchrl_her._torchrl import ids_around, warn_user
 from torchrl_her.compact import check_saved_without_compact_goals
-from torchrl_her.episodes.lanes import EpisodeSteps
+from torchrl_her.episodes.lanes import STEPS, Lanes, Published
 from torchrl_her.episodes.stamps import STAMP, add_padding
-from torchrl_her.episodes.tracker import EpisodeTracker
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.goals.table import PIECE, SHARED_PIECES, GoalTable, load_table
 from torchrl_her.n_step import NStepReward, check_n_step_keys
@@ -32,11 +32,11 @@ class StampingTransform(AdoptingTransform):
     _added_keys: list[NestedKey]  # the entries that only samples have
 
     def _make_table(self, capacity: int, goal_spec: TensorSpec | None, max_episode_steps: int | None) -> None:
-        """Create the episode tracker, and the goal table if the spec of a goal is given."""
+        """Create the lanes, and the goal table if the spec of a goal is given."""
         self.capacity = capacity
         self._max_episode_steps = max_episode_steps
         self._splits_silently = max_episode_steps is None or max_episode_steps > capacity  # until the warning
-        self.tracker = EpisodeTracker(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
+        self.lanes = Lanes(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
         self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, self._apart)
         self.longest_window = 1  # the largest number of steps that a stored transition spans
         self._n_step: NStepReward | None = None  # set if a MultiStepTransform comes before
@@ -72,21 +72,23 @@ class StampingTransform(AdoptingTransform):
             goals, table = written.goals, self.table
             if table is None:
                 table = self.table = GoalTable.like(goals, self.capacity, self._apart)
-            tracked = self.tracker.track(written, goals, table.episode_ids[1] + 1)
+            tracked = self.lanes.track(written, goals, table.episode_ids[1] + 1)
             table.new_episodes(tracked.opened)
-            table.publish(tracked.episodes)
+            for steps in tracked.published:
+                table.append(*steps)
             if self._apart:
                 first = np.flatnonzero(tracked.stamps[:, 1] == 0)
                 rows = written.rows_of(tensordict.select(self.keys.achieved, self.keys.desired))
                 self._keep_apart(table, tracked.stamps[first, 0], rows[torch.from_numpy(first).to(goals.device)])
             if tracked.cut and self._splits_silently:
                 self._splits_silently = False
-                self._warn_of_split(max(tracked.cut, self.tracker.max_episode_steps + 1))
+                self._warn_of_split(max(tracked.cut, self.lanes.max_episode_steps + 1))
+            self.lanes.running = tracked.running
             self._diagnosis.check_tracked(tensordict, written, tracked, table)
         return add_padding(tracked.stamps, written.mask, step=self.capacity)
 
     def _warn_of_split(self, needed: int) -> None:
-        longest = self.tracker.max_episode_steps
+        longest = self.lanes.max_episode_steps
         if longest < self.capacity:
             cause = f"An episode has at least {needed} steps, but one in shared memory at most {longest}"
             remedy = f"Pass max_episode_steps={needed}, or more."
@@ -162,16 +164,16 @@ class StampingTransform(AdoptingTransform):
             tensor(True)
         """
         with self._writing():
-            ended = self._end_episodes()
-            if self.table is not None:
-                self.table.publish(ended)
+            for steps in self._end_episodes():
+                assert self.table is not None
+                self.table.append(*steps)
 
-    def _end_episodes(self) -> list[EpisodeSteps]:
-        """End the running episodes and return their steps."""
+    def _end_episodes(self) -> list[Published]:
+        """End the running episodes and return the steps that are not in the goal table."""
         self._diagnosis.continuity.loaded_lanes = 0
         if self._n_step is not None:
             self._n_step.flush()
-        return self.tracker.flush()
+        return self.lanes.flush()
 
     # Processes, saving
 
@@ -204,16 +206,16 @@ class StampingTransform(AdoptingTransform):
         if not self.table.is_shared:
             self.table.share_memory_(self._max_episode_steps)
             longest = self._max_episode_steps or SHARED_PIECES * PIECE
-            self.tracker.max_episode_steps = min(self.capacity, longest)
+            self.lanes.max_episode_steps = min(self.capacity, longest)
             self._lock.share_memory_()
         return self
 
     def _state_before_write(self) -> dict[str, Any]:
-        return {"tracker": self.tracker.copy()}
+        return {"lanes": copy.copy(self.lanes)}
 
     def _reset_after_fork(self) -> None:
         if self._lock.is_shared:
-            self.tracker = self.tracker.without_lanes()
+            self.lanes = self.lanes.without_episodes()
             if self._n_step is not None:
                 self._n_step.forget_rows()
 
@@ -222,7 +224,7 @@ class StampingTransform(AdoptingTransform):
         with self._writing():
             return {
                 "table": None if self.table is None else self.table.state_dict(),
-                "lanes": self.tracker.state_dict(),
+                "lanes": self.lanes.state_dict(),
                 "longest_window": self.longest_window,
                 **self._adopted_state(),
             }
@@ -238,17 +240,18 @@ class StampingTransform(AdoptingTransform):
             raise ValueError(SAVED_BY_THE_OTHER.format("HindsightAugmentation", "HERTransform"))
         with self._writing():
             adopted = self._check_adopted_state(state)
-            longest = max((lane["steps"] for lane in state["lanes"]["lanes"]), default=0)
-            if self._lock.is_shared and longest > self.tracker.max_episode_steps:
+            lanes = state["lanes"]["lanes"]
+            longest = 0 if lanes is None else max(lanes[:, STEPS].tolist(), default=0)
+            if self._lock.is_shared and longest > self.lanes.max_episode_steps:
                 raise ValueError(
                     f"A saved running episode has {longest} steps, but episodes in shared memory have at most "
-                    f"{self.tracker.max_episode_steps}. Create the transform with max_episode_steps={longest} or more, "
+                    f"{self.lanes.max_episode_steps}. Create the transform with max_episode_steps={longest} or more, "
                     "then load."
                 )
             self.table = load_table(self.table, state["table"], self.capacity, self._apart)
-            self.tracker.load_state_dict(state["lanes"])
+            self.lanes.load_state_dict(state["lanes"])
             self.adopted, self._has_checked_stamps = adopted, False
-            self._diagnosis.continuity.loaded_lanes = len(state["lanes"]["lanes"])
+            self._diagnosis.continuity.loaded_lanes = len(self.lanes)
             self.longest_window = state["longest_window"]
             if self._n_step is not None:
                 self._n_step.may_restart = True
@@ -256,5 +259,5 @@ class StampingTransform(AdoptingTransform):
     def __getstate__(self) -> dict[str, Any]:
         state = self._state_of_copy()
         if self._lock.is_shared:  # the open lanes belong to the process that writes them
-            state |= {"tracker": self.tracker.without_lanes(), "_n_step": None}
+            state |= {"lanes": self.lanes.without_episodes(), "_n_step": None}
         return state

@@ -224,7 +224,7 @@ class HERTransform(StampingTransform):
             >>> report.episodes, report.transitions, report.mean_length
             (1, 50, 50.0)
         """
-        return self._diagnosis.report(self, self.tracker, self.her_ratio, self.table)
+        return self._diagnosis.report(self, self.lanes, self.her_ratio, self.table)
 
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
         """Return the sampled transitions and the object that recomputes their rewards.

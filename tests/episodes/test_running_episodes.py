@@ -3,6 +3,7 @@
 import itertools
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -13,6 +14,7 @@ from support.goals import reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
+from torchrl_her.episodes import lanes
 
 RELABELLED = ("hindsight", "relabelled")
 
@@ -66,8 +68,8 @@ def test_environments_are_distinguished_by_their_goals_and_ids(ids, time_major):
     """An id that is used again after the end of its episode begins another one."""
     recorded = record(envs=2)
     for moves in (["go"] * 5, ["go", "terminated", "go", "go", "truncated"]):
-        lanes = [recorded.world.play(env, moves) for env in range(2)]
-        rows = [*itertools.chain(*(zip(*lanes, strict=True) if time_major else lanes))]
+        played = [recorded.world.play(env, moves) for env in range(2)]
+        rows = [*itertools.chain(*(zip(*played, strict=True) if time_major else played))]
         data = recorded.world.tensordict(rows)
         data["collector", "traj_ids"] = torch.tensor([ids[row.env] for row in rows])
         recorded.write(rows, data)
@@ -120,18 +122,19 @@ def test_an_episode_that_waits_longer_than_any_before_is_relabelled_and_can_go_o
     assert recorded.check() == len(recorded.stored), "with the last goal of the whole episode"
 
 
-def after_a_long_pause():
+def after_a_long_pause(move="terminated"):
     """Return the record of an environment that went on after a hundred other transitions, and of two new ones."""
     recorded = record(envs=3)
     recorded.play([[], ["go"]])
     recorded.play([["terminated"] * 100])
-    recorded.play([[], ["terminated"]])
+    recorded.play([[], [move]])
     recorded.play([[], [], ["go"]])
     return recorded
 
 
-def test_a_single_long_pause_does_not_make_other_episodes_wait_as_long():
-    assert wait(after_a_long_pause(), env=2, steps=100) < 50
+@pytest.mark.parametrize("move", ["go", "terminated"])
+def test_a_single_long_pause_does_not_make_other_episodes_wait_as_long(move):
+    assert wait(after_a_long_pause(move), env=2, steps=100) < 50
 
 
 @pytest.mark.filterwarnings("ignore:The loaded buffer has 1 running episode")
@@ -160,23 +163,42 @@ def test_an_episode_that_nothing_continues_for_the_capacity_is_closed():
         assert recorded.rb.transform[0].report().running == running
 
 
+@pytest.mark.filterwarnings("ignore:.* of the transitions do not continue an episode")
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("layout", ["flat", "time-major", "lanes", "add"])
+def test_a_hash_that_is_constant_changes_no_stamp(monkeypatch, layout, ids):
+    stamps = []
+    for _ in range(2):
+        recorded = Recorded(
+            make_buffer(ndim=2 if layout == "lanes" else 1), Oracle({"final": 1.0}, 1000), World(6, Goals()), ids
+        )
+        for moves in itertools.product(("go", "silent", "stay"), ("go", "terminated", "silent"), ("go", "stay")):
+            recorded.play([[*moves[env % 3 :], *moves[: env % 3]] for env in range(6)], layout)
+        first = recorded.rb.transform[0].table.episode_ids[0]
+        stamps.append(recorded.rb.storage[:]["hindsight_stamp"] - torch.tensor([first, 0]))
+        monkeypatch.setattr(lanes, "hash_goals", lambda goals, trajectory: np.zeros(len(goals), np.int64))
+    assert torch.equal(*stamps)
+
+
 # Cost
 
 
+def lines_of(action):
+    """Return the number of Python lines of the package that a call executes."""
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        lines += event == "line" and "/torchrl_her/" in frame.f_code.co_filename
+        return trace
+
+    sys.settrace(trace)
+    action()
+    sys.settrace(None)
+    return lines
+
+
 def test_no_python_line_is_executed_per_transition():
-    def lines_of(action):
-        lines = 0
-
-        def trace(frame, event, argument):
-            nonlocal lines
-            lines += event == "line" and "/torchrl_her/" in frame.f_code.co_filename
-            return trace
-
-        sys.settrace(trace)
-        action()
-        sys.settrace(None)
-        return lines
-
     counts = []
     for steps in (100, 400):
         recorded = record()
@@ -185,4 +207,16 @@ def test_no_python_line_is_executed_per_transition():
         written = lines_of(lambda: recorded.rb.extend(data))  # noqa: B023
         rows = recorded.rb.storage[:steps]
         counts.append((written, lines_of(lambda: recorded.rb.transform[0](rows))))  # noqa: B023
+    assert all(abs(more - few) < 100 for few, more in zip(*counts, strict=True))
+
+
+def test_no_python_line_is_executed_per_environment():
+    counts = []
+    for envs in (50, 200):
+        recorded, lines = record(envs=envs), []
+        for moves in (["go"] * 5, ["go"], ["terminated"], ["go"], ["silent"] + ["go"] * 70):
+            rows = [row for env in range(envs) for row in recorded.world.play(env, moves)]
+            data = recorded.world.tensordict(rows)
+            lines.append(lines_of(lambda: recorded.rb.extend(data)))  # noqa: B023
+        counts.append(lines)
     assert all(abs(more - few) < 100 for few, more in zip(*counts, strict=True))

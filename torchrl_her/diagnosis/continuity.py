@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_her._torchrl import warn_user
-from torchrl_her.episodes.tracker import TrackedTransitions
+from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys
 
@@ -50,9 +50,7 @@ class ContinuityCheck:
         self._has_warned_of_ambiguous = False
         self._last: Goals | None = None  # the last goals of the last write; None if it had no breaks
 
-    def check(
-        self, tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, tracked: TrackedTransitions
-    ) -> None:
+    def check(self, tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, tracked: Tracked) -> None:
         """Count the transitions ``[*batch]`` of a write."""
         count, first = len(written.done), WARM_UP - self.transitions
         if not count:
@@ -79,7 +77,7 @@ class ContinuityCheck:
         if len(tracked.breaks) and not self.is_broken:
             self._last = goals[0][-ROWS:].copy(), goals[1][-ROWS:].copy()
 
-    def _warn_if_loaded_lanes_stop(self, tracked: TrackedTransitions) -> None:
+    def _warn_if_loaded_lanes_stop(self, tracked: Tracked) -> None:
         if self.loaded_lanes and not tracked.continued:
             warn_user(
                 f"The loaded buffer has {self.loaded_lanes} running episode(s), and the first write after loading "

@@ -18,7 +18,7 @@ from torchrl_her.diagnosis.replaced_flags import ReplacedFlagsCheck
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.diagnosis.reward_check import RewardCheck
 from torchrl_her.diagnosis.sample_counts import Sample, SampleCounts
-from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
+from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
@@ -110,7 +110,7 @@ class Diagnosis:
         self,
         tensordict: TensorDictBase,
         written: WrittenTransitions,
-        tracked: TrackedTransitions,
+        tracked: Tracked,
         table: GoalTable | None = None,
     ) -> None:
         """Check that written transitions ``[*batch]`` continue episodes."""
@@ -154,23 +154,21 @@ class Diagnosis:
             if self.rewards.recomputes_ends:
                 self._flags.check(data)
 
-    def report(
-        self, transform: Transform, tracker: EpisodeTracker, her_ratio: float, table: GoalTable | None = None
-    ) -> Report:
+    def report(self, transform: Transform, lanes: Lanes, her_ratio: float, table: GoalTable | None = None) -> Report:
         """Return the report of a transform."""
         self._count_compiled(table)
-        lengths, continuity, counts = tracker.lengths, self.continuity, self._counts.totals()
-        running = sum(1 for _ in tracker.open_lanes())
+        lengths, continuity, counts = lanes.lengths, self.continuity, self._counts.totals()
+        running = len(lanes)
         sampled = counts.original + counts.relabelled
         knows_reached = self.rewards.reached_reward is not None and not self._has_sampled_returns
         return Report(
             transform=repr(transform),
             her_ratio=her_ratio,
-            episodes=lengths.count + running,
+            episodes=lengths.episodes + running,
             running=running,
-            mean_length=_ratio(lengths.total, lengths.count),
-            min_length=lengths.shortest if lengths.count else None,
-            max_length=lengths.longest if lengths.count else None,
+            mean_length=_ratio(lengths.total, lengths.episodes),
+            min_length=lengths.shortest if lengths.episodes else None,
+            max_length=lengths.longest if lengths.episodes else None,
             transitions=continuity.transitions,
             discontinuous=_ratio(continuity.breaks, continuity.transitions),
             ambiguous=_ratio(continuity.ambiguous, continuity.transitions),

@@ -5,37 +5,40 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_her._torchrl import warn_user
-from torchrl_her.episodes.lanes import EpisodeSteps
-from torchrl_her.episodes.tracker import EpisodeTracker
+from torchrl_her.episodes.lanes import STEPS, Lanes, Published
 from torchrl_her.storage.row_layout import WORD, RowLayout
 
 
 class HeldTransitions:
-    """Transitions that wait for the end of their episode. The lanes of a tracker keep them as packed rows."""
+    """Transitions that wait for the end of their episode. Lanes keep them as packed rows."""
 
-    def __init__(self, tracker: EpisodeTracker):
-        self.tracker = tracker  # its lanes keep rows, int64 [steps, words]
+    def __init__(self, lanes: Lanes):
+        self.lanes = lanes  # they keep rows, int64 [steps, words]
         self.layout: RowLayout | None = None  # the layout of the rows; None before the first write
-        self.ended: list[EpisodeSteps] = []  # episodes that ended but are not stored yet
+        self.ended: list[Published] = []  # episodes that ended but are not stored yet
         self._has_warned = False
 
     def __len__(self) -> int:
-        return sum(lane.steps for lane in self.tracker.open_lanes()) + sum(len(episode.kept) for episode in self.ended)
+        running = self.lanes.running
+        return sum(len(each.data) for each in self.ended) + (
+            0 if running is None else int(running.lanes[:, STEPS].sum())
+        )
 
     def copy(self) -> HeldTransitions:
         """Return a copy that later changes of this object do not affect."""
         copied = copy.copy(self)
-        copied.tracker, copied.ended = self.tracker.copy(), [*self.ended]
+        copied.lanes, copied.ended = copy.copy(self.lanes), [*self.ended]
         return copied
 
     def without_transitions(self) -> HeldTransitions:
         """Return an empty object with the same settings, for another process."""
-        return HeldTransitions(self.tracker.without_lanes())
+        return HeldTransitions(self.lanes.without_episodes())
 
     def pack(self, rows: TensorDictBase) -> Tensor:
         """Pack transitions ``[n]`` into rows ``int64 [n, words]``.
@@ -59,17 +62,18 @@ class HeldTransitions:
             return TensorDict(batch_size=[len(packed)])
         return self.layout.unpack(packed)
 
-    def take_ended(self) -> list[EpisodeSteps]:
+    def take_ended(self) -> list[Published]:
         """Remove and return the ended episodes, which the caller stores."""
         ended, self.ended = self.ended, []
         return ended
 
     def warn_if_episodes_wait(self) -> None:
         """Warn once if all writes are single transitions, so that nothing is ever stored."""
-        if len(self.ended) > 1 and not self._has_warned:
+        count = sum(len(each.episode) for each in self.ended)
+        if count > 1 and not self._has_warned:
             self._has_warned = True
             warn_user(
-                f"{len(self.ended)} episodes have ended in writes of one transition, and wait for a larger write: "
+                f"{count} episodes have ended in writes of one transition, and wait for a larger write: "
                 "HindsightAugmentation cannot distinguish such a write from rb.add, which stores one transition. "
                 "Extend with several transitions at a time (frames_per_batch), use HERTransform, or extend with an "
                 "empty batch, rb.extend(data[:0]).",
@@ -80,27 +84,30 @@ class HeldTransitions:
         return self.unpack(torch.empty(0, 0 if self.layout is None else self.layout.words, dtype=WORD))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of the transitions, their lanes and the ended episodes."""
-        lanes = self.tracker.state_dict()
-        kept = [lane.pop("kept") for lane in lanes["lanes"]] + [episode.kept for episode in self.ended]
-        # Loaded pieces can be on another device than pieces written after loading.
-        rows = self.unpack(torch.cat([piece.to(kept[-1].device) for piece in kept])) if kept else TensorDict()
+        """Return the entries of the transitions, the running episodes and the ended ones."""
+        lanes = self.lanes.state_dict()
+        parts = [each.data for each in self.ended] + ([] if lanes["lanes"] is None else [lanes.pop("data")])
+        # Loaded transitions can be on another device than those written after loading.
+        rows = self.unpack(torch.cat([part.to(parts[-1].device) for part in parts])) if parts else TensorDict()
         return {
             "rows": dict(rows.items(include_nested=True, leaves_only=True)),
-            "counts": [len(piece) for piece in kept],
             "lanes": lanes,
-            "ended": [episode.episode for episode in self.ended],
+            "ended": [torch.from_numpy(np.stack([each.episode, each.length])) for each in self.ended],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`. It replaces all transitions."""
-        self.layout, self.ended = None, []
-        lanes: list[dict[str, Any]] = []
+        self.layout, self.ended, lanes = None, [], state["lanes"]
         if state["rows"]:
-            rows = TensorDict(batch_size=[sum(state["counts"])])
+            rows = TensorDict(batch_size=[len(next(iter(state["rows"].values())))])
             for key, value in state["rows"].items():
                 rows.set(key, value)
-            pieces = iter(self.pack(rows).split(state["counts"]))
-            lanes = [lane | {"kept": next(pieces)} for lane in state["lanes"]["lanes"]]
-            self.ended = [EpisodeSteps(episode, 0, next(pieces)) for episode in state["ended"]]
-        self.tracker.load_state_dict(state["lanes"] | {"lanes": lanes})
+            ended = [each.numpy(force=True) for each in state["ended"]]
+            counts = [int(count.sum()) for _, count in ended]
+            *parts, kept = self.pack(rows).split([*counts, len(rows) - sum(counts)])
+            self.ended = [
+                Published(episode, np.zeros_like(count), count, part)
+                for (episode, count), part in zip(ended, parts, strict=True)
+            ]
+            lanes = lanes | {"data": kept}
+        self.lanes.load_state_dict(lanes)

@@ -168,14 +168,6 @@ class GoalTable:
         if used < self.capacity:
             self.size.fill_(min(used + len(goals), self.capacity))
 
-    def publish(self, episodes: Sequence[tuple[int, int, Tensor]]) -> None:
-        """Add steps of episodes: the id of each, the first step, a multiple of 64, and the goals ``[steps, *goal]``."""
-        if not episodes:
-            return
-        ids, first, goals = zip(*episodes, strict=True)
-        joined = torch.cat([each.to(self.matrix.device) for each in goals]) if len(goals) > 1 else goals[0]
-        self.append(np.array(ids), np.array(first), np.array([len(each) for each in goals]), joined)
-
     def _add_pieces(self, slot: np.ndarray, begin: np.ndarray, count: np.ndarray, first: np.ndarray) -> None:
         """Record the rows of steps ``begin, ..., begin + count - 1``, which follow earlier steps, from ``first`` on."""
         index = self.episodes[torch.from_numpy(slot).to(self.episodes.device)].numpy(force=True)

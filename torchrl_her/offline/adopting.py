@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_her.episodes.tracker import EpisodeTracker
+from torchrl_her.episodes.lanes import Lanes
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import get_entry
@@ -30,7 +30,7 @@ class AdoptingTransform(RelabelTransform):
 
     her_ratio: float
     capacity: int
-    tracker: EpisodeTracker
+    lanes: Lanes
     table: GoalTable | None
     _apart: int
     _ids_around: list[int] | None
@@ -89,11 +89,11 @@ class AdoptingTransform(RelabelTransform):
         self._check_untouched()
         data_set = DataSet(data, self.keys, self.goal_fn)
         self._check_missing(data_set.missing)
-        before = self.tracker, self.table, self._diagnosis, self._is_checked
+        before = self.lanes, self.table, self._diagnosis, self._is_checked
         try:
             adopted = data_set.with_stamps(self._track_all(data_set))
         except BaseException:
-            self.tracker, self.table, self._diagnosis, self._is_checked = before
+            self.lanes, self.table, self._diagnosis, self._is_checked = before
             raise
         if self.her_ratio and not data_set.missing.goals:
             self._diagnosis.search_later(data_set.rows_to_search())
@@ -116,7 +116,7 @@ class AdoptingTransform(RelabelTransform):
             )
         if self.table is not None:
             self.table = GoalTable.like(self.table.goals, self.capacity, self._apart)
-        self.tracker = EpisodeTracker(self.tracker.max_episode_steps, count, publish_running=False, copies=False)
+        self.lanes = Lanes(self.lanes.max_episode_steps, count)
         self._diagnosis = self._diagnosis.restarted(compares_rewards=not any(data_set.missing))
         self._is_checked = False
         stamps, is_empty = np.empty((len(data_set.ends), 2), np.int64), count > 1
@@ -131,9 +131,8 @@ class AdoptingTransform(RelabelTransform):
                 "MinariExperienceReplay of TorchRL 0.14.1 returns zeros: use load_minari(minari.load_dataset(...))."
             )
         assert self.table is not None
-        ended = self.tracker.flush()
-        for begin in range(0, len(ended), 256):  # one by one is slow, and all together need much memory
-            self.table.publish(ended[begin : begin + 256])
+        for steps in self.lanes.flush():
+            self.table.append(*steps)
         return stamps
 
     def _check_untouched(self) -> None:
@@ -142,7 +141,7 @@ class AdoptingTransform(RelabelTransform):
         table = self.table
         if table is not None and table.is_shared:
             raise ValueError("Processes already share the goal table: call adopt() before you create the buffer.")
-        if self.tracker.written or (table is not None and table.writes):
+        if self.lanes.running is not None or (table is not None and table.writes):
             raise ValueError(
                 "adopt() needs an empty goal table, but transitions were written or loaded through this HERTransform: "
                 "create another one for the data set, and combine both buffers with ReplayBufferEnsemble."

@@ -1,0 +1,105 @@
+"""Finds which running episode each run of written transitions continues."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_FACTORS = np.random.default_rng().integers(0, 2**62, 64) * 2 + 1
+
+
+def hash_goals(goals: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
+    """Return hashes ``int64 [n]`` of the bytes of goals, ``void [n]``, and of trajectory ids, ``int64 [n]``.
+
+    Equal goals and ids have equal hashes. The reverse has to be checked.
+    """
+    words = _words(goals)
+    # Small numbers in floating point differ in their high bits only, which a product would lose.
+    return (words ^ (words >> 31)) @ np.resize(_FACTORS[1:], words.shape[1]) + trajectory * _FACTORS[0]
+
+
+def rank_goals(goals: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
+    """Return numbers ``int64 [n]`` that are equal exactly if goals and trajectory ids are; slower than a hash."""
+    return np.unique(np.column_stack([trajectory, _words(goals)]), axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _words(goals: np.ndarray) -> np.ndarray:
+    """Return bytes, ``void [n]``, as integers, ``int64 [n, words]``."""
+    data = np.ascontiguousarray(goals).view(np.uint8).reshape(len(goals), goals.itemsize)
+    return np.pad(data, ((0, 0), (0, -goals.itemsize % 8))).view(np.int64)
+
+
+def first_in_first_out(key: np.ndarray, is_put: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pair events of queues: each event puts an item into the queue of its key or takes the oldest item.
+
+    Args:
+        key (np.ndarray): the queue of each event, ``int64 [n]``, in the order of time.
+        is_put (np.ndarray): whether the event puts an item, ``bool [n]``.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: for each event that takes an item, the event that put it, or -1 if the queue was
+        empty, ``int64 [n]``; and the number of items in the queue before each event, ``int64 [n]``.
+    """
+    order = np.argsort(key, kind="stable")
+    ordered, puts = key[order], is_put[order]
+    begins = np.append(True, ordered[1:] != ordered[:-1])
+    is_empty, size = queue_sizes(np.where(puts, 1, -1), begins)
+    takes = ~puts & ~is_empty
+
+    def number_in_queue(events: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of earlier events in the same queue and the number of events in earlier queues."""
+        earlier = np.cumsum(events) - events
+        return earlier, earlier[begins][np.cumsum(begins) - 1]
+
+    taken, taken_before = number_in_queue(takes)
+    _, put_before = number_in_queue(puts)
+    item = np.full(len(key), -1)
+    item[order[takes]] = order[puts][(put_before + taken - taken_before)[takes]]
+    sizes = np.empty(len(key), np.int64)
+    sizes[order] = size
+    return item, sizes
+
+
+def queue_sizes(change: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Follow the sizes of queues, whose events are joined. A change that would make a queue negative does not happen.
+
+    Args:
+        change (np.ndarray): the number of items that each event adds, at least -1, ``int64 [n]``.
+        begins (np.ndarray): whether an event is the first of its queue, ``bool [n]``.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: whether the change did not happen, ``bool [n]``; and the size before each event,
+        ``int64 [n]``.
+    """
+    queue = np.cumsum(begins) - 1
+    total = np.cumsum(change)
+    level = total - (total - change)[begins][queue]  # as if queues could be negative
+    # The lowest level so far in the same queue: each queue is shifted below all earlier ones.
+    shift = queue * (2 * np.abs(change).sum() + 1)
+    lowest = np.minimum(np.minimum.accumulate(level - shift) + shift, 0)
+    lowest_before = np.where(begins, 0, np.append(0, lowest[:-1]))
+    return lowest < lowest_before, level - change - lowest_before
+
+
+def chains(previous: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Follow runs of transitions back to the first run of their chain.
+
+    Args:
+        previous (np.ndarray): the run that each run continues, or -1, ``int64 [runs]``.
+        count (np.ndarray): the number of transitions of each run, ``int64 [runs]``.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: the first run of the chain and the number of transitions from there to each run,
+        ``int64 [runs]`` each.
+    """
+    first = np.where(previous < 0, np.arange(len(previous)), previous)
+    before = np.where(previous < 0, 0, count[previous])
+    while (first[first] != first).any():  # the distance doubles
+        before, first = before + before[first], first[first]
+    return first, before
+
+
+def spread(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for the ranges from ``begin`` to ``end``, the number of the range and the value, all joined."""
+    count = end - begin
+    number = np.repeat(np.arange(len(count)), count)
+    return number, np.arange(len(number)) + (begin - np.cumsum(count) + count)[number]
