@@ -23,7 +23,7 @@ from support.goals import reached, reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, Goals, World
-from torchrl_her import CompactGoals, GoalReward, SparseReward
+from torchrl_her import CompactGoals, GoalReward, HERKeys, SparseReward
 
 RELABELLED = ("hindsight", "relabelled")
 hindsight = partial(make_transform, capacity=1000, her_ratio=1.0)
@@ -84,10 +84,10 @@ NAMES = {
     ("next", "desired_goal"): ("next", "goals", "desired"),
     ("next", "reward"): ("next", "agent", "gain"),
     **{("next", flag): ("next", "agent", flag) for flag in FLAGS},
+    **{flag: ("agent", flag) for flag in FLAGS},  # CompactGoals adds them to samples
     ("collector", "traj_ids"): "lane",
 }
-KEYS = {"achieved_goal_key": ("goals", "achieved"), "desired_goal_key": ("goals", "desired"), "trajectory_key": "lane"}
-KEYS |= {"reward_key": ("agent", "gain"), "done_key": ("agent", "done")}
+KEYS = HERKeys(("goals", "achieved"), ("goals", "desired"), ("agent", "gain"), ("agent", "done"), trajectory="lane")
 N_STEP_KEYS = {"reward_keys": [("agent", "gain")], "done_key": ("agent", "done"), "done_keys": [("agent", "done")]}
 
 
@@ -95,37 +95,40 @@ def translated(data):
     """Return transitions under other names, whose achieved entries are states ``(cell, place, more)``."""
     data = data.clone()
     for old, new in NAMES.items():
-        data.rename_key_(old, new)
+        if old in data.keys(include_nested=True):
+            data.rename_key_(old, new)
     for key in (NAMES["achieved_goal"], NAMES["next", "achieved_goal"]):
         data[key] = torch.cat([data[key].flip(-1), data[key].sum(-1, keepdim=True)], -1)
     return data
 
 
 @pytest.mark.parametrize("goal_fn", [Swap().forward, Swap()], ids=["function", "module"])
-@pytest.mark.parametrize("kind", ["one step", "n steps", "augmentation"])
+@pytest.mark.parametrize("kind", ["one step", "n steps", "augmentation", "compact", "compact augmentation"])
 def test_with_other_keys_and_a_goal_fn_samples_are_the_same_under_other_names(kind, goal_fn):
     """The transforms share a reward, and mapping a goal twice would swap it back."""
-    make = make_augmentation if kind == "augmentation" else hindsight
+    make = make_augmentation if "augmentation" in kind else hindsight
     reward, world = GoalReward(reward_of, terminated_fn=reached), World(1, Goals())
     data = world.tensordict(world.play(0, [*["go"] * 4, "terminated", "go", "stay", "truncated", "go"] * 4))
     batches = []
-    for change, keys, n_keys in ((TensorDict.clone, {}, {}), (translated, KEYS | {"goal_fn": goal_fn}, N_STEP_KEYS)):
+    other = {"keys": KEYS, "goal_fn": goal_fn}
+    for change, options, n_keys in ((TensorDict.clone, {}, {}), (translated, other, N_STEP_KEYS)):
         torch.manual_seed(0)
-        n_step = [MultiStepTransform(3, 0.9, **n_keys)] if kind == "n steps" else []
-        rb = buffer_with(Compose(*n_step, make(reward=reward, **keys)), *map(change, data.split(9)))
+        before = [MultiStepTransform(3, 0.9, **n_keys)] if kind == "n steps" else []
+        before += [CompactGoals()] if "compact" in kind else []
+        rb = buffer_with(Compose(*before, make(reward=reward, **options)), *map(change, data.split(9)))
         batches.append(seeded_sample(rb, 500).exclude("hindsight_stamp"))
     assert batches[0][RELABELLED].any()
     assert same(translated(batches[0]), batches[1])
 
 
-@pytest.mark.parametrize("mask_key", ["mask", ("collector", "mask")])
-def test_padding_may_be_nan_and_is_never_relabelled_and_never_a_goal(mask_key):
-    recorded = record(strategy="random", mask_key=mask_key)
+@pytest.mark.parametrize("mask", ["mask", ("collector", "mask")])
+def test_padding_may_be_nan_and_is_never_relabelled_and_never_a_goal(mask):
+    recorded = record(strategy="random", keys=HERKeys(mask=mask))
     rows = recorded.world.play(0, ["go"] * 5 + ["terminated"])
     data = recorded.world.tensordict(rows)
     padding = data[:2].apply(lambda entry: entry * torch.nan if entry.is_floating_point() else torch.zeros_like(entry))
     padding["uid"] = torch.tensor([-1, -1])
-    recorded.write(rows, torch.cat([data, padding]).set(mask_key, torch.arange(8) < 6))
+    recorded.write(rows, torch.cat([data, padding]).set(mask, torch.arange(8) < 6))
     assert recorded.check() == 6
 
 
@@ -167,13 +170,13 @@ def test_rows_with_stamps_of_another_buffer_get_stamps_of_this_one_when_written(
     assert recorded.check() == 6
 
 
-@pytest.mark.parametrize("trajectory_key", [None, ("collector", "traj_ids")])
-def test_trajectory_ids_are_used_unless_trajectory_key_is_none(trajectory_key):
+@pytest.mark.parametrize("trajectory", [None, ("collector", "traj_ids")])
+def test_trajectory_ids_are_used_unless_their_key_is_none(trajectory):
     """The goals of both episodes are the same, so that only ids separate them."""
     td = episode_of(3)[[0, 0, 1, 1, 2, 2]].set(("collector", "traj_ids"), torch.arange(6) % 2)
-    rb = buffer_with(hindsight(reward=SparseReward(0), strategy="final", trajectory_key=trajectory_key), td)
+    rb = buffer_with(hindsight(reward=SparseReward(0), strategy="final", keys=HERKeys(trajectory=trajectory)), td)
     stamps = rb.storage[:]["hindsight_stamp"]
-    assert (stamps[::2, 0] == stamps[0, 0]).all() == (trajectory_key is not None)
+    assert (stamps[::2, 0] == stamps[0, 0]).all() == (trajectory is not None)
 
 
 # State
@@ -283,7 +286,7 @@ def test_compact_goals_restores_nested_flags_in_samples_and_not_in_a_storage_of_
         data["next", "agents", name] = data["next"].pop(name)
     data["agents"] = data["next", "agents"].apply(torch.zeros_like)
     data["agents", "mask"] = torch.ones(6, 1)
-    transform = Compose(CompactGoals(done_key=done), hindsight(done_key=done))
+    transform = Compose(CompactGoals(), hindsight(keys=HERKeys(done=done)))
     rb = TensorDictReplayBuffer(storage=ListStorage(20), transform=transform)
     rb.extend(data)
     assert not rb[:]["agents", "done"].any()

@@ -8,6 +8,7 @@ from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.goals.mixture import Mixture
 from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
 from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
+from torchrl_her.keys import HERKeys
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.relabel import call_transform
@@ -32,6 +33,7 @@ __all__ = [
     "GoalEnvReport",
     "GoalReward",
     "GoalStrategy",
+    "HERKeys",
     "HERTransform",
     "HindsightAugmentation",
     "Mixture",

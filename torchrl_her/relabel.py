@@ -28,7 +28,7 @@ from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
 from torchrl_her.goals.strategy import DESIRED, GoalStrategy, goals_apart
 from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
 from torchrl_her.goals.write_lock import WriteLock
-from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward
 from torchrl_her.storage.buffer_transform import BufferTransform
@@ -89,10 +89,10 @@ class OneStepReward:
         self.reward = reward
         self.keys = keys
         self.recomputes_all = recomputes_all
-        self._recomputed = [key for key in (keys.reward, keys.terminated) if key in reward.out_keys]
+        self._recomputed = [key for key in (keys.next_reward, keys.next_terminated) if key in reward.out_keys]
         self.replaced_keys = list(self._recomputed)
-        if keys.terminated in self._recomputed:
-            self.replaced_keys.append(keys.done)
+        if keys.next_terminated in self._recomputed:
+            self.replaced_keys.append(keys.next_done)
         self._read = [key for key in self.replaced_keys if key in reward.in_keys]
         # Whether calling `GoalReward.compute` directly gives the same result as the module, but faster.
         is_goal_reward = getattr(reward.forward, "__func__", None) is GoalReward.forward
@@ -109,14 +109,16 @@ class OneStepReward:
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
         for key, new in zip(self._recomputed, self._compute(batch), strict=True):
-            replaced = torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.reward else relabelled
+            replaced = (
+                torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.next_reward else relabelled
+            )
             batch.replace(key, replaced, new.detach())
-        if self.keys.done in batch.stored:
-            ended = batch.data.get(self.keys.terminated)
-            truncated = batch.data.get(self.keys.truncated, None)
+        if self.keys.next_done in batch.stored:
+            ended = batch.data.get(self.keys.next_terminated)
+            truncated = batch.data.get(self.keys.next_truncated, None)
             if truncated is not None:
                 ended = ended | truncated
-            batch.replace(self.keys.done, relabelled, ended)
+            batch.replace(self.keys.next_done, relabelled, ended)
 
     def _compute(self, batch: Batch) -> list[Tensor]:
         """Return the entries that the reward module writes for the new goals, ``[*batch, ...]`` each."""
@@ -136,6 +138,8 @@ class OneStepReward:
 class RelabelTransform(BufferTransform, ABC):
     """The base of the transforms that relabel transitions: `HERTransform` and `HindsightAugmentation`."""
 
+    relabels = True  # other transforms use the keys of a transform that does
+
     def __init__(
         self,
         reward: Reward,
@@ -148,15 +152,14 @@ class RelabelTransform(BufferTransform, ABC):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
-        if keys.achieved == keys.desired:
-            raise ValueError(f"achieved_goal_key and desired_goal_key must differ, got {keys.achieved!r} for both.")
+        check_keys(keys)
         self.strategies = make_strategies(strategy, extra_goals, keys)
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
         self._one_step = OneStepReward(self.reward, keys, recomputes_all=recomputes_all)
         self._apart = goals_apart(self.strategies.values())
-        self._goal_keys = (keys.desired, keys.next_desired)
+        self._goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
         self._extra_keys = [(key, unravel_key(("next", key))) for key in extra]
         self._reads_steps = STEPS_TO_GOAL in self.reward.in_keys
@@ -200,7 +203,7 @@ class RelabelTransform(BufferTransform, ABC):
             )
         if not self._is_checked:
             for key in self._one_step.replaced_keys:
-                get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
+                get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
             check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
         self._diagnosis.check_write(tensordict, written, later)
@@ -209,9 +212,9 @@ class RelabelTransform(BufferTransform, ABC):
     def _keep_apart(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
         """Keep the goals that strategies need apart from outcomes, given the first transitions ``[n]`` of episodes."""
         if self._apart and len(episodes):
-            table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired))
+            table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired_goal))
         if self._apart > 1 and len(episodes):
-            initial = map_goals(first.get(self.keys.achieved), self.goal_fn).detach()
+            initial = map_goals(first.get(self.keys.achieved_goal), self.goal_fn).detach()
             table.keep_apart(episodes, INITIAL_STEP, initial.to(table.dtype))
 
     @contextmanager
@@ -254,7 +257,7 @@ class RelabelTransform(BufferTransform, ABC):
         desired, *extra = goals
         for pair, values in zip(self._extra_keys, extra, strict=True):
             for key in pair:
-                batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired]))
+                batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired_goal]))
         for key in self._goal_keys:
             batch.replace(key, relabelled, desired)
 
@@ -332,18 +335,18 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     if isinstance(reward, GoalReward):
         reward = reward.with_goal_fn(goal_fn)  # a copy: another transform may use the reward with other keys
         reward.set_keys(
-            achieved_goal=keys.achieved,
-            desired_goal=keys.desired,
-            reward=keys.reward[1:],
-            terminated=keys.terminated[1:],
+            achieved_goal=keys.achieved_goal,
+            desired_goal=keys.desired_goal,
+            reward=keys.reward,
+            terminated=keys.terminated,
         )
     if isinstance(reward, ReachedReward):
         reward = copy.copy(reward)
-        reward.set_keys(reward=keys.reward[1:], terminated=keys.terminated[1:])
-    if keys.reward not in reward.out_keys:
+        reward.set_keys(reward=keys.reward, terminated=keys.terminated)
+    if keys.next_reward not in reward.out_keys:
         raise ValueError(
-            f"The reward module must write {keys.reward!r}, but its out_keys are {list(reward.out_keys)}. Change its "
-            "out_keys, or pass its key as reward_key=... (without 'next')."
+            f"The reward module must write {keys.next_reward!r}, but its out_keys are {list(reward.out_keys)}. "
+            "Change its out_keys, or pass its key, without 'next', as keys=HERKeys(reward=...)."
         )
     return reward
 

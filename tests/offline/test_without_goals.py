@@ -9,7 +9,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.data_sets import adopting_buffer, adopting_transform, entries_of, record, save_ogbench
 from support.factories import copied_by_state_dict, make_transform, seeded_sample
-from torchrl_her import Current, Future, Mixture, Random, ReachedReward, SparseReward, load_ogbench
+from torchrl_her import Current, Future, HERKeys, Mixture, Random, ReachedReward, SparseReward, load_ogbench
 
 LENGTHS = [11, 2, 1, 30, 7]  # states
 DESIRED, REWARD = ["desired_goal", ("next", "desired_goal")], ("next", "reward")
@@ -22,7 +22,7 @@ def file(tmp_path):
 
 
 def ogbench_transform(reward=None, **options):
-    options |= {"her_ratio": 1.0, "achieved_goal_key": "observation", "capacity": 100}
+    options |= {"her_ratio": 1.0, "keys": HERKeys(achieved_goal="observation"), "capacity": 100}
     return make_transform(reward=reward or ReachedReward(), **options)
 
 

@@ -45,7 +45,7 @@ def make_strategies(
 def check_not_stored(tensordict: TensorDictBase, names: Iterable[NestedKey], keys: HERKeys) -> None:
     """Check that written transitions have no entries that extra goals would replace, except copies of desired goals."""
     for name in names:
-        for key, desired_key in ((name, keys.desired), (unravel_key(("next", name)), keys.next_desired)):
+        for key, desired_key in ((name, keys.desired_goal), (unravel_key(("next", name)), keys.next_desired_goal)):
             stored, desired = tensordict.get(key, None), tensordict.get(desired_key, None)
             if stored is not None and not (isinstance(stored, torch.Tensor) and torch.equal(stored, desired)):
                 raise ValueError(
@@ -57,8 +57,16 @@ def check_not_stored(tensordict: TensorDictBase, names: Iterable[NestedKey], key
 def _check_name(name: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> NestedKey:
     """Return the key of an extra goal, and check that it overlaps with no key of transitions or earlier extra goals."""
     path = _path(name)
-    used = [keys.achieved, keys.desired, keys.trajectory, keys.mask, *BY_BUFFERS, *earlier]
-    used += [unravel_key(key[1:]) for key in (keys.reward, *keys.flags)]
+    used = [
+        keys.achieved_goal,
+        keys.desired_goal,
+        keys.trajectory,
+        keys.mask,
+        keys.reward,
+        *keys.flags,
+        *BY_BUFFERS,
+        *earlier,
+    ]
     others = [_path(key) for key in used if key is not None]
     if path[0] == "next" or path[0].startswith("hindsight") or any(_overlap(path, other) for other in others):
         raise ValueError(
