@@ -259,8 +259,8 @@ DAMAGED = {
         "relabelled transitions": (entry(("hindsight", "relabelled"), (torch.arange(10) == 6)[:, None]),
             r"already relabelled \({row}\).*Write rb\.storage\[:\]", {"row": 6}),
         "an entry that an extra goal would replace": (entry("actor_goal", torch.zeros(10, 2)),
-            "extra_goals would replace the stored entry 'actor_goal'.*Choose another key",
-            FIRST | {"options": {"extra_goals": {"actor_goal": "final"}}}),
+            "An extra goal would replace the stored entry 'actor_goal'.*Choose another key",
+            FIRST | {"options": {"strategy": {"desired_goal": "future", "actor_goal": "final"}}}),
     },
     WRITES: {
         "no reward": (without(REWARD), r"KeyError: \('next', 'reward'\).*HERKeys\(reward=", FIRST),
@@ -724,7 +724,7 @@ def test_a_transform_that_an_environment_refuses_can_be_given_to_a_buffer(make):
 
 
 def extra(*keys):
-    return dict.fromkeys(keys, "future")
+    return dict.fromkeys(["desired_goal", *keys], "future")
 
 
 class VectorizedInProcess(GymEnv):
@@ -763,9 +763,9 @@ NOT_WHOLE = [-1, -3, 2.5, 1e6, math.nan, "10", True]
 AT_LEAST = "{} must be an integer of at least {}, got {{}}"
 SEVERAL = "TypeError: EnvReward needs a single environment, got a {}: pass a function that creates one"
 TWO_ARGUMENTS = r"TypeError: {} is called with two arguments, .* but its signature is \(.*pass a TensorDictModule"
-LOW = {"low": Subgoal(2, limit="high")}
+LOW = {"desired_goal": "future", "low": Subgoal(2, limit="high")}
 OVERLAPPING = [extra("goal", ("goal",)), extra("goal", ("goal", "of_actor")), extra(("goal", "of_actor"), "goal")]
-USED = ["achieved_goal", "desired_goal", "reward", "done", "terminated", "collector", "index", IDS]
+USED = ["achieved_goal", ("desired_goal",), "reward", "done", "terminated", "collector", "index", IDS]
 USED_TOO = [("achieved_goal", "part"), ("next", "goal"), ("hindsight", "goal")]
 REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong values, and the words; {} is the value
     (HER, "her_ratio", [-0.1, 1.0001, 4, math.nan, "0.8", None], r"in \[0, 1\], got {}\..*k / \(k \+ 1\)"),
@@ -785,10 +785,18 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (HER, "strategy", ["futur", "", "Futures", "future "], "Unknown strategy {}: use one of 'current', .*or a GoalS"),
     (HER, "strategy", [Future, None, 3], r"TypeError: a GoalStrategy, got {}.*strategy=Future\(\)"),
     (HER, "strategy", [Subgoal(2, limit="high")], "goal is drawn first, but {} refers to 'high'.*for an extra goal"),
-    (HER, "extra_goals", [["actor_goal"]], "TypeError: must map keys to strategies, .*got {}"),
-    (HER, "extra_goals", [*map(extra, USED), *map(extra, USED_TOO), *OVERLAPPING],
-        "extra_goals has the key .* which transitions or another extra goal already use.*Choose another key"),
-    (HER, "extra_goals", [LOW, LOW | {"high": "future"}, {"low": Subgoal(2, limit="low")}],
+    (HER, "strategy", [{Future(): 0.5, Random(): 0.5}, {"desired_goal": 1}, extra("actor_goal") | {"low": 0.3}],
+        r"TypeError: must map the keys of goals to strategies, got {}.*pass strategy=Mixture\({\.\.\.}\)"),
+    (HER, "strategy", [{}, {"actor_goal": "future"}, {("goal", "desired_goal"): "final"}],
+        "needs the name 'desired_goal', which means the desired goal, whatever its key is, got {}"),
+    (HER, "strategy", [extra("low") | {Future(): "final"}, extra("low") | {3: "final"}],
+        r"TypeError: must map the keys of goals to strategies, but (Future\(\)|3) is not a key"),
+    (HER, "strategy", [extra("low") | {"low": Future}, {"desired_goal": None}], "TypeError: a GoalStrategy, got"),
+    (HER, "strategy", [*map(extra, USED), *map(extra, USED_TOO), *OVERLAPPING],
+        "strategy has the key .* which transitions or another extra goal already use.*Choose another key"),
+    (partial(HER, keys=HERKeys(desired_goal="target")), "strategy", [extra("target")],
+        "strategy has the key 'target', which transitions"),
+    (HER, "strategy", [LOW, LOW | {"high": "future"}, LOW | {"low": Subgoal(2, limit="low")}],
         "extra goal 'low' refers to '(high|low)', for which no goal is drawn earlier.*place that extra goal earlier"),
     (HER, "reward", [0.05, "sparse"], r"TypeError: must be a function of \(achieved_goal, .*got {}"),
     (HER, "reward", [lambda goal: goal, lambda one, other, info: one], TWO_ARGUMENTS.format("the reward function")),

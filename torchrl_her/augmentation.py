@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_her.compact import check_saved_without_compact_goals
@@ -17,7 +16,7 @@ from torchrl_her.episodes.lanes import EpisodeSteps
 from torchrl_her.episodes.tracker import EpisodeTracker, TrackedTransitions
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_goals
-from torchrl_her.goals.strategy import GoalStrategy
+from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
@@ -51,9 +50,8 @@ class HindsightAugmentation(RelabelTransform):
         reward (TensorDictModule or Callable): as in `HERTransform`. It is called once per write.
 
     Keyword Args:
-        strategy (str or GoalStrategy): as in `HERTransform`. With ``"final"``, all copies of a transition are equal:
-            pass ``n_sampled_goal=1``. Default: ``"future"``.
-        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): as in `HERTransform`. The entries are stored.
+        strategy (str, GoalStrategy or Mapping): as in `HERTransform`. Additional goals are stored. With ``"final"``,
+            all copies of a transition are equal: pass ``n_sampled_goal=1``. Default: ``"future"``.
         n_sampled_goal (int): the number of copies of each transition, the paper's k, at least 0. Default: 4.
         capacity (int): the number of achieved goals from which `Random` and `PastDesired` draw: those of the episodes
             that ended last; at least ``max_episode_steps`` are kept. Default: 10,000.
@@ -91,8 +89,7 @@ class HindsightAugmentation(RelabelTransform):
         self,
         reward: Reward,
         *,
-        strategy: str | GoalStrategy = "future",
-        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
+        strategy: AnyStrategy = "future",
         n_sampled_goal: int = 4,
         capacity: int = 10_000,
         keys: HERKeys = HERKeys(),
@@ -102,7 +99,7 @@ class HindsightAugmentation(RelabelTransform):
         n_sampled_goal = check_at_least(0, "n_sampled_goal", n_sampled_goal)
         max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         capacity = max(check_at_least(1, "capacity", capacity), max_episode_steps)
-        super().__init__(reward, strategy, keys, goal_fn, extra_goals)
+        super().__init__(reward, strategy, keys, goal_fn)
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
         self.table: GoalTable | None = None  # None before the first episode has ended

@@ -105,7 +105,7 @@ def _check_key(name: str, key: Any) -> Any:
     """Return a key without nested tuples, and check it; ``name`` is its field in `HERKeys`."""
     if key is None and name in ("trajectory", "mask"):
         return None
-    if not _is_key(key):
+    if not is_key(key):
         raise TypeError(f"HERKeys({name}=...) must be the name of an entry or a tuple of names, got {key!r}.")
     key = unravel_key(key)
     if name in _UNDER_NEXT and (key == "next" or key[0] == "next"):
@@ -113,8 +113,9 @@ def _check_key(name: str, key: Any) -> Any:
     return key
 
 
-def _is_key(key: Any) -> bool:
-    return isinstance(key, str) or (isinstance(key, tuple) and len(key) > 0 and all(map(_is_key, key)))
+def is_key(key: Any) -> bool:
+    """Return whether ``key`` is the name of an entry or a tuple of names."""
+    return isinstance(key, str) or (isinstance(key, tuple) and len(key) > 0 and all(map(is_key, key)))
 
 
 def keys_of_hindsight(transform: Transform) -> HERKeys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -24,7 +24,7 @@ from torchrl_her._torchrl import call_with_buffer, has_forward_hooks, without_co
 from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, map_goals, read_transitions
 from torchrl_her.goals.draw import Draw
-from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
+from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
 from torchrl_her.goals.strategy import DESIRED, GoalStrategy, goals_apart
 from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
 from torchrl_her.goals.write_lock import WriteLock
@@ -143,17 +143,16 @@ class RelabelTransform(BufferTransform, ABC):
     def __init__(
         self,
         reward: Reward,
-        strategy: str | GoalStrategy,
+        strategy: AnyStrategy,
         keys: HERKeys,
         goal_fn: GoalMap | None,
-        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
         recomputes_all: bool = False,
     ):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
         check_keys(keys)
-        self.strategies = make_strategies(strategy, extra_goals, keys)
+        self.strategies = make_strategies(strategy, keys)
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
 
@@ -14,7 +13,7 @@ from torchrl_her._torchrl import ids_around
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.stamps import read_stamps
 from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_goals
-from torchrl_her.goals.strategy import GoalStrategy
+from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.n_step import STEPS, NStepReward
 from torchrl_her.relabel import (
@@ -50,12 +49,13 @@ class HERTransform(StampingTransform):
             to rewards ``[batch]``.
 
     Keyword Args:
-        strategy (str or GoalStrategy): selects the step whose achieved goal becomes the desired goal: ``"future"``,
-            ``"final"``, ``"episode"``, ``"random"``, ``"current"``, ``"past_desired"`` or a `GoalStrategy` such as
-            `Geometric` or `Mixture`. Default: ``"future"``.
-        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): keys of additional goals and their strategies.
-            Each key gets its own goal, at the root and under ``"next"``, which does not affect the reward. If a
-            transition is not relabelled, its additional goals equal its desired goal.
+        strategy (str, GoalStrategy or Mapping): selects the step whose achieved goal becomes the desired goal:
+            ``"future"``, ``"final"``, ``"episode"``, ``"random"``, ``"current"``, ``"past_desired"`` or a
+            `GoalStrategy` such as `Geometric` or `Mixture`. For additional goals, pass several strategies by key:
+            ``{"desired_goal": "future", "actor_goal": "final"}``. The name ``"desired_goal"`` is required and means the
+            desired goal, whatever its key is. Each other key gets its own goal, at the root and under ``"next"``, which
+            does not affect the reward. If a transition is not relabelled, its additional goals equal its desired goal.
+            Default: ``"future"``.
         her_ratio (float): the probability that a transition is relabelled, from 0 to 1. The paper's k goals per
             transition correspond to k / (k + 1). Default: 0.8.
         capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold.
@@ -76,7 +76,7 @@ class HERTransform(StampingTransform):
             itself (with n-step returns, if the first step of the window did), and -1 if the goal comes from an earlier
             step or another episode, or if the transition is not relabelled. (In an adopted data set without desired
             goals, a transition that is not relabelled gets the goal that it achieved itself, so the number is 0.) If
-            ``strategy`` is a `Mixture`, samples also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index
+            the strategy is a `Mixture`, samples also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index
             of the member that selected the goal, or -1 if the transition is not relabelled. Default: False.
         recompute_all_rewards (bool): whether the reward of transitions that are not relabelled is recomputed too. Use
             it for a learned reward, which changes during training. Default: False.
@@ -109,8 +109,7 @@ class HERTransform(StampingTransform):
         self,
         reward: Reward,
         *,
-        strategy: str | GoalStrategy = "future",
-        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
+        strategy: AnyStrategy = "future",
         her_ratio: float = 0.8,
         capacity: int = 1_000_000,
         keys: HERKeys = HERKeys(),
@@ -126,7 +125,7 @@ class HERTransform(StampingTransform):
             max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         if sequence_length is not None:
             sequence_length = check_at_least(1, "sequence_length", sequence_length)
-        super().__init__(reward, strategy, keys, goal_fn, extra_goals, recomputes_all=recompute_all_rewards)
+        super().__init__(reward, strategy, keys, goal_fn, recomputes_all=recompute_all_rewards)
         if recompute_all_rewards and self._reads_steps:
             raise ValueError(
                 "recompute_all_rewards=True needs a reward that is computed from the goals, but this one reads the "
@@ -270,8 +269,8 @@ class HERTransform(StampingTransform):
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
     def __repr__(self) -> str:
-        extra = {key: self.strategies[key] for key, _ in self._extra_keys}
+        strategy = self.strategies if self._extra_keys else self.strategy
         return (
-            f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
-            f"{f'extra_goals={extra}, ' if extra else ''}her_ratio={self.her_ratio}, capacity={self.capacity})"
+            f"{type(self).__name__}({type(self.reward).__name__}, strategy={strategy!r}, her_ratio={self.her_ratio}, "
+            f"capacity={self.capacity})"
         )

@@ -18,8 +18,9 @@ class Current(GoalStrategy):
 
     Examples:
         >>> from torchrl_her import Current, HERTransform, SparseReward
-        >>> HERTransform(SparseReward(0.05), extra_goals={"value_goal": Current()}).strategies["value_goal"]
-        Current()
+        >>> her = HERTransform(SparseReward(0.05), strategy={"desired_goal": "future", "value_goal": Current()})
+        >>> her.strategies
+        {'desired_goal': Future(), 'value_goal': Current()}
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -165,7 +166,7 @@ class Subgoal(GoalStrategy):
 
     Keyword Args:
         limit (NestedKey, optional): the entry of the goal that limits the subgoal: ``"desired_goal"`` for the desired
-            goal, whatever its key is, or the key of an extra goal that comes earlier in ``extra_goals``. None sets no
+            goal, whatever its key is, or the key of an additional goal that comes earlier in ``strategy``. None sets no
             limit. A subgoal that is itself the desired goal has no limit. Default: ``"desired_goal"``.
 
     Raises:
@@ -173,7 +174,8 @@ class Subgoal(GoalStrategy):
 
     Examples:
         >>> from torchrl_her import HERTransform, SparseReward, Subgoal
-        >>> HERTransform(SparseReward(0.05), extra_goals={"actor_goal": Subgoal(25)}).strategies["actor_goal"]
+        >>> strategies = {"desired_goal": "future", "actor_goal": Subgoal(25)}
+        >>> HERTransform(SparseReward(0.05), strategy=strategies).strategies["actor_goal"]
         Subgoal(25)
     """
 
