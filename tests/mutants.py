@@ -201,6 +201,8 @@ MUTANTS = [
         "self._goal_keys = (keys.desired_goal, keys.next_desired_goal)", "self._goal_keys = (keys.desired_goal,)",
         MACHINE),
     Mutant("rewards are not recomputed", "relabel.py", "batch.replace(key, replaced, new.detach())", "pass", MACHINE),
+    Mutant("rewards of original goals are not recomputed", "relabel.py",
+        "if includes_originals else", "if False else", "tests/test_relabel.py"),
     Mutant("done is not recomputed", "relabel.py", "if self.keys.next_done in batch.stored:", "if False:", MACHINE),
     Mutant("done forgets truncated", "relabel.py", "ended = ended | truncated", "ended = ended", MACHINE),
     Mutant("an interrupted write is not undone", "relabel.py", "setattr(self, name, value)", "pass",

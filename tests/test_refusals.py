@@ -747,6 +747,12 @@ def rewarded(info_keys):
     return EnvReward(Efforts(), info_keys=info_keys)(data)
 
 
+def with_attribute(module, **attributes):
+    """Return a module with other attributes."""
+    vars(module).update(attributes)
+    return module
+
+
 def load_arrays(**changes):
     """Load an OGBench file with other arrays."""
     arrays = {"observations": np.zeros((5, 2)), "actions": np.zeros((5, 2)), "terminals": np.array([0, 0, 1, 0, 1])}
@@ -805,8 +811,9 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
         r"TypeError: must be a module or a function, got an environment: pass HERTransform\(EnvReward\(env\)\)"),
     (HER, "reward", [module(torch.sub, ACHIEVED, ROOT_DESIRED, out="reward")],
         r"must write \('next', 'reward'\), but its out_keys are \['reward'\].*HERKeys\(reward="),
-    (partial(HER, recompute_all_rewards=True), "reward", [ReachedReward()],
-        r"reads the number of steps to the goal.*Replace ReachedReward with GoalReward\(reward_fn\)"),
+    *((make, "reward", [with_attribute(ReachedReward(), recompute_all=True)],
+        r"reads the number of steps to the goal.*Replace ReachedReward with GoalReward\(reward_fn, recompute_all")
+      for make in (HER, AUGMENTATION)),
     (AUGMENTATION, "n_sampled_goal", NOT_WHOLE, AT_LEAST.format("n_sampled_goal", 0)),
     *((AUGMENTATION, name, [0, 2.5], AT_LEAST.format(name, 1)) for name in ("capacity", "max_episode_steps")),
     (Mixture, None, [{}, [Future()], None], r"strategies and their probabilities, such as {Future\(\): 1\.0}, got {}"),

@@ -36,7 +36,7 @@ class NStepReward:
     """
 
     def __init__(self, one_step: OneStepReward, has_goal_fn: bool, multi_step: MultiStepTransform):
-        reward, keys, self.recomputes_all = one_step.reward, one_step.keys, one_step.recomputes_all
+        reward, keys, self.recompute_all = one_step.reward, one_step.keys, one_step.recompute_all
         name = type(reward).__name__
         known = (keys.next_achieved_goal, keys.desired_goal, keys.next_desired_goal, STEPS_TO_GOAL)
         if others := [key for key in reward.in_keys if key not in known]:
@@ -155,7 +155,7 @@ class NStepReward:
         steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired_goal), outcomes, data.get(STEPS_TO_GOAL, None))
         with_new_reward = relabelled
-        if self.recomputes_all:  # windows with their original goal keep their length
+        if self.recompute_all:  # windows with their original goal keep their length
             ends = ends & relabelled.reshape(-1, 1)
             with_new_reward = relabelled | available.view_as(relabelled)
         counts = steps_that_count(steps, ends)

@@ -82,13 +82,14 @@ class SampledBatch(Batch):
 class OneStepReward:
     """Recomputes the one-step reward, and the done flags if the reward module writes ``terminated``.
 
-    With ``recomputes_all``, the reward of transitions that are not relabelled is recomputed too.
+    If the reward module has a true attribute ``recompute_all``, the reward of transitions that are not relabelled is
+    recomputed too.
     """
 
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, recomputes_all: bool = False):
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys):
         self.reward = reward
         self.keys = keys
-        self.recomputes_all = recomputes_all
+        self.recompute_all = bool(getattr(reward, "recompute_all", False))
         self._recomputed = [key for key in (keys.next_reward, keys.next_terminated) if key in reward.out_keys]
         self.replaced_keys = list(self._recomputed)
         if keys.next_terminated in self._recomputed:
@@ -109,9 +110,8 @@ class OneStepReward:
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
         for key, new in zip(self._recomputed, self._compute(batch), strict=True):
-            replaced = (
-                torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.next_reward else relabelled
-            )
+            includes_originals = self.recompute_all and key == self.keys.next_reward
+            replaced = torch.ones_like(relabelled) if includes_originals else relabelled
             batch.replace(key, replaced, new.detach())
         if self.keys.next_done in batch.stored:
             ended = batch.data.get(self.keys.next_terminated)
@@ -146,7 +146,6 @@ class RelabelTransform(BufferTransform, ABC):
         strategy: AnyStrategy,
         keys: HERKeys,
         goal_fn: GoalMap | None,
-        recomputes_all: bool = False,
     ):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
@@ -156,12 +155,18 @@ class RelabelTransform(BufferTransform, ABC):
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
-        self._one_step = OneStepReward(self.reward, keys, recomputes_all=recomputes_all)
+        self._one_step = OneStepReward(self.reward, keys)
         self._apart = goals_apart(self.strategies.values())
         self._goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
         self._extra_keys = [(key, unravel_key(("next", key))) for key in extra]
         self._reads_steps = STEPS_TO_GOAL in self.reward.in_keys
+        if self._one_step.recompute_all and self._reads_steps:
+            raise ValueError(
+                "recompute_all=True needs a reward that is computed from the goals, but this one reads the number of "
+                "steps to the goal, which transitions with their original goal lack. Replace ReachedReward with "
+                "GoalReward(reward_fn, recompute_all=True), or leave recompute_all out."
+            )
         self._lock = WriteLock()
         self._process = os.getpid()  # the process that owns the open lanes
         self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
@@ -169,7 +174,7 @@ class RelabelTransform(BufferTransform, ABC):
         self._diagnosis = Diagnosis(
             self.reward,
             keys,
-            compares_rewards=not recomputes_all,
+            compares_rewards=not self._one_step.recompute_all,
             goal_fn=goal_fn,
             replaced=frozenset(key for pair in self._extra_keys for key in pair),
         )

@@ -45,7 +45,9 @@ class HERTransform(StampingTransform):
     Args:
         reward (TensorDictModule or Callable): computes the reward of relabelled transitions. A module, such as
             `EnvReward`, `SparseReward` or `GoalReward`, reads the transitions and writes ``("next", "reward")`` and,
-            if it can, ``("next", "terminated")``. A function maps achieved and desired goals, ``[batch, *goal]`` each,
+            if it can, ``("next", "terminated")``. If it has a true attribute ``recompute_all``, as with
+            ``GoalReward(..., recompute_all=True)``, the reward of transitions that are not relabelled is recomputed
+            too. A function maps achieved and desired goals, ``[batch, *goal]`` each,
             to rewards ``[batch]``.
 
     Keyword Args:
@@ -78,8 +80,6 @@ class HERTransform(StampingTransform):
             goals, a transition that is not relabelled gets the goal that it achieved itself, so the number is 0.) If
             the strategy is a `Mixture`, samples also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index
             of the member that selected the goal, or -1 if the transition is not relabelled. Default: False.
-        recompute_all_rewards (bool): whether the reward of transitions that are not relabelled is recomputed too. Use
-            it for a learned reward, which changes during training. Default: False.
 
     Raises:
         ValueError: if an argument is out of range, if the transform is added to an environment, if another transform of
@@ -118,20 +118,13 @@ class HERTransform(StampingTransform):
         max_episode_steps: int | None = None,
         sequence_length: int | None = None,
         info: bool = False,
-        recompute_all_rewards: bool = False,
     ):
         capacity = check_at_least(1, "capacity", capacity)
         if max_episode_steps is not None:
             max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         if sequence_length is not None:
             sequence_length = check_at_least(1, "sequence_length", sequence_length)
-        super().__init__(reward, strategy, keys, goal_fn, recomputes_all=recompute_all_rewards)
-        if recompute_all_rewards and self._reads_steps:
-            raise ValueError(
-                "recompute_all_rewards=True needs a reward that is computed from the goals, but this one reads the "
-                "number of steps to the goal, which transitions with their original goal lack. Replace ReachedReward "
-                "with GoalReward(reward_fn), or leave recompute_all_rewards out."
-            )
+        super().__init__(reward, strategy, keys, goal_fn)
         if self._reads_steps and her_ratio == 1:
             self._diagnosis.rewards.compares = False  # samples contain no stored rewards
         self.info = bool(info)

@@ -278,7 +278,7 @@ class RewardCheck:
             )
         return (
             f"Use the environment's own reward, EnvReward(env), with goals in its units: {place} For a learned reward, "
-            "pass recompute_all_rewards=True to HERTransform."
+            "pass recompute_all=True to the reward module, such as GoalReward(reward_fn, recompute_all=True)."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
