@@ -48,7 +48,6 @@ from torchrl_her import (
     check_goal_env,
     load_minari,
     load_ogbench,
-    mark_as_owned,
 )
 from torchrl_her.envs import BitFlipping, PointReach
 
@@ -837,7 +836,6 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (rewarded, None, [["effort"]], "TypeError: 'effort' must be a tensor, got a .*one value per transition"),
     (MovementPriority, None, [0.0, -1.0, math.nan, math.inf], r"positive and finite, got far={} and lowest=0\.05"),
     (movement, "lowest", [0.0, -1.0, math.inf], r"far and lowest must be .* got far=1\.0 and lowest={}"),
-    (mark_as_owned, None, [{}], "TypeError: Only TensorDicts can be marked, got a dict"),
     (load_minari, None, ["maze"], r"TypeError: needs a Minari data set, got {}: pass minari\.load_dataset\(name\)"),
     (load_minari, None, [types.SimpleNamespace(iterate_episodes=lambda: [])], "Minari data set has no transitions"),
     (load_ogbench, None, ["maze.npy"], r"reads \.npz files, got {}: pass the path"),

@@ -15,7 +15,6 @@ from torchrl_her.relabel import call_transform
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
 from torchrl_her.rewards.reached_reward import ReachedReward
-from torchrl_her.storage.ownership import mark_as_owned
 from torchrl_her.storage.packed_storage import PackedStorage
 from torchrl_her.transform import HERTransform
 
@@ -49,6 +48,5 @@ __all__ = [
     "check_goal_env",
     "load_minari",
     "load_ogbench",
-    "mark_as_owned",
     "uniform",
 ]

@@ -198,7 +198,7 @@ class HindsightAugmentation(RelabelTransform):
 
         rows = self._held.unpack(packed.index_select(0, chosen))
         stored = {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)}
-        batch = Batch(rows, stored, owned=None)
+        batch = Batch(rows, stored)
         self._set_goals(batch, [of_rows(goals) for goals in draw.goals], relabelled)
         if self._reads_steps:
             ahead = torch.where(draw.goal_episode == episode, draw.goal_step - step, -1).clamp_min(-1)

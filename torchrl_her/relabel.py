@@ -32,7 +32,6 @@ from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward
 from torchrl_her.storage.buffer_transform import BufferTransform
-from torchrl_her.storage.ownership import OwnedEntries
 
 RELABELLED = ("hindsight", "relabelled")
 SAVED_BY_THE_OTHER = (
@@ -50,7 +49,6 @@ class Batch:
 
     data: TensorDictBase  # [*batch], receives the new entries
     stored: dict[NestedKey, Any]  # the stored values of the replaced entries; None for entries that are created
-    owned: OwnedEntries | None  # the stored entries that may be overwritten; None if `data` is a shallow copy
 
     def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
         """Set an entry of the transitions to relabel, ``bool [*batch, 1]``; the others keep the stored value.
@@ -58,12 +56,7 @@ class Batch:
         An entry that is not stored is created for all transitions.
         """
         stored = self.stored[key]
-        if stored is None:
-            self.data.set(key, new)
-        elif self.owned is not None and self.owned.has(key, stored):
-            where(relabelled, new, stored, out=stored)
-        else:
-            self.data.set(key, where(relabelled, new, stored))
+        self.data.set(key, new if stored is None else where(relabelled, new, stored))
 
 
 @dataclass
@@ -355,11 +348,10 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     return reward
 
 
-def where(relabelled: Tensor, new: Tensor, stored: Tensor, out: Tensor | None = None) -> Tensor:
+def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     """Return the new values of relabelled transitions, ``bool [*batch, 1]``, and the stored values of the others.
 
-    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or flattened batch dimensions, ``[n, ...]``. The result is
-    written to ``out``, which can be ``stored``, or to a new tensor.
+    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or flattened batch dimensions, ``[n, ...]``.
     """
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
@@ -367,7 +359,7 @@ def where(relabelled: Tensor, new: Tensor, stored: Tensor, out: Tensor | None = 
     if new.shape != stored.shape:
         new = new.reshape(stored.shape)
     # An earlier transform may have changed the dtype of the stored entry.
-    return torch.where(relabelled, new.to(stored.dtype), stored, out=out)
+    return torch.where(relabelled, new.to(stored.dtype), stored)
 
 
 def check_at_least(least: int, name: str, value: int) -> int:

@@ -25,7 +25,6 @@ from torchrl_her.relabel import (
     check_at_least,
 )
 from torchrl_her.stamping import StampingTransform
-from torchrl_her.storage.ownership import owned_entries, set_owned
 
 
 class HERTransform(StampingTransform):
@@ -138,10 +137,7 @@ class HERTransform(StampingTransform):
     # Sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled transitions ``[*batch]``, a share of them relabelled.
-
-        The input is modified only if it is marked with `mark_as_owned`.
-        """
+        """Return sampled transitions ``[*batch]``, a share of them relabelled. The input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before stacking them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
         if not torch.compiler.is_compiling() and ids_around(self) != self._ids_around:
@@ -204,8 +200,8 @@ class HERTransform(StampingTransform):
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
         """Return the sampled transitions and the object that recomputes their rewards.
 
-        The transitions are a shallow copy without the entries to replace, unless they own their memory: a storage can
-        return its own tensordict, which must not be modified.
+        The transitions are a shallow copy without the entries to replace: a storage can return its own tensordict,
+        which must not be modified.
         """
         rewards: OneStepReward | NStepReward = self._one_step
         if tensordict.get(STEPS, None) is not None:
@@ -230,9 +226,8 @@ class HERTransform(StampingTransform):
                     "Compose(CompactGoals(), HERTransform(...))."
                 )
         table = self._table_at(stored[self.keys.desired_goal], len(tensordict.batch_size))
-        owned = None if torch.compiler.is_compiling() else owned_entries(tensordict)
-        data = tensordict.exclude(*replaced, *self._added_keys) if owned is None else set_owned(tensordict, None)
-        return SampledBatch(data, stored, owned, table, episode, step, self.longest_window), rewards
+        data = tensordict.exclude(*replaced, *self._added_keys)
+        return SampledBatch(data, stored, table, episode, step, self.longest_window), rewards
 
     def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
         """Draw goals, and return which transitions get them, ``bool [*batch, 1]``.
