@@ -2,12 +2,13 @@
 
 import copy
 import gc
+import inspect
 from functools import partial
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer, Unbounded
 from torchrl.envs import (
     Compose,
     DTypeCastTransform,
@@ -23,7 +24,7 @@ from support.goals import reached, reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, Goals, World
-from torchrl_her import CompactGoals, GoalReward, HERKeys, SparseReward
+from torchrl_her import CompactGoals, GoalReward, HERKeys, HERTransform, SparseReward, Subgoal
 
 RELABELLED = ("hindsight", "relabelled")
 hindsight = partial(make_transform, capacity=1000, her_ratio=1.0)
@@ -72,9 +73,13 @@ def test_a_goal_is_a_tensor_of_any_shape_and_dtype(goal_shape, dtype):
     assert rb[torch.zeros(0, dtype=torch.int64)]["desired_goal"].shape == (0, *goal_shape)
 
 
+def swap(state):
+    return state[..., [1, 0]]
+
+
 class Swap(torch.nn.Module):
     def forward(self, state):
-        return state[..., [1, 0]]
+        return swap(state)
 
 
 NAMES = {
@@ -102,7 +107,7 @@ def translated(data):
     return data
 
 
-@pytest.mark.parametrize("goal_fn", [Swap().forward, Swap()], ids=["function", "module"])
+@pytest.mark.parametrize("goal_fn", [swap, Swap()], ids=["function", "module"])
 @pytest.mark.parametrize("kind", ["one step", "n steps", "augmentation", "compact", "compact augmentation"])
 def test_with_other_keys_and_a_goal_fn_samples_are_the_same_under_other_names(kind, goal_fn):
     """The transforms share a reward, and mapping a goal twice would swap it back."""
@@ -323,9 +328,31 @@ def test_sampling_does_not_change_stored_entries_under_the_keys_of_samples():
     assert not torch.stack([row[RELABELLED] for row in rb.storage[:]]).any()
 
 
-def test_its_representation_names_the_settings():
-    text = repr(make_transform(reward=SparseReward(0.05), strategy="final"))
-    assert text == "HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)"
+SHOWN = {
+    "": {"strategy": "future", "her_ratio": 0.8, "capacity": 1_000_000, "keys": HERKeys()},
+    "strategy=Final(), her_ratio=1.0": {"strategy": "final", "her_ratio": 1.0},
+    "strategy={'desired_goal': Future(), 'low': Subgoal(2)}": {
+        "strategy": {"low": Subgoal(2), "desired_goal": "future"}
+    },
+    "capacity=50, keys=HERKeys(desired_goal='target')": {"keys": HERKeys(desired_goal="target"), "capacity": 50},
+    "goal_fn=swap, goal_spec=UnboundedContinuous": {"goal_spec": Unbounded(2), "goal_fn": swap},
+    "goal_fn=Swap": {"goal_fn": Swap()},
+    "max_episode_steps=9, sequence_length=3, info=True": {"info": True, "max_episode_steps": 9, "sequence_length": 3},
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_its_representation_shows_the_arguments_that_differ_from_the_defaults(text):
+    transform = HERTransform(SparseReward(0.05), **SHOWN[text])
+    assert repr(transform) == repr(copy.deepcopy(transform)) == f"HERTransform(SparseReward{', ' * bool(text)}{text})"
+
+
+def test_it_has_the_ten_arguments_of_the_documentation_in_this_order():
+    first, *others = inspect.signature(HERTransform).parameters.values()
+    assert first.name == "reward"
+    assert {each.kind for each in others} == {inspect.Parameter.KEYWORD_ONLY}
+    names = "strategy her_ratio capacity keys goal_fn goal_spec max_episode_steps sequence_length info"
+    assert [each.name for each in others] == names.split()
 
 
 def test_goals_do_not_change_with_the_callers_tensors():

@@ -102,6 +102,7 @@ class HindsightAugmentation(RelabelTransform):
         super().__init__(reward, strategy, keys, goal_fn)
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
+        self._max_episode_steps = max_episode_steps
         self.table: GoalTable | None = None  # None before the first episode has ended
         self._held = HeldTransitions(EpisodeTracker(max_episode_steps, PATIENCE, publish_running=False))
         self._episodes = 0  # the number of episodes that began
@@ -359,7 +360,10 @@ class HindsightAugmentation(RelabelTransform):
             self._episodes = state["episodes"]
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
-            f"n_sampled_goal={self.n_sampled_goal})"
+        """Return the arguments that differ from the defaults."""
+        return self._describe(
+            HindsightAugmentation,
+            n_sampled_goal=self.n_sampled_goal,
+            capacity=self.capacity,
+            max_episode_steps=self._max_episode_steps,
         )

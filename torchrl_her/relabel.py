@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, map_goals, read_transitions
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
+from torchrl_her.goals.strategies import Future
 from torchrl_her.goals.strategy import DESIRED, GoalStrategy, goals_apart
 from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
 from torchrl_her.goals.write_lock import WriteLock
@@ -258,6 +260,20 @@ class RelabelTransform(BufferTransform, ABC):
         for key in self._goal_keys:
             batch.replace(key, relabelled, desired)
 
+    def _describe(self, kind: type[RelabelTransform], **arguments: Any) -> str:
+        """Return the class, the reward, and the arguments that differ from the defaults of the class ``kind``."""
+        strategy = self.strategies if self._extra_keys else self.strategy
+        is_default = repr(strategy) == repr(Future())
+        arguments |= {
+            "strategy": "future" if is_default else strategy,
+            "keys": self.keys,
+            "goal_fn": self.goal_fn,
+        }
+        defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+        changed = [name for name in defaults if name in arguments and arguments[name] != defaults[name]]
+        shown = [type(self.reward).__name__, *(f"{name}={_text_of(arguments[name])}" for name in changed)]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def clone(self: Self) -> Self:
         """Return a deep copy."""
         return copy.deepcopy(self)
@@ -271,6 +287,11 @@ class RelabelTransform(BufferTransform, ABC):
     def _state_of_copy(self) -> dict[str, Any]:
         state = without_compiled_call(super().__getstate__())
         return state | {"_neighbours": None, "_diagnosis": self._diagnosis.for_copy()}
+
+
+def _text_of(value: Any) -> str:
+    """Return the name of a function, a class or the class of a callable object, and the representation of others."""
+    return getattr(value, "__name__", type(value).__name__) if callable(value) else repr(value)
 
 
 def call_transform(replay_buffer: Any, method: str, *args: Any, **kwargs: Any) -> Any:

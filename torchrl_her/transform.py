@@ -132,6 +132,7 @@ class HERTransform(StampingTransform):
             self._added_keys += [STEPS_TO_GOAL, MEMBER]
         self.her_ratio = check_her_ratio(her_ratio)
         self.sequence_length = sequence_length
+        self._kind_of_goal_spec = None if goal_spec is None else type(goal_spec)
         self._make_table(capacity, goal_spec, max_episode_steps)
 
     # Sampling
@@ -257,8 +258,13 @@ class HERTransform(StampingTransform):
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
     def __repr__(self) -> str:
-        strategy = self.strategies if self._extra_keys else self.strategy
-        return (
-            f"{type(self).__name__}({type(self.reward).__name__}, strategy={strategy!r}, her_ratio={self.her_ratio}, "
-            f"capacity={self.capacity})"
+        """Return the arguments that differ from the defaults."""
+        return self._describe(
+            HERTransform,
+            her_ratio=self.her_ratio,
+            capacity=self.capacity,
+            goal_spec=self._kind_of_goal_spec,
+            max_episode_steps=self._max_episode_steps,
+            sequence_length=self.sequence_length,
+            info=self.info,
         )

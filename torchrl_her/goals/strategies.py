@@ -39,7 +39,7 @@ class Future(GoalStrategy):
     Examples:
         >>> from torchrl_her import Future, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Future(own=False))
-        HERTransform(SparseReward, strategy=Future(own=False), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Future(own=False))
     """
 
     def __init__(self, *, own: bool = True):
@@ -69,7 +69,7 @@ class Geometric(GoalStrategy):
     Examples:
         >>> from torchrl_her import Geometric, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Geometric(0.99))
-        HERTransform(SparseReward, strategy=Geometric(0.99), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Geometric(0.99))
     """
 
     def __init__(self, discount: float):
@@ -94,7 +94,7 @@ class Final(GoalStrategy):
     Examples:
         >>> from torchrl_her import Final, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Final())
-        HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Final())
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -109,7 +109,7 @@ class Episode(GoalStrategy):
     Examples:
         >>> from torchrl_her import Episode, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Episode())
-        HERTransform(SparseReward, strategy=Episode(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Episode())
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -125,7 +125,7 @@ class Random(GoalStrategy):
     Examples:
         >>> from torchrl_her import HERTransform, Random, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Random())
-        HERTransform(SparseReward, strategy=Random(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Random())
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -141,7 +141,7 @@ class PastDesired(GoalStrategy):
     Examples:
         >>> from torchrl_her import HERTransform, PastDesired, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=PastDesired())
-        HERTransform(SparseReward, strategy=PastDesired(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=PastDesired())
     """
 
     needs = ("desired",)
