@@ -41,7 +41,8 @@ class HERKeys:
 
     Raises:
         TypeError: if a key is not a name or a tuple of names.
-        ValueError: if both goals have the same key, or if a key begins with ``"next"``.
+        ValueError: if both goals have the same key, or if the key of a goal, of the reward or of the done flag begins
+            with ``"next"``.
 
     Examples:
         >>> from torchrl_her import HERKeys
