@@ -122,7 +122,8 @@ def is_key(key: Any) -> bool:
 def keys_of_hindsight(transform: Transform) -> HERKeys:
     """Return the keys of the hindsight transform that comes after ``transform``, or the default keys without one."""
     _, after = transforms_around(transform)
-    return next((each.keys for each in after if getattr(each, "relabels", False)), HERKeys())
+    found = [each.keys for each in after if getattr(each, "relabels", False)]
+    return found[0] if found else HERKeys()
 
 
 def check_keys(keys: Any) -> None:
