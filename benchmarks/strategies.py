@@ -45,7 +45,7 @@ def ogbench() -> Mixture:
     return Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})
 
 
-ACTOR = {"actor_goal": Future(own=False)}
+ACTOR = {"desired_goal": Future(), "actor_goal": Future(own=False)}
 BOTH = {**ACTOR, "subgoal": Subgoal(25)}
 CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
     SINGLE: dict,
@@ -55,12 +55,12 @@ CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "Mixture of Future and Final": lambda: {"strategy": Mixture({Future(): 0.5, Final(): 0.5})},
     OGBENCH: lambda: {"strategy": ogbench()},
-    "Future(), one extra goal": lambda: {"extra_goals": ACTOR},
-    "Future(), two extra goals": lambda: {"extra_goals": BOTH},
+    "Future(), one extra goal": lambda: {"strategy": ACTOR},
+    "Future(), two extra goals": lambda: {"strategy": BOTH},
     "Future(), info=True": lambda: {"info": True},
     "Future(), ReachedReward": lambda: {"reward": ReachedReward()},
     "OGBench's mixture, info=True": lambda: {"strategy": ogbench(), "info": True},
-    "OGBench's mixture, two extra goals": lambda: {"strategy": ogbench(), "extra_goals": BOTH},
+    "OGBench's mixture, two extra goals": lambda: {"strategy": {**BOTH, "desired_goal": ogbench()}},
 }
 
 
@@ -80,7 +80,8 @@ def make_transform(size: int, reward: Any = None, **options: Any) -> HERTransfor
 def check(batch: TensorDict, options: dict[str, Any]) -> None:
     """Check that a batch is relabelled and has the requested entries."""
     assert batch["hindsight", "relabelled"].float().mean() > 0.999
-    expected = {*options.get("extra_goals", {}), *[("hindsight", "steps_to_goal")] * options.get("info", False)}
+    goals = options["strategy"] if isinstance(options.get("strategy"), dict) else {}
+    expected = {*goals, *[("hindsight", "steps_to_goal")] * options.get("info", False)}
     assert expected <= set(batch.keys(True))
 
 

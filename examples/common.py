@@ -22,7 +22,7 @@ from torchrl.envs.transforms import ClipTransform, Compose, DoubleToFloat, Multi
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
-from torchrl_her import EnvReward, HERTransform, HindsightAugmentation, MovementPriority, PackedStorage
+from torchrl_her import EnvReward, HERKeys, HERTransform, HindsightAugmentation, MovementPriority, PackedStorage
 
 with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # hides a notice about Adroit
     import gymnasium_robotics  # noqa: F401 (registers Fetch, PointMaze and other robots)
@@ -112,8 +112,8 @@ class Inputs(TensorDictModuleBase):
     def update(self, data: TensorDictBase) -> None:
         """Update the statistics with transitions ``[*batch]``. Achieved goals also count as desired goals."""
         env = self.config.env
-        data = data["next"].select(*self.in_keys, env.achieved_goal_key, env.desired_goal_key).flatten()  # [n]
-        at_goal = data.copy().set(env.desired_goal_key, self.goal_fn(data[env.achieved_goal_key]))
+        data = data["next"].select(*self.in_keys, env.achieved_goal, env.desired_goal).flatten()  # [n]
+        at_goal = data.copy().set(env.desired_goal, self.goal_fn(data[env.achieved_goal]))
         data = torch.cat([data, at_goal])  # [2 n]
         values = torch.cat([data[key].reshape(len(data), -1).to(self.sums) for key in self.in_keys], 1)  # [2 n, width]
         self.sums += torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
@@ -145,7 +145,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     hindsight, reward = config.hindsight, make_reward(config.env)
     arguments: dict[str, Any] = {
         "strategy": hindsight.strategy.name, "goal_fn": load_function(config.env.goal_fn),
-        "achieved_goal_key": config.env.achieved_goal_key, "desired_goal_key": config.env.desired_goal_key,
+        "keys": HERKeys(achieved_goal=config.env.achieved_goal, desired_goal=config.env.desired_goal),
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
@@ -159,7 +159,7 @@ def make_replay_buffer(config: Settings, hindsight: Any, inputs: Inputs) -> Tens
     transforms = [MultiStepTransform(buffer.n_steps, config.gamma)] if buffer.n_steps > 1 else []
     if priority == Priority.movement:
         goal_fn = load_function(env.goal_fn)
-        transforms.append(MovementPriority(buffer.far, achieved_goal_key=env.achieved_goal_key, goal_fn=goal_fn))
+        transforms.append(MovementPriority(buffer.far, goal_fn=goal_fn))
     return TensorDictReplayBuffer(
         storage=PackedStorage(buffer.size, device=config.device, ndim=2 if buffer.n_steps > 1 else 1),
         sampler=PrioritizedSampler(buffer.size, buffer.alpha, buffer.beta) if priority else None,
@@ -246,10 +246,10 @@ class Evaluation:
         if running[:, -1].any():
             raise SystemExit(f"Episodes do not end in {LONGEST_EPISODE:,} steps: set +env.kwargs.max_episode_steps=...")
         length = running.sum(1) + 1  # [envs]
-        achieved = self.goal_fn(end[env.achieved_goal_key])
+        achieved = self.goal_fn(end[env.achieved_goal])
         return {
             "success": end[env.success].reshape(-1),
             "return": (steps["reward"].squeeze(-1) * (torch.arange(steps.shape[1]) < length.unsqueeze(1))).sum(1),
-            "distance": (achieved.float() - end[env.desired_goal_key].float()).flatten(1).norm(dim=1),
+            "distance": (achieved.float() - end[env.desired_goal].float()).flatten(1).norm(dim=1),
             "length": length,
         }

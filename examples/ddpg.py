@@ -54,7 +54,7 @@ ConfigStore.instance().store("ddpg", Config)
 def check_rewards(config: Config, env: EnvBase) -> None:
     """Check that rewards, including the rewards of reached goals, cannot lead to returns outside the clipped range."""
     steps = env.rollout(100)
-    goals = steps[config.env.desired_goal_key]
+    goals = steps[config.env.desired_goal]
     reached = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
     rewards = torch.cat([steps["next", "reward"], make_reward(config.env).forward(reached)["next", "reward"]])
     if config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1:

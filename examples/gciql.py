@@ -105,11 +105,12 @@ def reached(achieved_goal: Tensor, desired_goal: Tensor) -> Tensor:
 
 def make_replay_buffer(config: Config, data: TensorDict) -> TensorDictReplayBuffer:
     """Make a buffer whose samples have a goal for the critics, ``desired_goal``, and an ``actor_goal``."""
-    goals: dict[str, Any] = {"strategy": Future()}
+    strategy: Any = Future()
     if config.goals == Goals.mixture:
-        goals["strategy"] = Mixture({Current(): 0.2, Geometric(config.gamma): 0.5, Random(): 0.3})
-        goals["extra_goals"] = {"actor_goal": Future(own=False)}
-    her = HERTransform(SparseReward(GOAL_RADIUS, terminated_fn=reached), **goals, her_ratio=1.0, capacity=len(data))
+        mixture = Mixture({Current(): 0.2, Geometric(config.gamma): 0.5, Random(): 0.3})
+        strategy = {"desired_goal": mixture, "actor_goal": Future(own=False)}
+    reward = SparseReward(GOAL_RADIUS, terminated_fn=reached)
+    her = HERTransform(reward, strategy=strategy, her_ratio=1.0, capacity=len(data))
     storage = TensorStorage(her.adopt(data))  # the data itself, not a copy
     return TensorDictReplayBuffer(storage=storage, transform=her, batch_size=AT_ONCE * config.batch_size)
 

@@ -30,9 +30,9 @@ class Env:
     parallel: bool = False  # a process for each environment
     success: str = "is_success"  # the entry of info that is true at the goal, or terminated
     clip_observation: Positive | None = None  # bound of the absolute values of the entry `observation`
-    achieved_goal_key: str = "achieved_goal"
-    desired_goal_key: str = "desired_goal"
-    goal_fn: str | None = None  # module:function, maps the entry under achieved_goal_key to a goal
+    achieved_goal: str = "achieved_goal"
+    desired_goal: str = "desired_goal"
+    goal_fn: str | None = None  # module:function, maps the entry achieved_goal to a goal
     terminated_fn: str | None = None  # module:function of achieved and desired goals: whether the episode ends there
     info_keys: list[str] = field(default_factory=list)  # the entries of info that compute_reward reads
 

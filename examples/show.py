@@ -84,10 +84,10 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> 
     def with_start(key: str) -> Tensor:
         return torch.cat([steps[key][:1], steps["next", key]])  # [steps + 1, ...]
 
-    achieved, goal_fn = with_start(config.achieved_goal_key), load_function(config.goal_fn)
+    achieved, goal_fn = with_start(config.achieved_goal), load_function(config.goal_fn)
     episode = {
         "achieved_goal": (achieved if goal_fn is None else goal_fn(achieved)).flatten(1).numpy(),
-        "desired_goal": steps[config.desired_goal_key][0].flatten().numpy(),
+        "desired_goal": steps[config.desired_goal][0].flatten().numpy(),
         "success": bool(steps["next", config.success][-1]),
     }
     if "pixels" in steps.keys():  # noqa: SIM118

@@ -170,14 +170,14 @@ def check(config: DictConfig) -> Any:
 def check_env(config: Settings, discrete: bool = False) -> EnvBase:
     """Return the environment, or exit if it cannot be trained on."""
     torch.manual_seed(config.seed)
-    env, name, goal = make_env(config.env), config.env.name, config.env.desired_goal_key
+    env, name, goal = make_env(config.env), config.env.name, config.env.desired_goal
     read = {config.env.success, *config.env.info_keys}
     entries = set(env.observation_spec.keys()) - read
     clipped = ["observation"] if config.env.clip_observation else []
-    if missing := {*config.inputs, *clipped, config.env.achieved_goal_key, goal} - entries:
+    if missing := {*config.inputs, *clipped, config.env.achieved_goal, goal} - entries:
         raise SystemExit(
             f"Observations of {name} have no {sorted(missing)}, only {sorted(entries)}: set inputs, "
-            "env.achieved_goal_key, env.desired_goal_key and env.clip_observation."
+            "env.achieved_goal, env.desired_goal and env.clip_observation."
         )
     if config.hindsight.enabled and goal not in config.inputs:
         raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goal!r}.")

@@ -26,7 +26,7 @@ from support.goals import reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
-from torchrl_her import GoalStrategy
+from torchrl_her import GoalStrategy, HERKeys, HindsightAugmentation, SparseReward
 
 RELABELLED, GOAL_STEP = ("hindsight", "relabelled"), ("hindsight", "goal_step")
 PRIORITIES = {"alpha": 0.7, "beta": 0.5}
@@ -229,3 +229,10 @@ def test_a_forked_process_drops_the_transitions_that_its_parent_holds_back(is_sh
         hindsight.flush()
         os._exit(hindsight.held_back)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == left
+
+
+def test_its_representation_shows_the_arguments_that_differ_from_the_defaults():
+    assert repr(HindsightAugmentation(SparseReward(0.05))) == "HindsightAugmentation(SparseReward)"
+    options = {"n_sampled_goal": 2, "max_episode_steps": 20_000, "keys": HERKeys(reward="gain"), "strategy": "final"}
+    text = "strategy=Final(), n_sampled_goal=2, capacity=20000, keys=HERKeys(reward='gain'), max_episode_steps=20000"
+    assert repr(HindsightAugmentation(SparseReward(0.05), **options)) == f"HindsightAugmentation(SparseReward, {text})"

@@ -149,7 +149,8 @@ def test_flags_that_the_data_does_not_have_are_not_needed(absent):
 
 def test_all_returns_are_recomputed_if_asked_for():
     """Some episodes pass their goal and continue, although the reward module terminates there."""
-    recorded = record(1, ndim=1, her_ratio=0.0, recompute_all_rewards=True)
+    reward = GoalReward(reward_of, terminated_fn=reached, recompute_all=True)
+    recorded = record(1, ndim=1, her_ratio=0.0, reward=reward)
     rows = recorded.world.play(0, ([*["go"] * 6, "truncated"] * 8) + ["go"] * 4)
     data = recorded.world.tensordict(rows)
     data["next", "reward"] *= 7

@@ -33,7 +33,7 @@ def test_the_transform_of_an_own_environment_computes_its_reward():
     exec(OWN, names)
     rewards = names["reward"](torch.tensor([[0.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.03, 0.03], [0.1, 0.0]]))
     assert rewards.tolist() == [0, -1]
-    assert names["her"].keys.achieved == "gripper"
+    assert names["her"].keys.achieved_goal == "gripper"
 
 
 @pytest.mark.parametrize("example", [TRAIN, OWN])

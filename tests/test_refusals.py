@@ -36,6 +36,7 @@ from torchrl_her import (
     Geometric,
     GoalReward,
     GoalStrategy,
+    HERKeys,
     Mixture,
     MovementPriority,
     PastDesired,
@@ -44,9 +45,9 @@ from torchrl_her import (
     SparseReward,
     Subgoal,
     call_transform,
+    check_goal_env,
     load_minari,
     load_ogbench,
-    mark_as_owned,
 )
 from torchrl_her.envs import BitFlipping, PointReach
 
@@ -212,15 +213,17 @@ EARLIER = "but goal_spec or an earlier write has"
 BREAKS = "Row {} of this write has transitions that do not continue each other, and no done flag.*not flattened.*ndim=2"
 OTHER_ROWS = r"This write has {} row\(s\), {}, but the last write had 4, \[4\].*the same environments in every write"
 FIRST, LATER = {"tried": (0,)}, {"tried": (1, 2)}
+MASKED = HERKeys(mask="kept")
 COMPACT = {"options": {"before": [CompactGoals]}}
-BY_OBSERVATION = {"options": {"before": [lambda: MovementPriority(1.0, achieved_goal_key="observation")]}}
+BY_OBSERVATION = {"options": {"before": [lambda: MovementPriority(1.0, keys=HERKeys(achieved_goal="observation"))]}}
 DAMAGED = {
     ALL: {
-        "no desired goal": (without(ROOT_DESIRED), "KeyError: no entry 'desired_goal'. Set desired_goal_key=.*Present"),
+        "no desired goal": (without(ROOT_DESIRED),
+            r"KeyError: no entry 'desired_goal'. Set keys=HERKeys\(desired_goal=.*Present"),
         "no next desired goal": (without(DESIRED), rf"KeyError: \('next', 'desired_goal'\).*{LEFT_OUT}"),
-        "no done flag": (without(DONE), r"KeyError: \('next', 'done'\).*done_key="),
-        "no termination": (without(TERMINATED), r"KeyError: \('next', 'terminated'\).*done_key=", FIRST),
-        "no mask": (without("kept"), "KeyError: no entry 'kept'.*mask_key=", {"options": {"mask_key": "kept"}}),
+        "no done flag": (without(DONE), r"KeyError: \('next', 'done'\).*HERKeys\(done="),
+        "no termination": (without(TERMINATED), r"KeyError: \('next', 'terminated'\).*HERKeys\(done=", FIRST),
+        "no mask": (without("kept"), r"KeyError: no entry 'kept'.*HERKeys\(mask=", {"options": {"keys": MASKED}}),
         "goals in parts": (in_parts, r"TypeError: achieved_goal'\)? must be a tensor, got a TensorDict.*CatTensors"),
         "achieved goals of two shapes": (changed(wider, ACHIEVED),
             r"achieved goal has the shape \({n}2,?\) at the root and \({n}3,?\) under 'next'"),
@@ -233,11 +236,12 @@ DAMAGED = {
         "a goal that cannot be converted": (with_fractions,
             r"Achieved goals are torch\.float32 and desired goals torch\.int64: .*of {row}.*with goal_fn",
             {"row": 5, "goals": Goals(dtype=torch.int64)}),
-        **{f"two values under {key}": (change, rf"{key}'\) has the shape \({{n}}2,?\) for \d+ transitions.*{argument}=")
-           for key, change, argument in (
-               ("done", changed(lambda flag: flag.expand(-1, 2), DONE), "done_key"),
-               ("traj_ids", entry(IDS, torch.zeros(10, 2)), "trajectory_key"),
-               ("mask", entry(MASK, torch.ones(10, 2)), "mask_key"))},
+        **{f"two values under {key}": (change,
+            rf"{key}'\) has the shape \({{n}}2,?\) for \d+ transitions.*HERKeys\({name}=")
+           for key, change, name in (
+               ("done", changed(lambda flag: flag.expand(-1, 2), DONE), "done"),
+               ("traj_ids", entry(IDS, torch.zeros(10, 2)), "trajectory"),
+               ("mask", entry(MASK, torch.ones(10, 2)), "mask"))},
         "rewards of several agents": (changed(lambda reward: reward[:, None].expand(-1, 3, 1), REWARD),
             r"stored rewards have the shape \(\d+, 3, 1\).*one reward per agent", FIRST),
         "a NaN among whole goals": (each(with_whole_outcomes, at(3, math.nan, ROOT_DESIRED)), f"desired goal of {NAN}",
@@ -254,11 +258,11 @@ DAMAGED = {
         "relabelled transitions": (entry(("hindsight", "relabelled"), (torch.arange(10) == 6)[:, None]),
             r"already relabelled \({row}\).*Write rb\.storage\[:\]", {"row": 6}),
         "an entry that an extra goal would replace": (entry("actor_goal", torch.zeros(10, 2)),
-            "extra_goals would replace the stored entry 'actor_goal'.*Choose another key",
-            FIRST | {"options": {"extra_goals": {"actor_goal": "final"}}}),
+            "An extra goal would replace the stored entry 'actor_goal'.*Choose another key",
+            FIRST | {"options": {"strategy": {"desired_goal": "future", "actor_goal": "final"}}}),
     },
     WRITES: {
-        "no reward": (without(REWARD), r"KeyError: \('next', 'reward'\).*reward_key=", FIRST),
+        "no reward": (without(REWARD), r"KeyError: \('next', 'reward'\).*HERKeys\(reward=", FIRST),
         "goals of another shape than before": (changed(wider, *GOALS),
             rf"Goals have the shape \(3,\), {EARLIER} \(2,\)\. Pass the goal_spec", LATER),
         "goals of another dtype than before": (changed(torch.Tensor.double, *GOALS),
@@ -270,7 +274,7 @@ DAMAGED = {
            for flag in ("done", "terminated", "truncated")},
     },
     (Extend, Add): {
-        "no place to measure": (without("observation"), "KeyError: no entry 'observation'.*achieved_goal_key",
+        "no place to measure": (without("observation"), "KeyError: no entry 'observation'.*achieved_goal=",
             BY_OBSERVATION),
     },
     (Augment,): {
@@ -301,11 +305,11 @@ DAMAGED = {
             r"\[5, 2\], .*along dimension 0, but time must be the last .*: pass data\.transpose\(0, 1\)"),
         "a last dimension of one": (methodcaller("unsqueeze", -1), r"\[10, 1\].*time must be the last"),
         "rewards under another key": (methodcaller("rename_key_", REWARD, ("next", "agent", "reward")),
-            r"KeyError: no entry \('next', 'reward'\), but it has \('next', 'agent', .*reward_key=.*or exclude\(\)"),
+            r"KeyError: no entry \('next', 'reward'\), but it has \('next', 'agent',.*HERKeys\(reward=.*or exclude\("),
         "more transitions than goals": (lambda data: torch.cat([data, data]),
             "has 20 transitions, .*holds only 12 goals: pass capacity=20 ", {"options": {"capacity": 12}}),
         "no goals": (without(ROOT_DESIRED, DESIRED),
-            r"no desired goals under 'desired_goal', and with her_ratio=0\.8.*desired_goal_key=.*pass her_ratio=1"),
+            r"no desired goals under 'desired_goal', and with her_ratio=0\.8.*desired_goal=.*pass her_ratio=1"),
         "no past goals": (without(ROOT_DESIRED, DESIRED), "no desired goals, but the strategy PastDesired draws from",
             {"options": {"strategy": PastDesired(), "her_ratio": 1.0}}),
         "no rewards for ReachedReward": (without(REWARD), r"cannot compute rewards for orig.*her_ratio=1 \(got 0\.8\)",
@@ -355,7 +359,6 @@ ONE_VALUE = r"\('next', '{}'\) returned the shape {} for goals of .*must return 
 ONE_KEY = r"MultiStepTransform sums \[.*Pass both transforms the same done key and the same, single reward key"
 UNACCEPTED = {
     ALL: {
-        "a key given with next": ({"done_key": DONE}, "KeyError: Pass done_key without 'next', which is added"),
         "no value as reward": (rewarding(lambda *_: None), "TypeError: one value per row, but it returned None"),
         **{f"{key}, {name}": (make(function), ONE_VALUE.format(key, shape))
            for key, make in (("reward", rewarding), ("terminated", ending))
@@ -390,7 +393,7 @@ UNACCEPTED = {
             lambda data, count=count: data[:count])
            for count in (1, 10)},
         "n steps of n steps": (before(n_steps, n_steps), "Several MultiStepTransforms .*keep one"),
-        "n steps of padding": ({"before": [n_steps], "mask_key": "kept"}, "padding that mask_key='kept' marks.*split"),
+        "n steps of padding": ({"before": [n_steps], "keys": MASKED}, "padding that 'kept' marks.*split"),
         **{f"n steps, {name}={value}": (before(partial(n_steps, **{name: value})), ONE_KEY,
             entry(("next", "income"), torch.zeros(10, 1)))
            for name, value in (("reward_keys", ["income"]), ("reward_keys", ["reward", "income"]),
@@ -418,9 +421,9 @@ UNACCEPTED = {
                ("summed rewards", sums, "Reward2GoTransform sums the rewards.*Remove Reward2GoTransform"))},
         "CompactGoals after it": ({"after": [CompactGoals]}, r"CompactGoals comes after .*first: Compose\(Compact"),
         "CompactGoals twice": (before(CompactGoals, CompactGoals), "Several CompactGoals.*keep one"),
-        **{f"CompactGoals with another {name}": (before(partial(CompactGoals, **{name: key})),
-            "CompactGoals leaves out .* pass both transforms the same desired_goal_key and done_key")
-           for name, key in (("desired_goal_key", "goal"), ("done_key", ("agents", "done")))},
+        **{f"CompactGoals with another {name}": (before(partial(CompactGoals, keys=HERKeys(**{name: key}))),
+            "CompactGoals leaves out .* create CompactGoals without keys")
+           for name, key in (("desired_goal", "goal"), ("done", ("agents", "done")))},
         "MovementPriority after it": ({"after": [movement]},
             r"KeyError: stamps of a HERTransform that comes after it: Compose\(MovementPriority\(.*HERTransform\("),
     },
@@ -720,7 +723,7 @@ def test_a_transform_that_an_environment_refuses_can_be_given_to_a_buffer(make):
 
 
 def extra(*keys):
-    return dict.fromkeys(keys, "future")
+    return dict.fromkeys(["desired_goal", *keys], "future")
 
 
 class VectorizedInProcess(GymEnv):
@@ -743,6 +746,12 @@ def rewarded(info_keys):
     return EnvReward(Efforts(), info_keys=info_keys)(data)
 
 
+def with_attribute(module, **attributes):
+    """Return a module with other attributes."""
+    vars(module).update(attributes)
+    return module
+
+
 def load_arrays(**changes):
     """Load an OGBench file with other arrays."""
     arrays = {"observations": np.zeros((5, 2)), "actions": np.zeros((5, 2)), "terminals": np.array([0, 0, 1, 0, 1])}
@@ -759,9 +768,9 @@ NOT_WHOLE = [-1, -3, 2.5, 1e6, math.nan, "10", True]
 AT_LEAST = "{} must be an integer of at least {}, got {{}}"
 SEVERAL = "TypeError: EnvReward needs a single environment, got a {}: pass a function that creates one"
 TWO_ARGUMENTS = r"TypeError: {} is called with two arguments, .* but its signature is \(.*pass a TensorDictModule"
-LOW = {"low": Subgoal(2, limit="high")}
+LOW = {"desired_goal": "future", "low": Subgoal(2, limit="high")}
 OVERLAPPING = [extra("goal", ("goal",)), extra("goal", ("goal", "of_actor")), extra(("goal", "of_actor"), "goal")]
-USED = ["achieved_goal", "desired_goal", "reward", "done", "terminated", "collector", "index", IDS]
+USED = ["achieved_goal", ("desired_goal",), "reward", "done", "terminated", "collector", "index", IDS]
 USED_TOO = [("achieved_goal", "part"), ("next", "goal"), ("hindsight", "goal")]
 REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong values, and the words; {} is the value
     (HER, "her_ratio", [-0.1, 1.0001, 4, math.nan, "0.8", None], r"in \[0, 1\], got {}\..*k / \(k \+ 1\)"),
@@ -770,15 +779,29 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (HER, "goal_fn", [5, "achieved"], "TypeError: goal_fn must be a function that maps .*got {}"),
     (HER, "goal_spec", [Composite(achieved_goal=Unbounded(2)), (2,)],
         r'TypeError: goal_spec must be the spec of one goal, got a .*env\.observation_spec\["achieved_goal"\]'),
-    (HER, "achieved_goal_key", ["desired_goal", ("desired_goal",)],
-        "achieved_goal_key and desired_goal_key must differ, got 'desired_goal' for both"),
+    *((make, "keys", [{"desired_goal": "goal"}, "goal"], r"TypeError: must be HERKeys, such as HERKeys\(.*got {}")
+      for make in (HER, AUGMENTATION, CompactGoals, movement, partial(check_goal_env, POINT_REACH))),
+    (HERKeys, "achieved_goal", ["desired_goal", ("desired_goal",)],
+        "different keys for achieved_goal and desired_goal, got 'desired_goal' for both"),
+    (HERKeys, "done", ["next", DONE, (("next", "agent"), "done")],
+        r"Pass HERKeys\(done=\.\.\.\) without 'next', which is added automatically"),
+    (HERKeys, "reward", [None, 3, (), ("agent", 0), ["reward"]],
+        r"TypeError: HERKeys\(reward=\.\.\.\) must be the name of an entry or a tuple of names, got {}"),
     (HER, "strategy", ["futur", "", "Futures", "future "], "Unknown strategy {}: use one of 'current', .*or a GoalS"),
     (HER, "strategy", [Future, None, 3], r"TypeError: a GoalStrategy, got {}.*strategy=Future\(\)"),
     (HER, "strategy", [Subgoal(2, limit="high")], "goal is drawn first, but {} refers to 'high'.*for an extra goal"),
-    (HER, "extra_goals", [["actor_goal"]], "TypeError: must map keys to strategies, .*got {}"),
-    (HER, "extra_goals", [*map(extra, USED), *map(extra, USED_TOO), *OVERLAPPING],
-        "extra_goals has the key .* which transitions or another extra goal already use.*Choose another key"),
-    (HER, "extra_goals", [LOW, LOW | {"high": "future"}, {"low": Subgoal(2, limit="low")}],
+    (HER, "strategy", [{Future(): 0.5, Random(): 0.5}, {"desired_goal": 1}, extra("actor_goal") | {"low": 0.3}],
+        r"TypeError: must map the keys of goals to strategies, got {}.*pass strategy=Mixture\({\.\.\.}\)"),
+    (HER, "strategy", [{}, {"actor_goal": "future"}, {("goal", "desired_goal"): "final"}],
+        "needs the name 'desired_goal', which means the desired goal, whatever its key is, got {}"),
+    (HER, "strategy", [extra("low") | {Future(): "final"}, extra("low") | {3: "final"}],
+        r"TypeError: must map the keys of goals to strategies, but (Future\(\)|3) is not a key"),
+    (HER, "strategy", [extra("low") | {"low": Future}, {"desired_goal": None}], "TypeError: a GoalStrategy, got"),
+    (HER, "strategy", [*map(extra, USED), *map(extra, USED_TOO), *OVERLAPPING],
+        "strategy has the key .* which transitions or another extra goal already use.*Choose another key"),
+    (partial(HER, keys=HERKeys(desired_goal="target")), "strategy", [extra("target")],
+        "strategy has the key 'target', which transitions"),
+    (HER, "strategy", [LOW, LOW | {"high": "future"}, LOW | {"low": Subgoal(2, limit="low")}],
         "extra goal 'low' refers to '(high|low)', for which no goal is drawn earlier.*place that extra goal earlier"),
     (HER, "reward", [0.05, "sparse"], r"TypeError: must be a function of \(achieved_goal, .*got {}"),
     (HER, "reward", [lambda goal: goal, lambda one, other, info: one], TWO_ARGUMENTS.format("the reward function")),
@@ -786,9 +809,10 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (HER, "reward", [PointReach(), GymEnv(POINT_REACH)],
         r"TypeError: must be a module or a function, got an environment: pass HERTransform\(EnvReward\(env\)\)"),
     (HER, "reward", [module(torch.sub, ACHIEVED, ROOT_DESIRED, out="reward")],
-        r"must write \('next', 'reward'\), but its out_keys are \['reward'\].*reward_key="),
-    (partial(HER, recompute_all_rewards=True), "reward", [ReachedReward()],
-        r"reads the number of steps to the goal.*Replace ReachedReward with GoalReward\(reward_fn\)"),
+        r"must write \('next', 'reward'\), but its out_keys are \['reward'\].*HERKeys\(reward="),
+    *((make, "reward", [with_attribute(ReachedReward(), recompute_all=True)],
+        r"reads the number of steps to the goal.*Replace ReachedReward with GoalReward\(reward_fn, recompute_all")
+      for make in (HER, AUGMENTATION)),
     (AUGMENTATION, "n_sampled_goal", NOT_WHOLE, AT_LEAST.format("n_sampled_goal", 0)),
     *((AUGMENTATION, name, [0, 2.5], AT_LEAST.format(name, 1)) for name in ("capacity", "max_episode_steps")),
     (Mixture, None, [{}, [Future()], None], r"strategies and their probabilities, such as {Future\(\): 1\.0}, got {}"),
@@ -812,7 +836,6 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (rewarded, None, [["effort"]], "TypeError: 'effort' must be a tensor, got a .*one value per transition"),
     (MovementPriority, None, [0.0, -1.0, math.nan, math.inf], r"positive and finite, got far={} and lowest=0\.05"),
     (movement, "lowest", [0.0, -1.0, math.inf], r"far and lowest must be .* got far=1\.0 and lowest={}"),
-    (mark_as_owned, None, [{}], "TypeError: Only TensorDicts can be marked, got a dict"),
     (load_minari, None, ["maze"], r"TypeError: needs a Minari data set, got {}: pass minari\.load_dataset\(name\)"),
     (load_minari, None, [types.SimpleNamespace(iterate_episodes=lambda: [])], "Minari data set has no transitions"),
     (load_ogbench, None, ["maze.npy"], r"reads \.npz files, got {}: pass the path"),

@@ -5,9 +5,10 @@ import torch
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from support.factories import make_transform
-from support.rewards import check_relabelled, distance, distance_of_row, point_reach, sample_of
-from torchrl_her import GoalReward, SparseReward
+from support.factories import make_augmentation, make_transform
+from support.rewards import check_relabelled, distance, distance_of_row, nearness, point_reach, sample_of
+from torchrl_her import EnvReward, GoalReward, SparseReward
+from torchrl_her.envs import PointReach
 
 GOALS = [("next", "achieved_goal"), "desired_goal"]
 REWARD, TERMINATED = ("next", "reward"), ("next", "terminated")
@@ -78,6 +79,33 @@ def test_a_reward_with_parameters_passes_no_gradient_to_the_sample():
     weights = torch.nn.Linear(4, 1)
     module = TensorDictModule(lambda *goals: weights(torch.cat(goals, dim=-1)), GOALS, [REWARD])
     assert not sample_of(point_reach(), module)[REWARD].requires_grad
+
+
+def attribute_of_a_module():
+    module = TensorDictModule(lambda *goals: nearness(*goals)[:, None], GOALS, [REWARD])
+    module.recompute_all = True
+    return module
+
+
+ALL_RECOMPUTED = {
+    "a function": lambda: GoalReward(nearness, terminated_fn=lambda *goals: nearness(*goals) < 1, recompute_all=True),
+    "a distance": lambda: SparseReward(0.05, recompute_all=True),
+    "an environment": lambda: EnvReward(PointReach(), recompute_all=True),
+    "a module": attribute_of_a_module,
+}
+
+
+@pytest.mark.parametrize("make", [make_transform, make_augmentation])
+@pytest.mark.parametrize("name", ALL_RECOMPUTED)
+def test_rewards_of_original_goals_are_recomputed_if_the_reward_asks_for_it(name, make):
+    written, reward = point_reach(), ALL_RECOMPUTED[name]()
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=make(reward=reward))
+    rb.extend(written.clone().set(REWARD, torch.full_like(written[REWARD], 7.0)))
+    batch = rb.sample(500)
+    originals = batch[~batch["hindsight", "relabelled"][:, 0]]
+    assert 0 < len(originals) < 500
+    assert torch.equal(batch[REWARD], reward(batch.exclude(REWARD))[REWARD])
+    assert not originals["next", "terminated"].any()  # flags stay as stored
 
 
 def test_flags_that_are_not_recomputed_may_be_missing():

@@ -114,11 +114,11 @@ class Config:
         return partial(prioritized, **PRIORITIES)
 
     def transform(self, **options: Any) -> Any:
-        strategies = {"strategy": self.strategy, "extra_goals": {"other_goal": "final"} if self.extra_goal else None}
+        strategy = {"desired_goal": self.strategy, "other_goal": "final"} if self.extra_goal else self.strategy
         return make_transform(
             GoalReward(self.goals.reward, terminated_fn=self.goals.reached),
             her_ratio=self.her_ratio,
-            **strategies | {"capacity": self.capacity, "max_episode_steps": self.max_episode_steps} | options,
+            **{"strategy": strategy, "capacity": self.capacity, "max_episode_steps": self.max_episode_steps} | options,
         )
 
     def buffer(self) -> ReplayBuffer:
@@ -454,7 +454,7 @@ class Hindsight(Writes):
         oracle.capacity = 10 * len(rows) + 10
         oracle.write(rows)
         oracle.flush()
-        hindsight = self.config.transform(capacity=oracle.capacity, extra_goals=None)
+        hindsight = self.config.transform(capacity=oracle.capacity, strategy=self.config.strategy)
         data = hindsight.adopt(self.tensordict(rows))
         rb = TensorDictReplayBuffer(storage=TensorStorage(data), transform=hindsight)
         Recorded(rb, oracle, self.world, stored=self.recorded.stored).check()

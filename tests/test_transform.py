@@ -2,12 +2,13 @@
 
 import copy
 import gc
+import inspect
 from functools import partial
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer, Unbounded
 from torchrl.envs import (
     Compose,
     DTypeCastTransform,
@@ -23,7 +24,7 @@ from support.goals import reached, reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, Goals, World
-from torchrl_her import CompactGoals, GoalReward, SparseReward
+from torchrl_her import CompactGoals, GoalReward, HERKeys, HERTransform, SparseReward, Subgoal
 
 RELABELLED = ("hindsight", "relabelled")
 hindsight = partial(make_transform, capacity=1000, her_ratio=1.0)
@@ -72,9 +73,13 @@ def test_a_goal_is_a_tensor_of_any_shape_and_dtype(goal_shape, dtype):
     assert rb[torch.zeros(0, dtype=torch.int64)]["desired_goal"].shape == (0, *goal_shape)
 
 
+def swap(state):
+    return state[..., [1, 0]]
+
+
 class Swap(torch.nn.Module):
     def forward(self, state):
-        return state[..., [1, 0]]
+        return swap(state)
 
 
 NAMES = {
@@ -84,10 +89,10 @@ NAMES = {
     ("next", "desired_goal"): ("next", "goals", "desired"),
     ("next", "reward"): ("next", "agent", "gain"),
     **{("next", flag): ("next", "agent", flag) for flag in FLAGS},
+    **{flag: ("agent", flag) for flag in FLAGS},  # CompactGoals adds them to samples
     ("collector", "traj_ids"): "lane",
 }
-KEYS = {"achieved_goal_key": ("goals", "achieved"), "desired_goal_key": ("goals", "desired"), "trajectory_key": "lane"}
-KEYS |= {"reward_key": ("agent", "gain"), "done_key": ("agent", "done")}
+KEYS = HERKeys(("goals", "achieved"), ("goals", "desired"), ("agent", "gain"), ("agent", "done"), trajectory="lane")
 N_STEP_KEYS = {"reward_keys": [("agent", "gain")], "done_key": ("agent", "done"), "done_keys": [("agent", "done")]}
 
 
@@ -95,37 +100,40 @@ def translated(data):
     """Return transitions under other names, whose achieved entries are states ``(cell, place, more)``."""
     data = data.clone()
     for old, new in NAMES.items():
-        data.rename_key_(old, new)
+        if old in data.keys(include_nested=True):
+            data.rename_key_(old, new)
     for key in (NAMES["achieved_goal"], NAMES["next", "achieved_goal"]):
         data[key] = torch.cat([data[key].flip(-1), data[key].sum(-1, keepdim=True)], -1)
     return data
 
 
-@pytest.mark.parametrize("goal_fn", [Swap().forward, Swap()], ids=["function", "module"])
-@pytest.mark.parametrize("kind", ["one step", "n steps", "augmentation"])
+@pytest.mark.parametrize("goal_fn", [swap, Swap()], ids=["function", "module"])
+@pytest.mark.parametrize("kind", ["one step", "n steps", "augmentation", "compact", "compact augmentation"])
 def test_with_other_keys_and_a_goal_fn_samples_are_the_same_under_other_names(kind, goal_fn):
     """The transforms share a reward, and mapping a goal twice would swap it back."""
-    make = make_augmentation if kind == "augmentation" else hindsight
+    make = make_augmentation if "augmentation" in kind else hindsight
     reward, world = GoalReward(reward_of, terminated_fn=reached), World(1, Goals())
     data = world.tensordict(world.play(0, [*["go"] * 4, "terminated", "go", "stay", "truncated", "go"] * 4))
     batches = []
-    for change, keys, n_keys in ((TensorDict.clone, {}, {}), (translated, KEYS | {"goal_fn": goal_fn}, N_STEP_KEYS)):
+    other = {"keys": KEYS, "goal_fn": goal_fn}
+    for change, options, n_keys in ((TensorDict.clone, {}, {}), (translated, other, N_STEP_KEYS)):
         torch.manual_seed(0)
-        n_step = [MultiStepTransform(3, 0.9, **n_keys)] if kind == "n steps" else []
-        rb = buffer_with(Compose(*n_step, make(reward=reward, **keys)), *map(change, data.split(9)))
+        before = [MultiStepTransform(3, 0.9, **n_keys)] if kind == "n steps" else []
+        before += [CompactGoals()] if "compact" in kind else []
+        rb = buffer_with(Compose(*before, make(reward=reward, **options)), *map(change, data.split(9)))
         batches.append(seeded_sample(rb, 500).exclude("hindsight_stamp"))
     assert batches[0][RELABELLED].any()
     assert same(translated(batches[0]), batches[1])
 
 
-@pytest.mark.parametrize("mask_key", ["mask", ("collector", "mask")])
-def test_padding_may_be_nan_and_is_never_relabelled_and_never_a_goal(mask_key):
-    recorded = record(strategy="random", mask_key=mask_key)
+@pytest.mark.parametrize("mask", ["mask", ("collector", "mask")])
+def test_padding_may_be_nan_and_is_never_relabelled_and_never_a_goal(mask):
+    recorded = record(strategy="random", keys=HERKeys(mask=mask))
     rows = recorded.world.play(0, ["go"] * 5 + ["terminated"])
     data = recorded.world.tensordict(rows)
     padding = data[:2].apply(lambda entry: entry * torch.nan if entry.is_floating_point() else torch.zeros_like(entry))
     padding["uid"] = torch.tensor([-1, -1])
-    recorded.write(rows, torch.cat([data, padding]).set(mask_key, torch.arange(8) < 6))
+    recorded.write(rows, torch.cat([data, padding]).set(mask, torch.arange(8) < 6))
     assert recorded.check() == 6
 
 
@@ -167,13 +175,13 @@ def test_rows_with_stamps_of_another_buffer_get_stamps_of_this_one_when_written(
     assert recorded.check() == 6
 
 
-@pytest.mark.parametrize("trajectory_key", [None, ("collector", "traj_ids")])
-def test_trajectory_ids_are_used_unless_trajectory_key_is_none(trajectory_key):
+@pytest.mark.parametrize("trajectory", [None, ("collector", "traj_ids")])
+def test_trajectory_ids_are_used_unless_their_key_is_none(trajectory):
     """The goals of both episodes are the same, so that only ids separate them."""
     td = episode_of(3)[[0, 0, 1, 1, 2, 2]].set(("collector", "traj_ids"), torch.arange(6) % 2)
-    rb = buffer_with(hindsight(reward=SparseReward(0), strategy="final", trajectory_key=trajectory_key), td)
+    rb = buffer_with(hindsight(reward=SparseReward(0), strategy="final", keys=HERKeys(trajectory=trajectory)), td)
     stamps = rb.storage[:]["hindsight_stamp"]
-    assert (stamps[::2, 0] == stamps[0, 0]).all() == (trajectory_key is not None)
+    assert (stamps[::2, 0] == stamps[0, 0]).all() == (trajectory is not None)
 
 
 # State
@@ -283,7 +291,7 @@ def test_compact_goals_restores_nested_flags_in_samples_and_not_in_a_storage_of_
         data["next", "agents", name] = data["next"].pop(name)
     data["agents"] = data["next", "agents"].apply(torch.zeros_like)
     data["agents", "mask"] = torch.ones(6, 1)
-    transform = Compose(CompactGoals(done_key=done), hindsight(done_key=done))
+    transform = Compose(CompactGoals(), hindsight(keys=HERKeys(done=done)))
     rb = TensorDictReplayBuffer(storage=ListStorage(20), transform=transform)
     rb.extend(data)
     assert not rb[:]["agents", "done"].any()
@@ -320,9 +328,31 @@ def test_sampling_does_not_change_stored_entries_under_the_keys_of_samples():
     assert not torch.stack([row[RELABELLED] for row in rb.storage[:]]).any()
 
 
-def test_its_representation_names_the_settings():
-    text = repr(make_transform(reward=SparseReward(0.05), strategy="final"))
-    assert text == "HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)"
+SHOWN = {
+    "": {"strategy": "future", "her_ratio": 0.8, "capacity": 1_000_000, "keys": HERKeys()},
+    "strategy=Final(), her_ratio=1.0": {"strategy": "final", "her_ratio": 1.0},
+    "strategy={'desired_goal': Future(), 'low': Subgoal(2)}": {
+        "strategy": {"low": Subgoal(2), "desired_goal": "future"}
+    },
+    "capacity=50, keys=HERKeys(desired_goal='target')": {"keys": HERKeys(desired_goal="target"), "capacity": 50},
+    "goal_fn=swap, goal_spec=UnboundedContinuous": {"goal_spec": Unbounded(2), "goal_fn": swap},
+    "goal_fn=Swap": {"goal_fn": Swap()},
+    "max_episode_steps=9, sequence_length=3, info=True": {"info": True, "max_episode_steps": 9, "sequence_length": 3},
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_its_representation_shows_the_arguments_that_differ_from_the_defaults(text):
+    transform = HERTransform(SparseReward(0.05), **SHOWN[text])
+    assert repr(transform) == repr(copy.deepcopy(transform)) == f"HERTransform(SparseReward{', ' * bool(text)}{text})"
+
+
+def test_it_has_the_ten_arguments_of_the_documentation_in_this_order():
+    first, *others = inspect.signature(HERTransform).parameters.values()
+    assert first.name == "reward"
+    assert {each.kind for each in others} == {inspect.Parameter.KEYWORD_ONLY}
+    names = "strategy her_ratio capacity keys goal_fn goal_spec max_episode_steps sequence_length info"
+    assert [each.name for each in others] == names.split()
 
 
 def test_goals_do_not_change_with_the_callers_tensors():

@@ -8,13 +8,13 @@ from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.goals.mixture import Mixture
 from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
 from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
+from torchrl_her.keys import HERKeys
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.relabel import call_transform
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
 from torchrl_her.rewards.reached_reward import ReachedReward
-from torchrl_her.storage.ownership import mark_as_owned
 from torchrl_her.storage.packed_storage import PackedStorage
 from torchrl_her.transform import HERTransform
 
@@ -32,6 +32,7 @@ __all__ = [
     "GoalEnvReport",
     "GoalReward",
     "GoalStrategy",
+    "HERKeys",
     "HERTransform",
     "HindsightAugmentation",
     "Mixture",
@@ -47,6 +48,5 @@ __all__ = [
     "check_goal_env",
     "load_minari",
     "load_ogbench",
-    "mark_as_owned",
     "uniform",
 ]

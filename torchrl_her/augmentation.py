@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_her.compact import check_saved_without_compact_goals
@@ -16,9 +15,9 @@ from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.lanes import Lanes, Published, Tracked
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.goals.draw import draw_goals
-from torchrl_her.goals.strategy import GoalStrategy
+from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.goals.table import GoalTable, load_table
-from torchrl_her.keys import MASK, STEPS_TO_GOAL, HERKeys
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
 from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, Batch, GoalMap, RelabelTransform, Reward, check_at_least
 
@@ -50,21 +49,15 @@ class HindsightAugmentation(RelabelTransform):
         reward (TensorDictModule or Callable): as in `HERTransform`. It is called once per write.
 
     Keyword Args:
-        strategy (str or GoalStrategy): as in `HERTransform`. With ``"final"``, all copies of a transition are equal:
-            pass ``n_sampled_goal=1``. Default: ``"future"``.
-        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): as in `HERTransform`. The entries are stored.
+        strategy (str, GoalStrategy or Mapping): as in `HERTransform`. Additional goals are stored. With ``"final"``,
+            all copies of a transition are equal: pass ``n_sampled_goal=1``. Default: ``"future"``.
         n_sampled_goal (int): the number of copies of each transition, the paper's k, at least 0. Default: 4.
-        achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
-        desired_goal_key (NestedKey): as in `HERTransform`. Default: ``"desired_goal"``.
-        reward_key (NestedKey): as in `HERTransform`. Default: ``"reward"``.
-        done_key (NestedKey): as in `HERTransform`. Default: ``"done"``.
-        trajectory_key (NestedKey, optional): as in `HERTransform`. Default: ``("collector", "traj_ids")``.
+        capacity (int): the number of achieved goals from which `Random` and `PastDesired` draw: those of the episodes
+            that ended last; at least ``max_episode_steps`` are kept. Default: 10,000.
+        keys (HERKeys): as in `HERTransform`. Padding is not stored. Default: ``HERKeys()``.
         goal_fn (Callable[[Tensor], Tensor], optional): as in `HERTransform`.
         max_episode_steps (int): the number of steps after which an episode ends even without a done flag. It limits
             the memory of transitions that are held back. Default: 1,000.
-        mask_key (NestedKey, optional): as in `HERTransform`. Padding is not stored. Default: ``("collector", "mask")``.
-        capacity (int): the number of achieved goals from which `Random` and `PastDesired` draw: those of the episodes
-            that ended last; at least ``max_episode_steps`` are kept. Default: 10,000.
 
     Raises:
         ValueError: as in `HERTransform`, and if the written batch does not have exactly one dimension. A refused write
@@ -95,26 +88,20 @@ class HindsightAugmentation(RelabelTransform):
         self,
         reward: Reward,
         *,
-        strategy: str | GoalStrategy = "future",
-        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
+        strategy: AnyStrategy = "future",
         n_sampled_goal: int = 4,
-        achieved_goal_key: NestedKey = "achieved_goal",
-        desired_goal_key: NestedKey = "desired_goal",
-        reward_key: NestedKey = "reward",
-        done_key: NestedKey = "done",
-        trajectory_key: NestedKey | None = ("collector", "traj_ids"),
+        capacity: int = 10_000,
+        keys: HERKeys = HERKeys(),
         goal_fn: GoalMap | None = None,
         max_episode_steps: int = 1_000,
-        mask_key: NestedKey | None = MASK,
-        capacity: int = 10_000,
     ):
         n_sampled_goal = check_at_least(0, "n_sampled_goal", n_sampled_goal)
         max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         capacity = max(check_at_least(1, "capacity", capacity), max_episode_steps)
-        keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        super().__init__(reward, strategy, keys, goal_fn, extra_goals)
+        super().__init__(reward, strategy, keys, goal_fn)
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
+        self._max_episode_steps = max_episode_steps
         self.table: GoalTable | None = None  # None before the first episode has ended
         self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE, publish_running=False))
         self._episodes = 0  # the number of episodes that began
@@ -168,7 +155,7 @@ class HindsightAugmentation(RelabelTransform):
         rows = written.rows_of(rows)
         packed = self._held.pack(rows)
         if self._first_goal is None:
-            self._first_goal = rows.get(self.keys.desired)[:1].clone()
+            self._first_goal = rows.get(self.keys.desired_goal)[:1].clone()
         tracked = self._held.lanes.track(written, packed, first_episode=self._episodes + 1)
         self._held.lanes.running = tracked.running
         self._episodes += tracked.opened
@@ -211,7 +198,7 @@ class HindsightAugmentation(RelabelTransform):
 
         rows = self._held.unpack(packed.index_select(0, chosen))
         stored = {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)}
-        batch = Batch(rows, stored, owned=None)
+        batch = Batch(rows, stored)
         self._set_goals(batch, [of_rows(goals) for goals in draw.goals], relabelled)
         if self._reads_steps:
             ahead = torch.where(draw.goal_episode == episode, draw.goal_step - step, -1).clamp_min(-1)
@@ -225,8 +212,8 @@ class HindsightAugmentation(RelabelTransform):
 
     def _publish(self, rows: TensorDictBase, lengths: np.ndarray) -> tuple[GoalTable, np.ndarray]:
         """Add the goals of whole episodes, ``[sum(lengths)]``, to the goal table; return it, and their ids there."""
-        desired = rows.get(self.keys.desired)
-        outcomes = map_goals(rows.get(self.keys.next_achieved), self.goal_fn).detach().to(desired.dtype)
+        desired = rows.get(self.keys.desired_goal)
+        outcomes = map_goals(rows.get(self.keys.next_achieved_goal), self.goal_fn).detach().to(desired.dtype)
         if self.table is None:
             self.table = GoalTable.like(desired, self.capacity, self._apart)
         table = self.table
@@ -235,7 +222,7 @@ class HindsightAugmentation(RelabelTransform):
         table.append(ids, np.zeros_like(ids), lengths, outcomes)
         if self._apart:
             first = torch.from_numpy(np.cumsum(lengths) - lengths).to(desired.device)
-            self._keep_apart(table, ids, rows.select(self.keys.achieved, self.keys.desired)[first])
+            self._keep_apart(table, ids, rows.select(self.keys.achieved_goal, self.keys.desired_goal)[first])
         return table, ids
 
     def flush(self) -> TensorDict:
@@ -372,7 +359,10 @@ class HindsightAugmentation(RelabelTransform):
             self._episodes = state["episodes"]
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
-            f"n_sampled_goal={self.n_sampled_goal})"
+        """Return the arguments that differ from the defaults."""
+        return self._describe(
+            HindsightAugmentation,
+            n_sampled_goal=self.n_sampled_goal,
+            capacity=self.capacity,
+            max_episode_steps=self._max_episode_steps,
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 
-from torchrl_her.keys import HERKeys, get_entry
+from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
 from torchrl_her.storage.buffer_transform import BufferTransform
 
 
@@ -19,14 +19,14 @@ class CompactGoals(BufferTransform):
     ``Compose(CompactGoals(), MultiStepTransform(...), HERTransform(...))``.
 
     Keyword Args:
-        desired_goal_key (NestedKey): the desired goal, as in `HERTransform`. Default: ``"desired_goal"``.
-        done_key (NestedKey): the done flag, as in `HERTransform`; ``terminated`` and ``truncated`` are next to it.
-            Default: ``"done"``.
+        keys (HERKeys, optional): the keys of the entries. By default, those of the hindsight transform in the same
+            buffer.
 
     Raises:
         ValueError: if the two desired goals of a written transition differ, or a flag at the root is True (a refused
             write stores nothing), if a loaded buffer was saved without ``CompactGoals``, or if ``CompactGoals``
-            comes after the hindsight transform or its keys differ from the keys of that transform.
+            comes after the hindsight transform or its keys differ from those of that transform.
+        TypeError: if ``keys`` are not `HERKeys`.
         KeyError: if written or sampled transitions have no desired goal.
 
     Examples:
@@ -44,21 +44,29 @@ class CompactGoals(BufferTransform):
         True
     """
 
-    def __init__(self, *, desired_goal_key: NestedKey = "desired_goal", done_key: NestedKey = "done"):
+    def __init__(self, *, keys: HERKeys | None = None):
         super().__init__()
-        self._desired = unravel_key(desired_goal_key)
-        self._next_desired = unravel_key(("next", desired_goal_key))
-        group = unravel_key(("next", done_key))[1:-1]  # the nesting of the flags
-        self._flags = [unravel_key(done_key), *(unravel_key((*group, name)) for name in ("terminated", "truncated"))]
-        self.left_out: list[NestedKey] = [self._next_desired, *self._flags]  # keys of the entries that are not stored
+        if keys is not None:
+            check_keys(keys)
+        self._given_keys = keys
+
+    @property
+    def _keys(self) -> HERKeys:
+        return self._given_keys or keys_of_hindsight(self)
+
+    @property
+    def left_out(self) -> list[NestedKey]:
+        """The keys of the entries that are not stored."""
+        keys = self._keys
+        return [keys.next_desired_goal, *keys.flags]
 
     def check_keys(self, keys: HERKeys) -> None:
         """Raise an error if the hindsight transform uses other keys."""
-        if (self._desired, unravel_key(("next", self._flags[0]))) != (keys.desired, keys.done):
+        own = self._keys
+        if (own.desired_goal, own.done) != (keys.desired_goal, keys.done):
             raise ValueError(
-                f"CompactGoals leaves out the desired goal {self._desired!r} and the flag {self._flags[0]!r}, but the "
-                f"hindsight transform uses {keys.desired!r} and {keys.done[1:]!r}: pass both transforms the same "
-                "desired_goal_key and done_key."
+                f"CompactGoals leaves out the desired goal {own.desired_goal!r} and the flag {own.done!r}, but the "
+                f"hindsight transform uses {keys.desired_goal!r} and {keys.done!r}: create CompactGoals without keys."
             )
 
     def check_write(self, tensordict: TensorDictBase) -> None:
@@ -66,13 +74,15 @@ class CompactGoals(BufferTransform):
 
         The hindsight transform sees a write first. It calls this method before it changes its own state.
         """
-        desired = get_entry(tensordict, self._desired, "desired_goal_key")
-        if not torch.equal(desired, get_entry(tensordict, self._next_desired, "desired_goal_key")):
+        keys = self._keys
+        desired = get_entry(tensordict, keys.desired_goal, "desired_goal")
+        if not torch.equal(desired, get_entry(tensordict, keys.next_desired_goal, "desired_goal")):
             raise ValueError(
-                f"CompactGoals leaves {self._next_desired!r} out, but it differs from {self._desired!r} in this write: "
-                "the goal changes within an episode. Nothing was stored. Remove CompactGoals from the buffer."
+                f"CompactGoals leaves {keys.next_desired_goal!r} out, but it differs from {keys.desired_goal!r} in "
+                "this write: the goal changes within an episode. Nothing was stored. Remove CompactGoals from the "
+                "buffer."
             )
-        for key in self._flags:
+        for key in keys.flags:
             flag = tensordict.get(key, None)
             if flag is not None and bool(flag.any()):
                 raise ValueError(
@@ -95,10 +105,11 @@ class CompactGoals(BufferTransform):
         """Return sampled transitions ``[*batch]`` with the redundant entries restored; the input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before stacking them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        desired = get_entry(tensordict, self._desired, "desired_goal_key")
-        tensordict = tensordict.copy().set(self._next_desired, desired)
-        for key in self._flags:
-            flag = tensordict.get(unravel_key(("next", key)), None)
+        keys = self._keys
+        desired = get_entry(tensordict, keys.desired_goal, "desired_goal")
+        tensordict = tensordict.copy().set(keys.next_desired_goal, desired)
+        for key, next_key in zip(keys.flags, keys.next_flags, strict=True):
+            flag = tensordict.get(next_key, None)
             if flag is not None:
                 tensordict.set(key, torch.zeros_like(flag))
         return tensordict

@@ -36,9 +36,9 @@ class NStepReward:
     """
 
     def __init__(self, one_step: OneStepReward, has_goal_fn: bool, multi_step: MultiStepTransform):
-        reward, keys, self.recomputes_all = one_step.reward, one_step.keys, one_step.recomputes_all
+        reward, keys, self.recompute_all = one_step.reward, one_step.keys, one_step.recompute_all
         name = type(reward).__name__
-        known = (keys.next_achieved, keys.desired, keys.next_desired, STEPS_TO_GOAL)
+        known = (keys.next_achieved_goal, keys.desired_goal, keys.next_desired_goal, STEPS_TO_GOAL)
         if others := [key for key in reward.in_keys if key not in known]:
             raise ValueError(
                 "With MultiStepTransform, only the goals of the steps in a window are kept, so the reward must be a "
@@ -47,10 +47,10 @@ class NStepReward:
             )
         if isinstance(reward, GoalReward):
             reward = reward.with_goal_fn(None)  # the goal table holds mapped goals
-        elif has_goal_fn and keys.next_achieved in reward.in_keys:
+        elif has_goal_fn and keys.next_achieved_goal in reward.in_keys:
             raise ValueError(
                 "With MultiStepTransform and goal_fn, only the mapped goals of the steps in a window are kept, but "
-                f"{name} reads the unmapped entry {keys.next_achieved!r}. Pass GoalReward(reward_fn)."
+                f"{name} reads the unmapped entry {keys.next_achieved_goal!r}. Pass GoalReward(reward_fn)."
             )
         self.reward = reward
         self.keys = keys
@@ -58,7 +58,7 @@ class NStepReward:
         self.gamma = multi_step.gamma  # as of the last write
         # Whether the next write may drop the waiting steps: at the first write of a process and after loading.
         self.may_restart = True
-        self._writes_terminated = keys.terminated in reward.out_keys
+        self._writes_terminated = keys.next_terminated in reward.out_keys
         self._rows = torch.Size()  # the batch size of the last write without the time dimension
         # The last step of each row: the goals under "next" (void), the trajectory id and the done flag, [rows, 1] each.
         self._last: list[np.ndarray] | None = None
@@ -77,7 +77,7 @@ class NStepReward:
             )
         if written.mask is not None:
             raise ValueError(
-                f"MultiStepTransform would sum over the padding that mask_key={self.keys.mask!r} marks. Collect with "
+                f"MultiStepTransform would sum over the padding that {self.keys.mask!r} marks. Collect with "
                 "split_trajs=False, or remove MultiStepTransform."
             )
         rows, last = batch[:-1], self._last
@@ -127,7 +127,7 @@ class NStepReward:
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries that `recompute` replaces."""
         written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
-        return [self.keys.reward, STEPS, *written, *present_flags(tensordict, self.keys)]
+        return [self.keys.next_reward, STEPS, *written, *present_flags(tensordict, self.keys)]
 
     def read_goals(self, batch: SampledBatch) -> Tensor:
         """Read the achieved goals of all windows into the batch.
@@ -153,15 +153,15 @@ class NStepReward:
         assert outcomes is not None, "read_goals() comes first"
         assert available is not None
         steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
-        rewards, ends = self._evaluate(data.get(self.keys.desired), outcomes, data.get(STEPS_TO_GOAL, None))
+        rewards, ends = self._evaluate(data.get(self.keys.desired_goal), outcomes, data.get(STEPS_TO_GOAL, None))
         with_new_reward = relabelled
-        if self.recomputes_all:  # windows with their original goal keep their length
+        if self.recompute_all:  # windows with their original goal keep their length
             ends = ends & relabelled.reshape(-1, 1)
             with_new_reward = relabelled | available.view_as(relabelled)
         counts = steps_that_count(steps, ends)
         taken = counts.sum(1, keepdim=True)  # [n, 1]
         new = {
-            self.keys.reward: discounted_sum(rewards, counts, gamma),
+            self.keys.next_reward: discounted_sum(rewards, counts, gamma),
             FIRST_REWARD: rewards[:, :1],
             STEPS: taken,
             GAMMA: gamma ** taken.double(),
@@ -170,15 +170,15 @@ class NStepReward:
         flags = data.get(LAST_FLAGS).reshape(len(steps), -1).split(1, dim=1)
         last_flags = dict(zip(present_flags(stored, self.keys), flags, strict=True))
         new |= last_flags
-        if self.keys.truncated in last_flags:
-            new[self.keys.truncated] = last_flags[self.keys.truncated] & (taken == steps)
+        if self.keys.next_truncated in last_flags:
+            new[self.keys.next_truncated] = last_flags[self.keys.next_truncated] & (taken == steps)
         if self._writes_terminated:
-            new[self.keys.terminated] = ends.any(1, keepdim=True)
-            new[self.keys.done] = new[self.keys.terminated] | new.get(self.keys.truncated, False)
+            new[self.keys.next_terminated] = ends.any(1, keepdim=True)
+            new[self.keys.next_done] = new[self.keys.next_terminated] | new.get(self.keys.next_truncated, False)
         for key, value in stored.items():
             if key in new:
                 kept = last_flags[key].view_as(value) if key in last_flags else value
-                is_reward = key in (self.keys.reward, FIRST_REWARD)
+                is_reward = key in (self.keys.next_reward, FIRST_REWARD)
                 data.set(key, where(with_new_reward if is_reward else relabelled, new[key], kept))
 
     def _evaluate(self, desired: Tensor, outcomes: Tensor, steps_to_goal: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -187,9 +187,9 @@ class NStepReward:
         desired = desired.reshape(-1, 1, *goal_shape).expand_as(outcomes).flatten(0, 1)
         steps = TensorDict(batch_size=[shape.numel()], device=outcomes.device)
         for key, goals in (
-            (self.keys.next_achieved, outcomes.flatten(0, 1)),
-            (self.keys.desired, desired),
-            (self.keys.next_desired, desired),
+            (self.keys.next_achieved_goal, outcomes.flatten(0, 1)),
+            (self.keys.desired_goal, desired),
+            (self.keys.next_desired_goal, desired),
         ):
             steps.set(key, goals)
         if steps_to_goal is not None:
@@ -197,10 +197,10 @@ class NStepReward:
             steps.set(STEPS_TO_GOAL, left.clamp(min=-1).reshape(-1, 1))
         with torch.no_grad():
             steps = self.reward(steps)
-        rewards = steps.get(self.keys.reward).reshape(shape).double()
+        rewards = steps.get(self.keys.next_reward).reshape(shape).double()
         if not self._writes_terminated:
             return rewards, torch.zeros_like(rewards, dtype=torch.bool)
-        return rewards, steps.get(self.keys.terminated).reshape(shape).bool()
+        return rewards, steps.get(self.keys.next_terminated).reshape(shape).bool()
 
 
 def steps_that_follow(start: np.ndarray, ends: list[np.ndarray], last: list[np.ndarray] | None) -> np.ndarray:
@@ -238,15 +238,15 @@ def discounted_sum(rewards: Tensor, counts: Tensor, gamma: float) -> Tensor:
 
 def present_flags(tensordict: TensorDictBase | dict[NestedKey, Tensor], keys: HERKeys) -> list[NestedKey]:
     """Return the keys of the done flags that are present."""
-    return [key for key in keys.flags if tensordict.get(key, None) is not None]
+    return [key for key in keys.next_flags if tensordict.get(key, None) is not None]
 
 
 def check_n_step_keys(multi_step: MultiStepTransform, keys: HERKeys) -> None:
     """Check that ``MultiStepTransform`` and HERTransform have the same reward and done keys."""
     summed = [unravel_key(("next", key)) for key in multi_step.reward_keys]
     ends = unravel_key(("next", multi_step.done_key))
-    if summed != [keys.reward] or ends != keys.done:
+    if summed != [keys.next_reward] or ends != keys.next_done:
         raise ValueError(
-            f"MultiStepTransform sums {summed} up to {ends!r}, but HERTransform recomputes {keys.reward!r} and reads "
-            f"{keys.done!r}. Pass both transforms the same done key and the same, single reward key."
+            f"MultiStepTransform sums {summed} up to {ends!r}, but HERTransform recomputes {keys.next_reward!r} and "
+            f"reads {keys.next_done!r}. Pass both transforms the same done key and the same, single reward key."
         )

@@ -86,7 +86,7 @@ class Neighbours(NamedTuple):
             what = None
             if stale := reads & (replaced | left_out):
                 what = f"reads {sorted(map(str, stale))} before relabelling replaces or restores them"
-            elif overwritten := writes & {*replaced, *left_out, keys.next_achieved}:
+            elif overwritten := writes & {*replaced, *left_out, keys.next_achieved_goal}:
                 what = (
                     f"writes {sorted(map(str, overwritten))}, which relabelling then replaces with unprocessed values"
                 )

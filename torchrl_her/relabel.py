@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -24,15 +25,15 @@ from torchrl_her._torchrl import call_with_buffer, has_forward_hooks, without_co
 from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, map_goals, read_transitions
 from torchrl_her.goals.draw import Draw
-from torchrl_her.goals.extra_goals import check_not_stored, make_strategies
+from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
+from torchrl_her.goals.strategies import Future
 from torchrl_her.goals.strategy import DESIRED, GoalStrategy, goals_apart
 from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
 from torchrl_her.goals.write_lock import WriteLock
-from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward
 from torchrl_her.storage.buffer_transform import BufferTransform
-from torchrl_her.storage.ownership import OwnedEntries
 
 RELABELLED = ("hindsight", "relabelled")
 SAVED_BY_THE_OTHER = (
@@ -50,7 +51,6 @@ class Batch:
 
     data: TensorDictBase  # [*batch], receives the new entries
     stored: dict[NestedKey, Any]  # the stored values of the replaced entries; None for entries that are created
-    owned: OwnedEntries | None  # the stored entries that may be overwritten; None if `data` is a shallow copy
 
     def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
         """Set an entry of the transitions to relabel, ``bool [*batch, 1]``; the others keep the stored value.
@@ -58,12 +58,7 @@ class Batch:
         An entry that is not stored is created for all transitions.
         """
         stored = self.stored[key]
-        if stored is None:
-            self.data.set(key, new)
-        elif self.owned is not None and self.owned.has(key, stored):
-            where(relabelled, new, stored, out=stored)
-        else:
-            self.data.set(key, where(relabelled, new, stored))
+        self.data.set(key, new if stored is None else where(relabelled, new, stored))
 
 
 @dataclass
@@ -82,17 +77,18 @@ class SampledBatch(Batch):
 class OneStepReward:
     """Recomputes the one-step reward, and the done flags if the reward module writes ``terminated``.
 
-    With ``recomputes_all``, the reward of transitions that are not relabelled is recomputed too.
+    If the reward module has a true attribute ``recompute_all``, the reward of transitions that are not relabelled is
+    recomputed too.
     """
 
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, recomputes_all: bool = False):
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys):
         self.reward = reward
         self.keys = keys
-        self.recomputes_all = recomputes_all
-        self._recomputed = [key for key in (keys.reward, keys.terminated) if key in reward.out_keys]
+        self.recompute_all = bool(getattr(reward, "recompute_all", False))
+        self._recomputed = [key for key in (keys.next_reward, keys.next_terminated) if key in reward.out_keys]
         self.replaced_keys = list(self._recomputed)
-        if keys.terminated in self._recomputed:
-            self.replaced_keys.append(keys.done)
+        if keys.next_terminated in self._recomputed:
+            self.replaced_keys.append(keys.next_done)
         self._read = [key for key in self.replaced_keys if key in reward.in_keys]
         # Whether calling `GoalReward.compute` directly gives the same result as the module, but faster.
         is_goal_reward = getattr(reward.forward, "__func__", None) is GoalReward.forward
@@ -109,14 +105,15 @@ class OneStepReward:
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
         for key, new in zip(self._recomputed, self._compute(batch), strict=True):
-            replaced = torch.ones_like(relabelled) if self.recomputes_all and key == self.keys.reward else relabelled
+            includes_originals = self.recompute_all and key == self.keys.next_reward
+            replaced = torch.ones_like(relabelled) if includes_originals else relabelled
             batch.replace(key, replaced, new.detach())
-        if self.keys.done in batch.stored:
-            ended = batch.data.get(self.keys.terminated)
-            truncated = batch.data.get(self.keys.truncated, None)
+        if self.keys.next_done in batch.stored:
+            ended = batch.data.get(self.keys.next_terminated)
+            truncated = batch.data.get(self.keys.next_truncated, None)
             if truncated is not None:
                 ended = ended | truncated
-            batch.replace(self.keys.done, relabelled, ended)
+            batch.replace(self.keys.next_done, relabelled, ended)
 
     def _compute(self, batch: Batch) -> list[Tensor]:
         """Return the entries that the reward module writes for the new goals, ``[*batch, ...]`` each."""
@@ -136,30 +133,35 @@ class OneStepReward:
 class RelabelTransform(BufferTransform, ABC):
     """The base of the transforms that relabel transitions: `HERTransform` and `HindsightAugmentation`."""
 
+    relabels = True  # other transforms use the keys of a transform that does
+
     def __init__(
         self,
         reward: Reward,
-        strategy: str | GoalStrategy,
+        strategy: AnyStrategy,
         keys: HERKeys,
         goal_fn: GoalMap | None,
-        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
-        recomputes_all: bool = False,
     ):
         super().__init__()
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
-        if keys.achieved == keys.desired:
-            raise ValueError(f"achieved_goal_key and desired_goal_key must differ, got {keys.achieved!r} for both.")
-        self.strategies = make_strategies(strategy, extra_goals, keys)
+        check_keys(keys)
+        self.strategies = make_strategies(strategy, keys)
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
-        self._one_step = OneStepReward(self.reward, keys, recomputes_all=recomputes_all)
+        self._one_step = OneStepReward(self.reward, keys)
         self._apart = goals_apart(self.strategies.values())
-        self._goal_keys = (keys.desired, keys.next_desired)
+        self._goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
         self._extra_keys = [(key, unravel_key(("next", key))) for key in extra]
         self._reads_steps = STEPS_TO_GOAL in self.reward.in_keys
+        if self._one_step.recompute_all and self._reads_steps:
+            raise ValueError(
+                "recompute_all=True needs a reward that is computed from the goals, but this one reads the number of "
+                "steps to the goal, which transitions with their original goal lack. Replace ReachedReward with "
+                "GoalReward(reward_fn, recompute_all=True), or leave recompute_all out."
+            )
         self._lock = WriteLock()
         self._process = os.getpid()  # the process that owns the open lanes
         self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
@@ -167,7 +169,7 @@ class RelabelTransform(BufferTransform, ABC):
         self._diagnosis = Diagnosis(
             self.reward,
             keys,
-            compares_rewards=not recomputes_all,
+            compares_rewards=not self._one_step.recompute_all,
             goal_fn=goal_fn,
             replaced=frozenset(key for pair in self._extra_keys for key in pair),
         )
@@ -200,7 +202,7 @@ class RelabelTransform(BufferTransform, ABC):
             )
         if not self._is_checked:
             for key in self._one_step.replaced_keys:
-                get_entry(tensordict, key, "reward_key" if key == self.keys.reward else "done_key")
+                get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
             check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
         self._diagnosis.check_write(tensordict, written, later)
@@ -209,9 +211,9 @@ class RelabelTransform(BufferTransform, ABC):
     def _keep_apart(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
         """Keep the goals that strategies need apart from outcomes, given the first transitions ``[n]`` of episodes."""
         if self._apart and len(episodes):
-            table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired))
+            table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired_goal))
         if self._apart > 1 and len(episodes):
-            initial = map_goals(first.get(self.keys.achieved), self.goal_fn).detach()
+            initial = map_goals(first.get(self.keys.achieved_goal), self.goal_fn).detach()
             table.keep_apart(episodes, INITIAL_STEP, initial.to(table.dtype))
 
     @contextmanager
@@ -254,9 +256,23 @@ class RelabelTransform(BufferTransform, ABC):
         desired, *extra = goals
         for pair, values in zip(self._extra_keys, extra, strict=True):
             for key in pair:
-                batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired]))
+                batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired_goal]))
         for key in self._goal_keys:
             batch.replace(key, relabelled, desired)
+
+    def _describe(self, kind: type[RelabelTransform], **arguments: Any) -> str:
+        """Return the class, the reward, and the arguments that differ from the defaults of the class ``kind``."""
+        strategy = self.strategies if self._extra_keys else self.strategy
+        is_default = repr(strategy) == repr(Future())
+        arguments |= {
+            "strategy": "future" if is_default else strategy,
+            "keys": self.keys,
+            "goal_fn": self.goal_fn,
+        }
+        defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+        changed = [name for name in defaults if name in arguments and arguments[name] != defaults[name]]
+        shown = [type(self.reward).__name__, *(f"{name}={_text_of(arguments[name])}" for name in changed)]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def clone(self: Self) -> Self:
         """Return a deep copy."""
@@ -271,6 +287,11 @@ class RelabelTransform(BufferTransform, ABC):
     def _state_of_copy(self) -> dict[str, Any]:
         state = without_compiled_call(super().__getstate__())
         return state | {"_neighbours": None, "_diagnosis": self._diagnosis.for_copy()}
+
+
+def _text_of(value: Any) -> str:
+    """Return the name of a function, a class or the class of a callable object, and the representation of others."""
+    return getattr(value, "__name__", type(value).__name__) if callable(value) else repr(value)
 
 
 def call_transform(replay_buffer: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -332,27 +353,26 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     if isinstance(reward, GoalReward):
         reward = reward.with_goal_fn(goal_fn)  # a copy: another transform may use the reward with other keys
         reward.set_keys(
-            achieved_goal=keys.achieved,
-            desired_goal=keys.desired,
-            reward=keys.reward[1:],
-            terminated=keys.terminated[1:],
+            achieved_goal=keys.achieved_goal,
+            desired_goal=keys.desired_goal,
+            reward=keys.reward,
+            terminated=keys.terminated,
         )
     if isinstance(reward, ReachedReward):
         reward = copy.copy(reward)
-        reward.set_keys(reward=keys.reward[1:], terminated=keys.terminated[1:])
-    if keys.reward not in reward.out_keys:
+        reward.set_keys(reward=keys.reward, terminated=keys.terminated)
+    if keys.next_reward not in reward.out_keys:
         raise ValueError(
-            f"The reward module must write {keys.reward!r}, but its out_keys are {list(reward.out_keys)}. Change its "
-            "out_keys, or pass its key as reward_key=... (without 'next')."
+            f"The reward module must write {keys.next_reward!r}, but its out_keys are {list(reward.out_keys)}. "
+            "Change its out_keys, or pass its key, without 'next', as keys=HERKeys(reward=...)."
         )
     return reward
 
 
-def where(relabelled: Tensor, new: Tensor, stored: Tensor, out: Tensor | None = None) -> Tensor:
+def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
     """Return the new values of relabelled transitions, ``bool [*batch, 1]``, and the stored values of the others.
 
-    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or flattened batch dimensions, ``[n, ...]``. The result is
-    written to ``out``, which can be ``stored``, or to a new tensor.
+    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or flattened batch dimensions, ``[n, ...]``.
     """
     if stored.ndim != relabelled.ndim:
         batch = relabelled.shape[:-1]
@@ -360,7 +380,7 @@ def where(relabelled: Tensor, new: Tensor, stored: Tensor, out: Tensor | None = 
     if new.shape != stored.shape:
         new = new.reshape(stored.shape)
     # An earlier transform may have changed the dtype of the stored entry.
-    return torch.where(relabelled, new.to(stored.dtype), stored, out=out)
+    return torch.where(relabelled, new.to(stored.dtype), stored)
 
 
 def check_at_least(least: int, name: str, value: int) -> int:

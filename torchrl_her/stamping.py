@@ -78,7 +78,7 @@ class StampingTransform(AdoptingTransform):
                 table.append(*steps)
             if self._apart:
                 first = np.flatnonzero(tracked.stamps[:, 1] == 0)
-                rows = written.rows_of(tensordict.select(self.keys.achieved, self.keys.desired))
+                rows = written.rows_of(tensordict.select(self.keys.achieved_goal, self.keys.desired_goal))
                 self._keep_apart(table, tracked.stamps[first, 0], rows[torch.from_numpy(first).to(goals.device)])
             if tracked.cut and self._splits_silently:
                 self._splits_silently = False

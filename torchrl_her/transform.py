@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
 
@@ -14,8 +13,8 @@ from torchrl_her._torchrl import ids_around
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.stamps import read_stamps
 from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_goals
-from torchrl_her.goals.strategy import GoalStrategy
-from torchrl_her.keys import MASK, MEMBER, STEPS_TO_GOAL, HERKeys
+from torchrl_her.goals.extra_goals import AnyStrategy
+from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.n_step import STEPS, NStepReward
 from torchrl_her.relabel import (
     RELABELLED,
@@ -26,7 +25,6 @@ from torchrl_her.relabel import (
     check_at_least,
 )
 from torchrl_her.stamping import StampingTransform
-from torchrl_her.storage.ownership import owned_entries, set_owned
 
 
 class HERTransform(StampingTransform):
@@ -46,57 +44,47 @@ class HERTransform(StampingTransform):
     Args:
         reward (TensorDictModule or Callable): computes the reward of relabelled transitions. A module, such as
             `EnvReward`, `SparseReward` or `GoalReward`, reads the transitions and writes ``("next", "reward")`` and,
-            if it can, ``("next", "terminated")``. A function maps achieved and desired goals, ``[batch, *goal]`` each,
+            if it can, ``("next", "terminated")``. If it has a true attribute ``recompute_all``, as with
+            ``GoalReward(..., recompute_all=True)``, the reward of transitions that are not relabelled is recomputed
+            too. A function maps achieved and desired goals, ``[batch, *goal]`` each,
             to rewards ``[batch]``.
 
     Keyword Args:
-        strategy (str or GoalStrategy): selects the step whose achieved goal becomes the desired goal: ``"future"``,
-            ``"final"``, ``"episode"``, ``"random"``, ``"current"``, ``"past_desired"`` or a `GoalStrategy` such as
-            `Geometric` or `Mixture`. Default: ``"future"``.
-        extra_goals (Mapping[NestedKey, str | GoalStrategy], optional): keys of additional goals and their strategies.
-            Each key gets its own goal, at the root and under ``"next"``, which does not affect the reward. If a
-            transition is not relabelled, its additional goals equal its desired goal.
-        info (bool): whether samples have an entry ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``: the number
-            of steps from a transition to the one that achieved its goal. It is 0 if the transition achieved the goal
-            itself (with n-step returns, if the first step of the window did), and -1 if the goal comes from an earlier
-            step or another episode, or if the transition is not relabelled. (In an adopted data set without desired
-            goals, a transition that is not relabelled gets the goal that it achieved itself, so the number is 0.) If
-            ``strategy`` is a `Mixture`, samples also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index
-            of the member that selected the goal, or -1 if the transition is not relabelled. Default: False.
+        strategy (str, GoalStrategy or Mapping): selects the step whose achieved goal becomes the desired goal:
+            ``"future"``, ``"final"``, ``"episode"``, ``"random"``, ``"current"``, ``"past_desired"`` or a
+            `GoalStrategy` such as `Geometric` or `Mixture`. For additional goals, pass several strategies by key:
+            ``{"desired_goal": "future", "actor_goal": "final"}``. The name ``"desired_goal"`` is required and means the
+            desired goal, whatever its key is. Each other key gets its own goal, at the root and under ``"next"``, which
+            does not affect the reward. If a transition is not relabelled, its additional goals equal its desired goal.
+            Default: ``"future"``.
         her_ratio (float): the probability that a transition is relabelled, from 0 to 1. The paper's k goals per
             transition correspond to k / (k + 1). Default: 0.8.
-        achieved_goal_key (NestedKey): the achieved goal, read at the root and under ``"next"``. Default:
-            ``"achieved_goal"``.
-        desired_goal_key (NestedKey): the desired goal, replaced at the root and under ``"next"``. Default:
-            ``"desired_goal"``.
-        reward_key (NestedKey): the reward, without ``"next"``. Default: ``"reward"``.
-        done_key (NestedKey): the done flag, without ``"next"``; ``terminated`` and ``truncated`` are next to it.
-            Default: ``"done"``.
-        trajectory_key (NestedKey, optional): trajectory ids, integers ``[*batch]``, which separate the transitions of
-            several environments. They are used if present. None ignores them. Default: ``("collector", "traj_ids")``.
-        goal_fn (Callable[[Tensor], Tensor], optional): maps the entry under ``achieved_goal_key``, ``[batch, *state]``,
-            to goals ``[batch, *goal]``. By default, the entry is the goal.
         capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold.
             A longer episode than ``capacity`` is split, and a warning says so. Default: 1,000,000.
+        keys (HERKeys): the keys of the entries. Default: ``HERKeys()``.
+        goal_fn (Callable[[Tensor], Tensor], optional): maps the entry of the achieved goal, ``[batch, *state]``, to
+            goals ``[batch, *goal]``. By default, the entry is the goal.
         goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
             environment. Required for buffers with ``shared=True`` and storages with ``shared_init=True``. By default,
             the first write determines it.
         max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag. In
             a buffer shared between processes, the default is 8,192.
-        mask_key (NestedKey, optional): a flag, ``bool [*batch]``, that is False for padding. The default entry is used
-            if present; any other entry must be present. With None, no transition is padding. Default:
-            ``("collector", "mask")``.
         sequence_length (int, optional): the number of transitions in each sampled sequence, the ``slice_len`` of a
             ``SliceSampler``. All transitions of a sequence get the same goal, which is drawn for the last one.
             Transitions that belong to another episode than the last one keep their goal.
-        recompute_all_rewards (bool): whether the reward of transitions that are not relabelled is recomputed too. Use
-            it for a learned reward, which changes during training. Default: False.
+        info (bool): whether samples have an entry ``("hindsight", "steps_to_goal")``, ``int64 [*batch, 1]``: the number
+            of steps from a transition to the one that achieved its goal. It is 0 if the transition achieved the goal
+            itself (with n-step returns, if the first step of the window did), and -1 if the goal comes from an earlier
+            step or another episode, or if the transition is not relabelled. (In an adopted data set without desired
+            goals, a transition that is not relabelled gets the goal that it achieved itself, so the number is 0.) If
+            the strategy is a `Mixture`, samples also have ``("hindsight", "member")``, ``int64 [*batch, 1]``: the index
+            of the member that selected the goal, or -1 if the transition is not relabelled. Default: False.
 
     Raises:
-        ValueError: if an argument is out of range, if both goals have the same key, if the transform is added to an
-            environment, if another transform of the buffer would undo the relabelling, or if written goals have the
-            wrong shape, the wrong dtype or a NaN. A refused write stores nothing. When sampling, if the size of the
-            batch is not a multiple of ``sequence_length``.
+        ValueError: if an argument is out of range, if the transform is added to an environment, if another transform of
+            the buffer would undo the relabelling, or if written goals have the wrong shape, the wrong dtype or a NaN. A
+            refused write stores nothing. When sampling, if the size of the batch is not a multiple of
+            ``sequence_length``.
         TypeError: if an argument or a written entry has the wrong type.
         KeyError: if written or sampled transitions lack an entry.
         RuntimeError: if the goal table does not fit into memory, if processes share the buffer but ``goal_spec`` is
@@ -120,36 +108,22 @@ class HERTransform(StampingTransform):
         self,
         reward: Reward,
         *,
-        strategy: str | GoalStrategy = "future",
-        extra_goals: Mapping[NestedKey, str | GoalStrategy] | None = None,
-        info: bool = False,
+        strategy: AnyStrategy = "future",
         her_ratio: float = 0.8,
-        achieved_goal_key: NestedKey = "achieved_goal",
-        desired_goal_key: NestedKey = "desired_goal",
-        reward_key: NestedKey = "reward",
-        done_key: NestedKey = "done",
-        trajectory_key: NestedKey | None = ("collector", "traj_ids"),
-        goal_fn: GoalMap | None = None,
         capacity: int = 1_000_000,
+        keys: HERKeys = HERKeys(),
+        goal_fn: GoalMap | None = None,
         goal_spec: TensorSpec | None = None,
         max_episode_steps: int | None = None,
-        mask_key: NestedKey | None = MASK,
         sequence_length: int | None = None,
-        recompute_all_rewards: bool = False,
+        info: bool = False,
     ):
         capacity = check_at_least(1, "capacity", capacity)
         if max_episode_steps is not None:
             max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         if sequence_length is not None:
             sequence_length = check_at_least(1, "sequence_length", sequence_length)
-        keys = HERKeys.make(achieved_goal_key, desired_goal_key, reward_key, done_key, trajectory_key, mask_key)
-        super().__init__(reward, strategy, keys, goal_fn, extra_goals, recomputes_all=recompute_all_rewards)
-        if recompute_all_rewards and self._reads_steps:
-            raise ValueError(
-                "recompute_all_rewards=True needs a reward that is computed from the goals, but this one reads the "
-                "number of steps to the goal, which transitions with their original goal lack. Replace ReachedReward "
-                "with GoalReward(reward_fn), or leave recompute_all_rewards out."
-            )
+        super().__init__(reward, strategy, keys, goal_fn)
         if self._reads_steps and her_ratio == 1:
             self._diagnosis.rewards.compares = False  # samples contain no stored rewards
         self.info = bool(info)
@@ -158,15 +132,13 @@ class HERTransform(StampingTransform):
             self._added_keys += [STEPS_TO_GOAL, MEMBER]
         self.her_ratio = check_her_ratio(her_ratio)
         self.sequence_length = sequence_length
+        self._kind_of_goal_spec = None if goal_spec is None else type(goal_spec)
         self._make_table(capacity, goal_spec, max_episode_steps)
 
     # Sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled transitions ``[*batch]``, a share of them relabelled.
-
-        The input is modified only if it is marked with `mark_as_owned`.
-        """
+        """Return sampled transitions ``[*batch]``, a share of them relabelled. The input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before stacking them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
         if not torch.compiler.is_compiling() and ids_around(self) != self._ids_around:
@@ -229,8 +201,8 @@ class HERTransform(StampingTransform):
     def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
         """Return the sampled transitions and the object that recomputes their rewards.
 
-        The transitions are a shallow copy without the entries to replace, unless they own their memory: a storage can
-        return its own tensordict, which must not be modified.
+        The transitions are a shallow copy without the entries to replace: a storage can return its own tensordict,
+        which must not be modified.
         """
         rewards: OneStepReward | NStepReward = self._one_step
         if tensordict.get(STEPS, None) is not None:
@@ -247,17 +219,16 @@ class HERTransform(StampingTransform):
         replaced = (*self._goal_keys, *rewards.replaced(tensordict))
         stored = {key: tensordict.get(key, None) for key in replaced}
         created = () if self.adopted is None else self._create(tensordict, stored, episode, step)
-        for key in (*self._goal_keys, self.keys.reward):
+        for key in (*self._goal_keys, self.keys.next_reward):
             if stored[key] is None and key not in created:
                 raise KeyError(
                     f"The sample has no entry {key!r}, although it was written. Place the transform that drops it "
                     "after HERTransform. If the transitions were written with CompactGoals, sample with it too: "
                     "Compose(CompactGoals(), HERTransform(...))."
                 )
-        table = self._table_at(stored[self.keys.desired], len(tensordict.batch_size))
-        owned = None if torch.compiler.is_compiling() else owned_entries(tensordict)
-        data = tensordict.exclude(*replaced, *self._added_keys) if owned is None else set_owned(tensordict, None)
-        return SampledBatch(data, stored, owned, table, episode, step, self.longest_window), rewards
+        table = self._table_at(stored[self.keys.desired_goal], len(tensordict.batch_size))
+        data = tensordict.exclude(*replaced, *self._added_keys)
+        return SampledBatch(data, stored, table, episode, step, self.longest_window), rewards
 
     def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
         """Draw goals, and return which transitions get them, ``bool [*batch, 1]``.
@@ -287,8 +258,13 @@ class HERTransform(StampingTransform):
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
     def __repr__(self) -> str:
-        extra = {key: self.strategies[key] for key, _ in self._extra_keys}
-        return (
-            f"{type(self).__name__}({type(self.reward).__name__}, strategy={self.strategy!r}, "
-            f"{f'extra_goals={extra}, ' if extra else ''}her_ratio={self.her_ratio}, capacity={self.capacity})"
+        """Return the arguments that differ from the defaults."""
+        return self._describe(
+            HERTransform,
+            her_ratio=self.her_ratio,
+            capacity=self.capacity,
+            goal_spec=self._kind_of_goal_spec,
+            max_episode_steps=self._max_episode_steps,
+            sequence_length=self.sequence_length,
+            info=self.info,
         )

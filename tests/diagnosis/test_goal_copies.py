@@ -10,7 +10,9 @@ from torchrl.envs import CatTensors, ClipTransform, Compose, ExcludeTransform, R
 
 from support import tape
 from support.factories import make_transform, seeded_sample
+from support.goals import reward_of
 from support.tape import collected, image_reward, in_double_precision, make_tape, with_images
+from torchrl_her import GoalReward
 
 FRAMES = 60
 hindsight = functools.partial(make_transform, capacity=1000)
@@ -132,5 +134,6 @@ NO_COPIES = {
 @pytest.mark.parametrize("name", NO_COPIES)
 def test_an_entry_that_follows_the_goal_by_chance_or_not_at_all_is_accepted(name):
     storage = ListStorage if "shape" in name else LazyTensorStorage
-    rb = buffer(hindsight(recompute_all_rewards=True), *NO_COPIES[name]().split(20), storage=storage)
+    reward = GoalReward(reward_of, recompute_all=True)
+    rb = buffer(hindsight(reward=reward), *NO_COPIES[name]().split(20), storage=storage)
     assert len(rb) == FRAMES

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -14,7 +15,7 @@ import torch
 from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
 
 from support.goal_envs import CORRECT, FAULTS, EndsOnSuccess, Grid, Reach, computing, missed, paying, variant
-from torchrl_her import EnvReward, SparseReward, __main__, check_goal_env
+from torchrl_her import EnvReward, HERKeys, SparseReward, __main__, check_goal_env
 from torchrl_her.diagnosis.goal_env.finding import NAMES, SEVERITIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "check-goal-env.md"
@@ -166,10 +167,10 @@ def test_other_keys_and_a_goal_that_is_part_of_the_state():
         return observe(self), self.compute_reward(self.position, self.goal, {}), terminated, truncated, info
 
     env = variant(step=step, reset=lambda s, **options: (Reach.reset(s, **options), (observe(s), {}))[1])
-    keys = {"achieved_goal_key": ("robot", "state"), "desired_goal_key": "target"}
-    keys["ignore"] = "observation-outside-space"
-    assert all_names(check_goal_env(env(), **keys, goal_fn=lambda state: state[..., :2])) == set()
-    assert "reward-differs" in names(check_goal_env(env(), **keys, goal_fn=lambda state: state[..., 1:3]).errors)
+    keys = HERKeys(achieved_goal=("robot", "state"), desired_goal="target")
+    check = partial(check_goal_env, keys=keys, ignore="observation-outside-space")
+    assert all_names(check(env(), goal_fn=lambda state: state[..., :2])) == set()
+    assert "reward-differs" in names(check(env(), goal_fn=lambda state: state[..., 1:3]).errors)
     (finding,) = check_goal_env(env()).errors
     assert finding.name == "not-a-goal-env"
     assert "the entries ('robot', 'state'), 'target'." in finding.message

@@ -313,7 +313,7 @@ SILENT: list[tuple[Any, int, dict[str, Any]]] = [  # function that returns trans
     (walks, 20, {}),
     (lambda: walks(ends_on_success=True), 20, {"reward": RECOMPUTED_ENDS}),
     (lambda: walks().set(("next", "terminated"), walks()["next", "truncated"]), 20, {}),  # ends by falls
-    (walks, 25, {"reward": SparseReward(0.2), "recompute_all_rewards": True}),
+    (walks, 25, {"reward": SparseReward(0.2, recompute_all=True)}),
     (functools.partial(in_lanes, 8), 1, {}),
     *((in_lanes, size, {}) for size in (30, 10_000)),
     (resets_without_done_flags, 100, {}),

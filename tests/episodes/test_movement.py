@@ -9,7 +9,7 @@ from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import make_transform
 from support.world import Goals, World
-from torchrl_her import CompactGoals, MovementPriority
+from torchrl_her import CompactGoals, HERKeys, MovementPriority
 
 MOVES = ["go"] * 7 + ["truncated"] + ["stay"] * 5  # an episode that moves by 8, and another one that does not move
 
@@ -35,9 +35,9 @@ def expected(data, far, lowest=0.05):
     return [lowest + min(paths[int(row["collector", "traj_ids"])] / far, 1.0) for row in data]
 
 
-def buffer(*transforms, kind=TensorDictPrioritizedReplayBuffer, ndim=1):
+def buffer(*transforms, kind=TensorDictPrioritizedReplayBuffer, ndim=1, **arguments):
     options = {"alpha": 1.0, "beta": 0.0, "priority_key": "movement"} if kind is not ReplayBuffer else {}
-    hindsight = make_transform(reward=lambda achieved, desired: -torch.ones(len(achieved)), capacity=1000)
+    hindsight = make_transform(reward=lambda achieved, desired: -torch.ones(len(achieved)), capacity=1000, **arguments)
     return kind(storage=LazyTensorStorage(1000, ndim=ndim), transform=Compose(*transforms, hindsight), **options)
 
 
@@ -131,3 +131,16 @@ def test_other_transforms_can_come_before_it(before, ndim):
     assert still.any()
     assert not still.all()
     assert torch.equal(stored["movement"] == 0.05, still)
+
+
+@pytest.mark.parametrize("given", [None, HERKeys(achieved_goal="still")])
+def test_it_takes_the_keys_of_the_hindsight_transform_unless_it_has_its_own(given):
+    played_data = played()
+    data = played_data.clone()
+    for place in (data, data["next"]):
+        place.rename_key_("achieved_goal", "tip")
+        place["still"] = torch.zeros_like(place["tip"])
+    rb = buffer(CompactGoals(), MovementPriority(far=2.0, keys=given), keys=HERKeys(achieved_goal="tip"))
+    rb.extend(data)
+    lowest = [0.05] * len(data)
+    assert rb.storage[:]["movement"].tolist() == pytest.approx(lowest if given else expected(played_data, 2.0))

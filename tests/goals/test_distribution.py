@@ -166,8 +166,8 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        extra = dict(self.strategies) or None
-        return {"strategy": self.strategy, "extra_goals": extra, "her_ratio": self.her_ratio, "info": True}
+        strategy = {"desired_goal": self.strategy, **self.strategies} if self.strategies else self.strategy
+        return {"strategy": strategy, "her_ratio": self.her_ratio, "info": True}
 
     def probabilities(self, place: Place, held: Held) -> dict[Any, float]:
         """Return the probability of each outcome."""
@@ -447,8 +447,7 @@ def test_the_initial_goal_of_a_running_episode_is_saved():
 
 def test_copies_have_the_joint_distribution_of_several_goals():
     case = Case(Geometric(0.99), {geometric(0.99): 1}, *[SEVERAL["the goals of GCIVL"][place] for place in (2, 3)])
-    extra = dict(case.strategies)
-    hindsight = make_augmentation(strategy=case.strategy, extra_goals=extra, n_sampled_goal=5000)
+    hindsight = make_augmentation(strategy=case.options["strategy"], n_sampled_goal=5000)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(DRAWS + 20), transform=hindsight)
     recorded = Recorded(rb, Oracle({}, 1), World(1, Goals()))
     recorded.play([whole_episodes(9, 4, 1, 6)])
@@ -534,7 +533,7 @@ def test_samples_have_further_entries_only_on_request():
         for options in (
             {},
             {"strategy": Mixture({"final": 1.0}), "info": True},
-            {"extra_goals": {("high", "goal"): "final"}},
+            {"strategy": {("high", "goal"): "final", "desired_goal": "future"}},
         )
     )
     assert informed - plain == {("hindsight", "steps_to_goal"), ("hindsight", "member")}
@@ -542,7 +541,7 @@ def test_samples_have_further_entries_only_on_request():
 
 
 def test_an_extra_goal_may_replace_a_stored_copy_of_the_desired_goal():
-    world, rb = World(1, Goals()), filled(9, extra_goals={"observation_goal": "final"})
+    world, rb = World(1, Goals()), filled(9, strategy={"desired_goal": "future", "observation_goal": "final"})
     data = world.tensordict(world.play(0, whole_episodes(3)))
     rb.empty()
     rb.extend(data.set("observation_goal", data["desired_goal"].clone()))
@@ -564,6 +563,7 @@ def test_the_representation_of_a_strategy_creates_it_and_it_can_be_pickled():
     for text in [*single, "Subgoal(25)", "Subgoal(25, limit=None)", "Mixture({Current(): 0.25, Random(): 0.75})"]:
         strategy = eval(text)
         assert repr(strategy) == repr(pickle.loads(pickle.dumps(strategy))) == text
-        assert repr(make_transform(extra_goals={"high": "future", "low": strategy}).strategies["low"]) == text
+        strategies = {"desired_goal": "future", "high": "future", "low": strategy}
+        assert repr(make_transform(strategy=strategies).strategies["low"]) == text
     assert repr(Mixture({"current": 0.25, Geometric(0.5): 0.75})) == "Mixture({Current(): 0.25, Geometric(0.5): 0.75})"
     assert repr(Subgoal(25, limit=("high",))) == "Subgoal(25, limit='high')"

@@ -15,6 +15,7 @@ from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, s
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World, whole_episodes
+from torchrl_her import HERKeys
 
 RELABELLED = ("hindsight", "relabelled")
 
@@ -171,7 +172,7 @@ def test_episodes_of_the_size_of_the_table_and_those_that_are_cut_on_purpose_are
 def test_running_episodes_and_padding_are_not_mistaken_for_lost_goals(padding):
     """There are more episodes than the table has goals."""
     envs, length, size = (1, 2, 1000) if padding else (80, 20, 2000)
-    world, rb = World(envs, Goals()), make_buffer(size, mask_key="mask" if padding else None, her_ratio=1.0)
+    world, rb = World(envs, Goals()), make_buffer(size, keys=HERKeys(mask="mask" if padding else None), her_ratio=1.0)
     moves = [
         whole_episodes(*[length] * 1200)[env % length :] for env in range(envs)
     ]  # each environment is at a different step

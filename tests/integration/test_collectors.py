@@ -22,7 +22,7 @@ from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv
 from support.factories import make_augmentation, make_transform, start_processes_from_a_server
 from support.named import named
 from support.tape import LENGTHS, RELABELLED, check, collect, length_of, make_serial, make_tape, places, taken
-from torchrl_her import EnvReward, PackedStorage
+from torchrl_her import EnvReward, HERKeys, PackedStorage
 
 NUMBER = 8  # environments in one process
 STEPS, BATCHES = 8, 6  # steps of each environment per batch, and batches per collector
@@ -407,7 +407,7 @@ def test_workers_that_write_into_a_shared_buffer_have_separate_windows(filled_be
     ],
 )
 def test_each_process_holds_its_own_transitions_back_and_stores_whole_episodes_with_copies(kind, options, shared):
-    transform = make_augmentation(EnvReward(make_tape), mask_key=MASK if options else None)
+    transform = make_augmentation(EnvReward(make_tape), keys=HERKeys(mask=MASK if options else None))
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), transform=transform, shared=shared)
     if kind is Collector:
         for data in collect(make_serial(0, 1), 40, 10, **options):

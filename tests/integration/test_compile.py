@@ -85,11 +85,15 @@ def goal_spec(device):
 
 
 MIXTURE = Mixture(dict.fromkeys([Current(), Geometric(0.9), Random(), PastDesired(), Future(own=False)], 0.2))
-SUBGOALS = {"actor_goal": MIXTURE, "subgoal": Subgoal(2), "limited": Subgoal(2, limit="subgoal")}
+SUBGOALS = {
+    "desired_goal": MIXTURE,
+    "actor_goal": MIXTURE,
+    "subgoal": Subgoal(2),
+    "limited": Subgoal(2, limit="subgoal"),
+}
 EXTRA = {
     "reward": ReachedReward(),
-    "strategy": MIXTURE,
-    "extra_goals": SUBGOALS,
+    "strategy": SUBGOALS,
     "info": True,
     "capacity": 1000,
     "her_ratio": 1.0,
@@ -115,7 +119,7 @@ def check(batch, her, strategy="future", n_step=None, **_):
     if isinstance(her.reward, (SparseReward, ReachedReward)):
         assert torch.equal(batch["next", "reward"][relabelled], (is_reached[:, None].float() - 1.0)[relabelled])
         batch["next", "reward"] = reward_of(batch["next", "achieved_goal"], batch["desired_goal"]).unsqueeze(-1)
-    if strategy is MIXTURE:  # some goals are desired goals, which the tape does not expect
+    if her.strategy is MIXTURE:  # some goals are desired goals, which the tape does not expect
         steps, is_new = batch["hindsight", "steps_to_goal"][:, 0], relabelled[:, 0]
         assert torch.equal(is_reached[is_new], (steps == 0)[is_new])
         assert torch.equal(batch["limited"][is_new], batch["subgoal"][is_new])

@@ -11,7 +11,7 @@ from torchrl.envs import GymEnv
 from support.data_sets import adopting_buffer, bytes_of, entries_of
 from support.factories import make_transform
 from support.pages import run_block
-from torchrl_her import EnvReward, load_minari
+from torchrl_her import EnvReward, HERKeys, load_minari
 
 minari = pytest.importorskip("minari")
 from minari.data_collector import EpisodeBuffer  # noqa: E402
@@ -63,8 +63,8 @@ def make_dataset(tmp_path, monkeypatch):
 
 
 def make_hindsight(capacity):
-    keys = {"achieved_goal_key": ("observation", "achieved_goal"), "desired_goal_key": DESIRED}
-    return make_transform(reward=EnvReward(GymEnv(ENV)), trajectory_key="episode", capacity=capacity, **keys)
+    keys = HERKeys(achieved_goal=("observation", "achieved_goal"), desired_goal=DESIRED, trajectory="episode")
+    return make_transform(reward=EnvReward(GymEnv(ENV)), capacity=capacity, keys=keys)
 
 
 def test_the_transitions_equal_the_steps_of_the_episodes(make_dataset):

@@ -9,7 +9,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.data_sets import adopting_buffer, adopting_transform, entries_of, record, save_ogbench
 from support.factories import copied_by_state_dict, make_transform, seeded_sample
-from torchrl_her import Current, Future, Mixture, Random, ReachedReward, SparseReward, load_ogbench
+from torchrl_her import Current, Future, HERKeys, Mixture, Random, ReachedReward, SparseReward, load_ogbench
 
 LENGTHS = [11, 2, 1, 30, 7]  # states
 DESIRED, REWARD = ["desired_goal", ("next", "desired_goal")], ("next", "reward")
@@ -22,7 +22,7 @@ def file(tmp_path):
 
 
 def ogbench_transform(reward=None, **options):
-    options |= {"her_ratio": 1.0, "achieved_goal_key": "observation", "capacity": 100}
+    options |= {"her_ratio": 1.0, "keys": HERKeys(achieved_goal="observation"), "capacity": 100}
     return make_transform(reward=reward or ReachedReward(), **options)
 
 
@@ -123,7 +123,7 @@ def test_created_entries_equal_recomputed_ones(stored):
     dropped = {"no goals": [REWARD, ("next", "terminated")], "flags": [REWARD], "rewards": []}[stored]
     batches = []
     for each in (data, data.exclude(*DESIRED, *dropped)):
-        transform = adopting_transform(recorded, strategy="future", extra_goals={"actor_goal": "final"})
+        transform = adopting_transform(recorded, strategy={"desired_goal": "future", "actor_goal": "final"})
         batches.append(entries_of(seeded_sample(adopting_buffer(each, transform)).exclude("hindsight_stamp")))
     assert batches[0].keys() == batches[1].keys()
     for key, value in batches[0].items():
@@ -150,7 +150,8 @@ def test_a_transition_that_cannot_be_relabelled_gets_its_own_outcome(reward):
     data, recorded = record(MOVES)
     data["collector", "mask"] = torch.arange(len(data)) % 48 < 40
     options = {"reward": reward} if reward else {}
-    transform = adopting_transform(recorded, info=True, extra_goals={"actor_goal": Random()}, **options)
+    strategy = {"desired_goal": "final", "actor_goal": Random()}
+    transform = adopting_transform(recorded, info=True, strategy=strategy, **options)
     batch = adopting_buffer(data.exclude(*DESIRED, REWARD), transform)[:]
     padding = ~data["collector", "mask"]
     assert torch.equal(batch[RELABELLED].squeeze(-1), ~padding)

@@ -34,7 +34,7 @@ def recorded_with(*before, n_steps=1, **options):
 def test_returns_end_where_the_goal_is_reached(n_steps, compact, info):
     n_step = [MultiStepTransform(3, 0.9)] if n_steps == 3 else []
     before = [*(each() for each in compact), *n_step]
-    options = {"strategy": "random", "info": info, "extra_goals": {"low": Subgoal(2)}}
+    options = {"strategy": {"desired_goal": "random", "low": Subgoal(2)}, "info": info}
     recorded = recorded_with(*before, n_steps=n_steps, **options)
     batch, kinds = recorded.rb.sample().reshape(-1), set()
     assert (STEPS_TO_GOAL in batch.keys(True)) == info

@@ -32,7 +32,7 @@ def make_transform(reward: Any = None, *, n_steps: int = 1, gamma: float = 0.9, 
     """
     before: list[Transform] = [MultiStepTransform(n_steps, gamma)] if n_steps > 1 else []
     if options.pop("compact", False):
-        before.insert(0, CompactGoals(done_key=options.get("done_key", "done")))
+        before.insert(0, CompactGoals())
     hindsight = HERTransform(reward or GoalReward(reward_of, terminated_fn=reached), **options)
     return Compose(*before, hindsight) if before else hindsight
 

@@ -93,7 +93,7 @@ class ContinuityCheck:
             warn_user(
                 f"{share:.0%} of the transitions could continue several running episodes, "
                 "because these have the same goals. Some may be assigned to the wrong episode: write trajectory ids "
-                "(trajectory_key), or each environment in its own row, [environments, steps]."
+                "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
             )
 
     def _after_last(self, written: WrittenTransitions) -> Goals:
@@ -132,7 +132,7 @@ def _likely_causes(goals: Goals, close: np.ndarray) -> list[str]:
 
 def _are_close(tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions) -> np.ndarray:
     """Return which achieved goals nearly equal the previous ones under ``"next"``, ``bool [n - 1]``."""
-    rows = written.rows_of(tensordict.select(keys.achieved, keys.next_achieved))
-    goals = rows.get(keys.achieved)[1:], rows.get(keys.next_achieved)[:-1]
+    rows = written.rows_of(tensordict.select(keys.achieved_goal, keys.next_achieved_goal))
+    goals = rows.get(keys.achieved_goal)[1:], rows.get(keys.next_achieved_goal)[:-1]
     root, earlier = (each.reshape(len(each), each.shape[1:].numel()).float() for each in goals)
     return torch.isclose(root, earlier, rtol=1e-3, atol=1e-5).all(1).numpy(force=True)

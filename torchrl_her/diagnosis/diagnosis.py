@@ -55,7 +55,7 @@ class Diagnosis:
 
     def _begin_sampling(self) -> None:
         self._counts = SampleCounts()
-        self._flags = ReplacedFlagsCheck(self.keys.terminated)
+        self._flags = ReplacedFlagsCheck(self.keys.next_terminated)
         self._has_sampled_returns = False  # n-step returns, which do not show whether a goal is reached
         self._compiled_sample: Sample | None = None  # of the last compiled call, counted later
 
@@ -142,12 +142,12 @@ class Diagnosis:
         transitions are relabelled when they are written.
         """
         if torch.compiler.is_compiling():
-            self._compiled_sample = Sample(relabelled, data.get(self.keys.reward), draw)
+            self._compiled_sample = Sample(relabelled, data.get(self.keys.next_reward), draw)
             return
         if is_capturing(relabelled):  # replays of a CUDA graph are not counted
             return
         self._has_sampled_returns |= not of_one_step
-        if self._counts.is_due(relabelled.numel()) and (reward := data.get(self.keys.reward, None)) is not None:
+        if self._counts.is_due(relabelled.numel()) and (reward := data.get(self.keys.next_reward, None)) is not None:
             self._counts.count(Sample(relabelled, reward, draw), self.rewards.reached_reward, table)
         if draw is not None and table is not None:
             self._counts.check_waiting(draw, table)

@@ -40,14 +40,16 @@ def warn_if_goal_is_copied(
     and a network that reads it learns the original goal with the new goal's reward. Copies are harmless in entries that
     are ``replaced`` by relabelling, and in entries that ``later`` transforms rewrite in every sample.
     """
-    desired = [_rows(tensordict, tensordict.get(key)) for key in (keys.desired, keys.next_desired)]  # [rows, goal]
-    stride = math.prod(tensordict.get(keys.desired).shape[tensordict.ndim + 1 :])
+    desired = [
+        _rows(tensordict, tensordict.get(key)) for key in (keys.desired_goal, keys.next_desired_goal)
+    ]  # [rows, goal]
+    stride = math.prod(tensordict.get(keys.desired_goal).shape[tensordict.ndim + 1 :])
     rewritten = _rewritten_by(later) | replaced
     leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
     places: dict[NestedKey, set[int]] = {}
     for key in leaves:
         pair = (key, unravel_key(("next", key)))
-        if key in (keys.achieved, keys.desired) or rewritten.issuperset(pair):
+        if key in (keys.achieved_goal, keys.desired_goal) or rewritten.issuperset(pair):
             continue
         found = _places(tensordict, pair, desired, stride)
         if copies.places is not None:
@@ -60,7 +62,7 @@ def warn_if_goal_is_copied(
         warn_user(
             f"A copy of the desired goal is in {names} (equal for {len(goals)} different goals, bit for bit). "
             "Relabelling does not replace it, so the copy would keep the original goal. Do not concatenate in the "
-            f"environment, and let networks read {keys.desired!r} in addition to the observation. Or add, "
+            f"environment, and let networks read {keys.desired_goal!r} in addition to the observation. Or add, "
             "after the hindsight transform, a transform that rewrites the copy at the root and under 'next' "
             "(CatTensors) or removes it (ExcludeTransform).",
         )

@@ -62,7 +62,7 @@ class RewardCheck:
         self._is_over = False
         self.compares = compares
         self.reach = ReachCheck()
-        self.recomputes_ends = keys.terminated in reward.out_keys
+        self.recomputes_ends = keys.next_terminated in reward.out_keys
         self._is_learned = not compares or any(each.requires_grad for each in reward.parameters())
         self._checks_ends = not self.recomputes_ends  # until it is known whether episodes end on success
         self._reached = self._missed = 0  # compared transitions
@@ -83,7 +83,7 @@ class RewardCheck:
         """
         if self._is_over or not len(written.done):
             return
-        stored = get_entry(tensordict, self.keys.reward, "reward_key")
+        stored = get_entry(tensordict, self.keys.next_reward, "reward")
         reads_steps = STEPS_TO_GOAL in self.reward.in_keys  # written transitions have no such entry
         if not (reads_steps or self.reach.is_over):
             self._check_reach(tensordict, written)
@@ -110,7 +110,7 @@ class RewardCheck:
         if len(moved):
             index = torch.from_numpy(moved[:: -(-len(moved) // ROWS)]).to(written.goals.device)
             rows, goals = written.rows_of(tensordict)[index], written.goals[index]
-            root = map_goals(rows.get(self.keys.achieved), self.goal_fn).detach().to(goals.dtype)
+            root = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach().to(goals.dtype)
             self.reach.check(rows, root, goals, self._evaluate)
 
     def _check_values(self, stored: np.ndarray) -> None:
@@ -133,15 +133,15 @@ class RewardCheck:
         if count <= ROWS:
             return torch.arange(count, device=goals.device)
         candidates = torch.arange(0, count, -(-goals.numel() // DISTANCES), device=goals.device)
-        order = distances(goals[candidates], rows.get(self.keys.desired)[candidates]).argsort()
+        order = distances(goals[candidates], rows.get(self.keys.desired_goal)[candidates]).argsort()
         nearest = order[torch.from_numpy(np.geomspace(1, len(order), 30).astype(int) - 1).to(order.device)]
-        rewards = rows.get(self.keys.reward).reshape(count, -1).sum(1)
+        rewards = rows.get(self.keys.next_reward).reshape(count, -1).sum(1)
         extremes = torch.stack([rewards.argmin(), rewards.argmax()])
         evenly = torch.linspace(0, count - 1, 32, device=goals.device).long()
         return torch.cat([candidates[nearest], extremes, evenly]).unique()
 
     def _compare(self, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]) -> None:
-        stored = rows.get(self.keys.reward).to(goals.device).double().reshape(len(rows), -1)
+        stored = rows.get(self.keys.next_reward).to(goals.device).double().reshape(len(rows), -1)
         computed, best = self._evaluate(rows), self._evaluate(rows, goals)
         if not self._can_miss:
             self._look_for_missed_goals(rows, goals, computed, best, name)
@@ -152,7 +152,7 @@ class RewardCheck:
         if self.compares:
             self._warn_if_rewards_differ(computed, stored, rows, goals, name)
         if self._checks_ends:
-            self._warn_if_ends_are_missing(reached, rows.get(self.keys.terminated, None))
+            self._warn_if_ends_are_missing(reached, rows.get(self.keys.next_terminated, None))
         self._reached += int(reached.sum())
         self._missed += int((~reached).sum())
         self._is_over = min(self._reached, self._missed) >= ENOUGH
@@ -162,20 +162,20 @@ class RewardCheck:
 
         ``goals``, ``[n, *goal]``, replace the desired goals. An error is raised if the module misbehaves.
         """
-        count, stored, rows = len(rows), rows.get(self.keys.reward), rows.copy()
+        count, stored, rows = len(rows), rows.get(self.keys.next_reward), rows.copy()
         if goals is not None:
-            for key in (self.keys.desired, self.keys.next_desired):
+            for key in (self.keys.desired_goal, self.keys.next_desired_goal):
                 rows.set(key, goals)
         if len(rows) == 1:  # with a single row, a wrong shape can look correct
             rows, stored = rows.expand(2), stored.expand(2, *stored.shape[1:])
         given = rows.clone()
         with torch.no_grad():
-            reward = self.reward(given).get(self.keys.reward, None)
+            reward = self.reward(given).get(self.keys.next_reward, None)
         if reward is None or reward.numel() != stored.numel() or reward.shape[:1] != stored.shape[:1]:
             got = "nothing" if reward is None else f"the shape {tuple(reward.shape)}"
             several = stored.numel() > len(rows)
             raise ValueError(
-                f"The reward module wrote {got} under {self.keys.reward!r}, but stored rewards have the shape "
+                f"The reward module wrote {got} under {self.keys.next_reward!r}, but stored rewards have the shape "
                 f"{tuple(stored.shape)}: it must write rewards of this shape."
                 + (" For one reward per agent, pass a TensorDictModule that writes all rewards." if several else "")
             )
@@ -197,7 +197,7 @@ class RewardCheck:
     ) -> None:
         """Find out whether the transitions get a better reward for their own outcome than for another goal."""
         self._outcomes.append(goals)
-        outcomes, desired, rewards = torch.cat(self._outcomes), rows.get(self.keys.desired), computed
+        outcomes, desired, rewards = torch.cat(self._outcomes), rows.get(self.keys.desired_goal), computed
         others = outcomes.roll(len(outcomes) // 2, 0)[-len(goals) :]
         if not is_better(best, computed).any():
             rewards = self._evaluate(rows, others)
@@ -240,11 +240,11 @@ class RewardCheck:
         if not bool(of_row.any()):
             return
         self.compares = False
-        has_one_goal = _unchanged(rows, self.keys.desired, self.keys.next_desired).to(goals.device)
-        unmoved = _unchanged(rows, self.keys.achieved, self.keys.next_achieved).to(goals.device)
+        has_one_goal = _unchanged(rows, self.keys.desired_goal, self.keys.next_desired_goal).to(goals.device)
+        unmoved = _unchanged(rows, self.keys.achieved_goal, self.keys.next_achieved_goal).to(goals.device)
         row = int((of_row.byte() * 2 + has_one_goal.byte()).argmax())  # first choice: a transition with one goal
         agent = int(differs[row].nonzero()[0])
-        distance = float(distances(goals[row : row + 1], rows[row : row + 1].get(self.keys.desired)))
+        distance = float(distances(goals[row : row + 1], rows[row : row + 1].get(self.keys.desired_goal)))
         message = (
             f"The reward module gives {_number(computed[row, agent])} for a transition whose stored reward is "
             f"{_number(stored[row, agent])} ({name(row)}); its achieved and desired goal are {distance:.4g} apart. "
@@ -278,7 +278,7 @@ class RewardCheck:
             )
         return (
             f"Use the environment's own reward, EnvReward(env), with goals in its units: {place} For a learned reward, "
-            "pass recompute_all_rewards=True to HERTransform."
+            "pass recompute_all=True to the reward module, such as GoalReward(reward_fn, recompute_all=True)."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
@@ -292,7 +292,7 @@ class RewardCheck:
             self._checks_ends = False
             warn_user(
                 "The environment ends an episode when its goal is reached, and the reward module does not recompute "
-                f"{self.keys.terminated!r}: a relabelled transition that reaches its new goal would not be "
+                f"{self.keys.next_terminated!r}: a relabelled transition that reaches its new goal would not be "
                 "terminated, and the loss would bootstrap from the state after it. Pass terminated_fn=lambda achieved, "
                 "desired: ... to EnvReward, SparseReward or GoalReward."
             )

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_her._torchrl import transforms_around
 from torchrl_her.episodes.stamps import read_stamps
-from torchrl_her.keys import get_entry
+from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
 from torchrl_her.storage.buffer_transform import BufferTransform
 
 
@@ -34,13 +34,13 @@ class MovementPriority(BufferTransform):
 
     Keyword Args:
         lowest (float): the priority of transitions in episodes without movement. Default: 0.05.
-        achieved_goal_key (NestedKey): as in `HERTransform`. Default: ``"achieved_goal"``.
+        keys (HERKeys, optional): the keys of the entries. By default, those of the `HERTransform` in the same buffer.
         goal_fn (Callable[[Tensor], Tensor], optional): as in `HERTransform`.
 
     Raises:
         ValueError: if ``far`` or ``lowest`` is not a positive, finite number; when sampling, if `HERTransform` has
             adopted a data set, whose transitions have no priorities.
-        TypeError: if a written achieved goal is not a tensor.
+        TypeError: if ``keys`` are not `HERKeys`, or a written achieved goal is not a tensor.
         KeyError: if written transitions have no achieved goal, or if no `HERTransform` comes after this transform. A
             refused write stores nothing.
 
@@ -67,14 +67,21 @@ class MovementPriority(BufferTransform):
         far: float,
         *,
         lowest: float = 0.05,
-        achieved_goal_key: NestedKey = "achieved_goal",
+        keys: HERKeys | None = None,
         goal_fn: Callable[[Tensor], Tensor] | None = None,
     ):
         if not (0 < far < math.inf and 0 < lowest < math.inf):
             raise ValueError(f"far and lowest must be positive and finite, got far={far} and lowest={lowest}.")
+        if keys is not None:
+            check_keys(keys)
         super().__init__()
         self.far, self.lowest, self.goal_fn = float(far), float(lowest), goal_fn
-        self._keys = [unravel_key(achieved_goal_key), unravel_key(("next", achieved_goal_key))]
+        self._given_keys = keys
+
+    @property
+    def _achieved_keys(self) -> tuple[NestedKey, NestedKey]:
+        keys = self._given_keys or keys_of_hindsight(self)
+        return keys.achieved_goal, keys.next_achieved_goal
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions unchanged."""
@@ -98,13 +105,13 @@ class MovementPriority(BufferTransform):
 
     def check_write(self, tensordict: TensorDictBase) -> None:
         """Check that transitions ``[*batch]`` have achieved goals. `HERTransform` calls this before it changes."""
-        for key in self._keys:
-            get_entry(tensordict, key, "achieved_goal_key")
+        for key in self._achieved_keys:
+            get_entry(tensordict, key, "achieved_goal")
 
     def _goals(self, tensordict: TensorDictBase) -> Iterator[Tensor]:
         """Yield the achieved goals at the root and under ``"next"``, ``[n, *goal]``, in a dtype for differences."""
-        for key in self._keys:
-            achieved = get_entry(tensordict, key, "achieved_goal_key")
+        for key in self._achieved_keys:
+            achieved = get_entry(tensordict, key, "achieved_goal")
             achieved = achieved.reshape(-1, *achieved.shape[tensordict.ndim :])
             goals = achieved if self.goal_fn is None else self.goal_fn(achieved)
             is_float = goals.is_floating_point()

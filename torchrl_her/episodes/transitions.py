@@ -87,19 +87,19 @@ def read_transitions(
     """
     check_single_steps(tensordict)
     batch, count = tensordict.batch_size, tensordict.batch_size.numel()
-    achieved, next_achieved = _get_goals(tensordict, "achieved", keys.achieved, keys.next_achieved)
-    desired, next_desired = _get_goals(tensordict, "desired", keys.desired, keys.next_desired)
+    achieved, next_achieved = _get_goals(tensordict, "achieved", keys.achieved_goal, keys.next_achieved_goal)
+    desired, next_desired = _get_goals(tensordict, "desired", keys.desired_goal, keys.next_desired_goal)
     states = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
     exact = map_goals(states, goal_fn).detach()  # [n, *goal]
     _check_shapes(exact.shape[1:], desired.shape[len(batch) :], desired.dtype, earlier_goals)
     goals = exact.to(desired.dtype)
 
-    done = flatten_entry(tensordict, keys.done, np.bool_, "done_key")
+    done = flatten_entry(tensordict, keys.next_done, np.bool_, "done")
     trajectory = mask = None
     if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
-        trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory_key")
+        trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory")
     if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
-        mask = flatten_entry(tensordict, keys.mask, np.bool_, "mask_key")
+        mask = flatten_entry(tensordict, keys.mask, np.bool_, "mask")
     joined = _join(count, achieved, desired, next_achieved, next_desired)
     start, outcome = _halves(joined)
     begins = np.arange(count) % (batch[-1] if len(batch) > 1 else count) == 0
@@ -150,7 +150,7 @@ def check_single_steps(tensordict: object) -> None:
 
 def _get_goals(tensordict: TensorDictBase, name: str, key: NestedKey, next_key: NestedKey) -> tuple[Tensor, Tensor]:
     """Return the goals at the root and under ``"next"``, and check that shape and dtype are the same."""
-    root, under_next = (get_entry(tensordict, each, f"{name}_goal_key") for each in (key, next_key))
+    root, under_next = (get_entry(tensordict, each, f"{name}_goal") for each in (key, next_key))
     if root.shape != under_next.shape:
         raise ValueError(
             f"The {name} goal has the shape {tuple(root.shape)} at the root and {tuple(under_next.shape)} under "
@@ -164,13 +164,13 @@ def _get_goals(tensordict: TensorDictBase, name: str, key: NestedKey, next_key: 
     return root, under_next
 
 
-def flatten_entry(tensordict: TensorDictBase, key: NestedKey, dtype: Any, argument: str) -> np.ndarray:
+def flatten_entry(tensordict: TensorDictBase, key: NestedKey, dtype: Any, name: str) -> np.ndarray:
     """Return an entry with one value per transition, a flag or an id, as an array ``[n]``."""
-    value, count = get_entry(tensordict, key, argument), tensordict.batch_size.numel()
+    value, count = get_entry(tensordict, key, name), tensordict.batch_size.numel()
     if value.numel() != count:
         raise ValueError(
             f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: it must have one value per "
-            f"transition. Set {argument}=... to the correct key."
+            f"transition. Set keys=HERKeys({name}=...) to the correct key."
         )
     return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
 
@@ -264,8 +264,15 @@ def _check_last_steps(
     if not len(index):
         return
     rows = tensordict.reshape(-1)[torch.from_numpy(index)]
-    lost = rows.get(keys.desired).reshape(len(index), -1).any(1)
-    of_step = {keys.reward, keys.done, keys.terminated, keys.truncated, keys.next_achieved, keys.next_desired}
+    lost = rows.get(keys.desired_goal).reshape(len(index), -1).any(1)
+    of_step = {
+        keys.next_reward,
+        keys.next_done,
+        keys.next_terminated,
+        keys.next_truncated,
+        keys.next_achieved_goal,
+        keys.next_desired_goal,
+    }
     observations = {unravel_key(("next", key)) for key in rows.keys(include_nested=True, leaves_only=True)} - of_step
     observed = [value for key in observations if isinstance(value := rows.get(key, None), Tensor)]
     for value in observed:

@@ -18,8 +18,9 @@ class Current(GoalStrategy):
 
     Examples:
         >>> from torchrl_her import Current, HERTransform, SparseReward
-        >>> HERTransform(SparseReward(0.05), extra_goals={"value_goal": Current()}).strategies["value_goal"]
-        Current()
+        >>> her = HERTransform(SparseReward(0.05), strategy={"desired_goal": "future", "value_goal": Current()})
+        >>> her.strategies
+        {'desired_goal': Future(), 'value_goal': Current()}
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -38,7 +39,7 @@ class Future(GoalStrategy):
     Examples:
         >>> from torchrl_her import Future, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Future(own=False))
-        HERTransform(SparseReward, strategy=Future(own=False), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Future(own=False))
     """
 
     def __init__(self, *, own: bool = True):
@@ -68,7 +69,7 @@ class Geometric(GoalStrategy):
     Examples:
         >>> from torchrl_her import Geometric, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Geometric(0.99))
-        HERTransform(SparseReward, strategy=Geometric(0.99), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Geometric(0.99))
     """
 
     def __init__(self, discount: float):
@@ -93,7 +94,7 @@ class Final(GoalStrategy):
     Examples:
         >>> from torchrl_her import Final, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Final())
-        HERTransform(SparseReward, strategy=Final(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Final())
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -108,7 +109,7 @@ class Episode(GoalStrategy):
     Examples:
         >>> from torchrl_her import Episode, HERTransform, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Episode())
-        HERTransform(SparseReward, strategy=Episode(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Episode())
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -124,7 +125,7 @@ class Random(GoalStrategy):
     Examples:
         >>> from torchrl_her import HERTransform, Random, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=Random())
-        HERTransform(SparseReward, strategy=Random(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=Random())
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
@@ -140,7 +141,7 @@ class PastDesired(GoalStrategy):
     Examples:
         >>> from torchrl_her import HERTransform, PastDesired, SparseReward
         >>> HERTransform(SparseReward(0.05), strategy=PastDesired())
-        HERTransform(SparseReward, strategy=PastDesired(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=PastDesired())
     """
 
     needs = ("desired",)
@@ -165,7 +166,7 @@ class Subgoal(GoalStrategy):
 
     Keyword Args:
         limit (NestedKey, optional): the entry of the goal that limits the subgoal: ``"desired_goal"`` for the desired
-            goal, whatever its key is, or the key of an extra goal that comes earlier in ``extra_goals``. None sets no
+            goal, whatever its key is, or the key of an additional goal that comes earlier in ``strategy``. None sets no
             limit. A subgoal that is itself the desired goal has no limit. Default: ``"desired_goal"``.
 
     Raises:
@@ -173,7 +174,8 @@ class Subgoal(GoalStrategy):
 
     Examples:
         >>> from torchrl_her import HERTransform, SparseReward, Subgoal
-        >>> HERTransform(SparseReward(0.05), extra_goals={"actor_goal": Subgoal(25)}).strategies["actor_goal"]
+        >>> strategies = {"desired_goal": "future", "actor_goal": Subgoal(25)}
+        >>> HERTransform(SparseReward(0.05), strategy=strategies).strategies["actor_goal"]
         Subgoal(25)
     """
 

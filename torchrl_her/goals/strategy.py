@@ -74,7 +74,7 @@ class GoalStrategy(ABC):
         ...         end = torch.minimum(transitions.step + 10, transitions.length)
         ...         return transitions.episode, uniform(transitions.step, end)
         >>> HERTransform(SparseReward(0.05), strategy=NearFuture())
-        HERTransform(SparseReward, strategy=NearFuture(), her_ratio=0.8, capacity=1000000)
+        HERTransform(SparseReward, strategy=NearFuture())
     """
 
     needs: tuple[str, ...] = ()

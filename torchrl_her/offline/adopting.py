@@ -151,8 +151,9 @@ class AdoptingTransform(RelabelTransform):
         """Check that the missing entries of a data set can be created."""
         if missing.goals and self.her_ratio < 1:
             raise ValueError(
-                f"The data set has no desired goals under {self.keys.desired!r}, and with her_ratio={self.her_ratio} "
-                "some samples would need them: pass their key as desired_goal_key=..., or pass her_ratio=1."
+                f"The data set has no desired goals under {self.keys.desired_goal!r}, and with "
+                f"her_ratio={self.her_ratio} some samples would need them: pass their key as "
+                "keys=HERKeys(desired_goal=...), or pass her_ratio=1."
             )
         if missing.goals and any("desired" in each.needs for each in self.strategies.values()):
             raise ValueError(
@@ -200,16 +201,16 @@ class AdoptingTransform(RelabelTransform):
         assert self.adopted is not None
         keys = self.keys
         if not self._creates_goals:
-            return (keys.reward,) if self.adopted.rewards else ()
+            return (keys.next_reward,) if self.adopted.rewards else ()
         self._check_missing(self.adopted)  # her_ratio may have changed
         is_cheap = episode.device.type == "cpu" or not self._has_checked_stamps
         if is_cheap and not torch.compiler.is_compiling():
             self._check_stamps(episode, step)
         batch = sample.batch_size
-        states = get_entry(sample, keys.next_achieved, "achieved_goal_key")
+        states = get_entry(sample, keys.next_achieved_goal, "achieved_goal")
         outcomes = map_goals(states.reshape(batch.numel(), *states.shape[len(batch) :]), self.goal_fn).detach()
         stored.update(dict.fromkeys(self._goal_keys, outcomes.view(*batch, *outcomes.shape[1:])))
-        return (keys.reward,)
+        return (keys.next_reward,)
 
     def _check_stamps(self, episode: Tensor, step: Tensor) -> None:
         """Check that the transitions with these episode ids and steps, ``int64 [n]`` each, were adopted.

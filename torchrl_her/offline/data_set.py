@@ -60,20 +60,20 @@ class DataSet:
         self.data = data
         self.keys = keys
         self.missing = MissingEntries(
-            goals=all(data.get(key, None) is None for key in (keys.desired, keys.next_desired)),
-            rewards=data.get(keys.reward, None) is None,
+            goals=all(data.get(key, None) is None for key in (keys.desired_goal, keys.next_desired_goal)),
+            rewards=data.get(keys.next_reward, None) is None,
         )
         _check_names(data, keys, self.missing)
         _check_time_is_last(data, keys)
         self.mask: np.ndarray | None = None  # bool [rows], False for padding
         if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):
-            self.mask = flatten_entry(data, keys.mask, np.bool_, "mask_key")
+            self.mask = flatten_entry(data, keys.mask, np.bool_, "mask")
         ids: np.ndarray | None = None  # int64 [rows]
         if keys.trajectory is not None and data.get(keys.trajectory, None) is not None:
-            ids = flatten_entry(data, keys.trajectory, np.int64, "trajectory_key")
+            ids = flatten_entry(data, keys.trajectory, np.int64, "trajectory")
         self.ends = self._find_ends(ids)
         self._order = _order_by_id(ids) if data.batch_dims == 1 and ids is not None else None
-        states = get_entry(data, keys.next_achieved, "achieved_goal_key")
+        states = get_entry(data, keys.next_achieved_goal, "achieved_goal")
         self._device = states.device
         state = states[(0,) * data.batch_dims]
         self._zero_goal: Tensor | None = None  # [*goal], a placeholder
@@ -91,7 +91,7 @@ class DataSet:
     def _find_ends(self, ids: np.ndarray | None) -> np.ndarray:
         """Return which rows are the last of an episode, ``bool [rows]``."""
         batch = self.data.batch_size
-        ends = flatten_entry(self.data, self.keys.done, np.bool_, "done_key").copy()
+        ends = flatten_entry(self.data, self.keys.next_done, np.bool_, "done").copy()
         rows = np.arange(len(ends)) if self.mask is None else self.mask.nonzero()[0]
         if not len(rows):
             raise ValueError("All rows of the data set are padding, so it has no transitions: check the mask.")
@@ -146,12 +146,14 @@ class DataSet:
             return data
         data, batch = data.copy(), data.batch_size
         if self._zero_goal is not None:
-            for key in (self.keys.desired, self.keys.next_desired):
+            for key in (self.keys.desired_goal, self.keys.next_desired_goal):
                 data.set(key, self._zero_goal.expand(*batch, *self._zero_goal.shape))
-            if data.get(self.keys.terminated, None) is None:
-                data.set(self.keys.terminated, torch.zeros((), dtype=torch.bool, device=self._device).expand(*batch, 1))
+            if data.get(self.keys.next_terminated, None) is None:
+                data.set(
+                    self.keys.next_terminated, torch.zeros((), dtype=torch.bool, device=self._device).expand(*batch, 1)
+                )
         # NaN never counts as the reward of a reached goal.
-        return data.set(self.keys.reward, torch.full((), torch.nan, device=self._device).expand(*batch, 1))
+        return data.set(self.keys.next_reward, torch.full((), torch.nan, device=self._device).expand(*batch, 1))
 
     def rows_to_search(self) -> TensorDictBase:
         """Return a copy of some rows, evenly spaced, ``[n]``."""
@@ -168,16 +170,16 @@ class DataSet:
 
 def _check_names(data: TensorDictBase, keys: HERKeys, missing: MissingEntries) -> None:
     """Check that a missing entry is not stored under another key."""
-    for is_missing, key, name, argument in (
-        (missing.goals, keys.desired, "desired_goal", "desired_goal_key"),
-        (missing.rewards, keys.reward, "reward", "reward_key"),
+    for is_missing, key, name in (
+        (missing.goals, keys.desired_goal, "desired_goal"),
+        (missing.rewards, keys.next_reward, "reward"),
     ):
         leaves = data.keys(include_nested=True, leaves_only=True)
         found = [leaf for leaf in leaves if leaf == name or (isinstance(leaf, tuple) and leaf[-1] == name)]
         if is_missing and found:
             raise KeyError(
-                f"The data set has no entry {key!r}, but it has {found[0]!r}: pass this key as {argument}=... "
-                "(without 'next'), or exclude() the entry if it is something else."
+                f"The data set has no entry {key!r}, but it has {found[0]!r}: pass this key as "
+                f"keys=HERKeys({name}=...), without 'next', or exclude() the entry if it is something else."
             )
 
 
@@ -187,10 +189,10 @@ def _check_time_is_last(data: TensorDictBase, keys: HERKeys) -> None:
         return
     first = data[tuple(slice(64) for _ in data.batch_size)]
     states, outcomes = (
-        get_entry(first, key, "achieved_goal_key").reshape(*first.batch_size, -1)
-        for key in (keys.achieved, keys.next_achieved)
+        get_entry(first, key, "achieved_goal").reshape(*first.batch_size, -1)
+        for key in (keys.achieved_goal, keys.next_achieved_goal)
     )
-    done = get_entry(first, keys.done, "done_key").reshape(first.batch_size)
+    done = get_entry(first, keys.next_done, "done").reshape(first.batch_size)
 
     def share(dim: int) -> float:
         later = first.batch_size[dim] - 1

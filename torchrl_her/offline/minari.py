@@ -17,9 +17,8 @@ def load_minari(dataset: MinariDataset) -> TensorDict:
     """Read a Minari data set as transitions, ready for `HERTransform.adopt`.
 
     Use it instead of TorchRL's ``MinariExperienceReplay``, which returns zeros in version 0.14.1. The keys are the
-    same, and infos are dropped. For a goal environment, pass ``trajectory_key="episode"``,
-    ``achieved_goal_key=("observation", "achieved_goal")`` and ``desired_goal_key=("observation", "desired_goal")`` to
-    `HERTransform`.
+    same, and infos are dropped. For a goal environment, pass these keys to `HERTransform`:
+    ``keys=HERKeys(("observation", "achieved_goal"), ("observation", "desired_goal"), trajectory="episode")``.
 
     Args:
         dataset (minari.MinariDataset): the data set, as returned by ``minari.load_dataset(...)``.

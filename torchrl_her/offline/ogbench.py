@@ -17,7 +17,8 @@ def load_ogbench(path: str | os.PathLike[str]) -> TensorDict:
 
     For each trajectory, the file has one more state than transitions. ``terminals`` is 1 at the last state, and the
     action of that state is dropped. The transitions have neither rewards nor desired goals. To sample them with
-    hindsight, pass them to `HERTransform.adopt`, with ``achieved_goal_key="observation"`` and ``her_ratio=1``.
+    hindsight, pass them to `HERTransform.adopt` of a transform with ``keys=HERKeys(achieved_goal="observation")`` and
+    ``her_ratio=1``.
 
     Args:
         path (str | PathLike): the file, such as ``antmaze-medium-navigate-v0.npz``.

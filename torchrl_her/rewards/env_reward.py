@@ -33,6 +33,7 @@ class EnvReward(GoalReward):
             key to an array ``[batch, ...]``, or to a single row if the function is called row by row. Default: none.
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): replaces the environment's
             ``compute_terminated``, as in `GoalReward`.
+        recompute_all (bool): as in `GoalReward`. Default: False.
 
     Raises:
         TypeError: if the environment has no ``compute_reward``, if it is a batch of environments, if ``info_keys`` is a
@@ -53,14 +54,21 @@ class EnvReward(GoalReward):
         tensor([ 0., -1.])
     """
 
-    def __init__(self, env: Any, *, info_keys: Sequence[NestedKey] = (), terminated_fn: GoalFunction | None = None):
+    def __init__(
+        self,
+        env: Any,
+        *,
+        info_keys: Sequence[NestedKey] = (),
+        terminated_fn: GoalFunction | None = None,
+        recompute_all: bool = False,
+    ):
         env = _goal_environment(env)
         if terminated_fn is None and find_function(env, "compute_terminated") is not None:
             terminated_fn = EnvFunction(env, "compute_terminated")
         if isinstance(info_keys, str):
             raise TypeError(f"info_keys must be a list of keys, got the string {info_keys!r}: pass [{info_keys!r}].")
         self.info_keys = tuple(unravel_key(key) for key in info_keys)
-        super().__init__(EnvFunction(env, "compute_reward"), terminated_fn=terminated_fn)
+        super().__init__(EnvFunction(env, "compute_reward"), terminated_fn=terminated_fn, recompute_all=recompute_all)
 
     def evaluate(self, achieved: Tensor, desired: Tensor, tensordict: TensorDictBase) -> list[Any]:  # noqa: D102
         info = {}

@@ -34,6 +34,8 @@ class GoalReward(TensorDictModuleBase):
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): maps the same goals to bools, ``[batch]`` or
             ``[batch, 1]``: whether the achieved goal ends the episode. Pass it if the environment terminates on
             success. By default, ``terminated`` keeps its stored value.
+        recompute_all (bool): whether the transform also recomputes the reward of transitions that keep their goal. Use
+            it for a learned reward, which changes during training. Default: False.
 
     Raises:
         TypeError: if a function cannot be called with two arguments or, when called, if it returns None.
@@ -51,8 +53,11 @@ class GoalReward(TensorDictModuleBase):
 
     info_keys: tuple[NestedKey, ...] = ()  # keys of the entries that are read in addition to the goals
 
-    def __init__(self, reward_fn: GoalFunction, *, terminated_fn: GoalFunction | None = None):
+    def __init__(
+        self, reward_fn: GoalFunction, *, terminated_fn: GoalFunction | None = None, recompute_all: bool = False
+    ):
         super().__init__()
+        self.recompute_all = bool(recompute_all)
         self.functions = [_with_two_arguments(reward_fn, "the reward function")]
         if terminated_fn is not None:
             self.functions.append(_with_two_arguments(terminated_fn, "terminated_fn"))
@@ -129,6 +134,7 @@ class SparseReward(GoalReward):
 
     Keyword Args:
         terminated_fn (Callable[[Tensor, Tensor], Tensor], optional): as in `GoalReward`.
+        recompute_all (bool): as in `GoalReward`. Default: False.
 
     Raises:
         ValueError: if ``threshold`` is negative or not a number.
@@ -144,10 +150,11 @@ class SparseReward(GoalReward):
         tensor([ 0., -1.])
     """
 
-    def __init__(self, threshold: float, *, terminated_fn: GoalFunction | None = None):
+    def __init__(self, threshold: float, *, terminated_fn: GoalFunction | None = None, recompute_all: bool = False):
         if not isinstance(threshold, Real) or not threshold >= 0:
             raise ValueError(f"threshold is a distance and must be at least 0, got {threshold!r}.")
-        super().__init__(partial(_sparse_reward, threshold=threshold), terminated_fn=terminated_fn)
+        reward_fn = partial(_sparse_reward, threshold=threshold)
+        super().__init__(reward_fn, terminated_fn=terminated_fn, recompute_all=recompute_all)
 
 
 def _sparse_reward(achieved: Tensor, desired: Tensor, *, threshold: float) -> Tensor:

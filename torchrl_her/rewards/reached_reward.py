@@ -26,7 +26,7 @@ class ReachedReward(TensorDictModuleBase):
         >>> ReachedReward()(steps)["next", "reward"].flatten()
         tensor([ 0., -1.])
         >>> HERTransform(ReachedReward(), her_ratio=1.0, capacity=1000)
-        HERTransform(ReachedReward, strategy=Future(), her_ratio=1.0, capacity=1000)
+        HERTransform(ReachedReward, her_ratio=1.0, capacity=1000)
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,6 @@ from uuid import uuid4
 import torch
 from tensordict import (
     MemoryMappedTensor,
-    NestedKey,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -30,29 +29,10 @@ from torch import multiprocessing as mp
 
 from torchrl_her._torchrl import CustomTensorStorage
 from torchrl_her.storage.checkpointer import TENSOR_SAVED, PackedStorageCheckpointer
-from torchrl_her.storage.ownership import OwnedEntries, set_owned
 from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
 
 PIECE = 2**26  # bytes that are copied at once between memory and a checkpoint
 BY_WRITERS = {"index"}  # added by the writers of TensorDict buffers after `check_write`
-
-
-class OwnedRows(OwnedEntries):
-    """The entries of a sample that own rows ``[*rows, words]``.
-
-    Comparing addresses is faster than listing all entries.
-    """
-
-    def __init__(self, layout: RowLayout, rows: Tensor):
-        self._layout = layout
-        self._rows = rows
-
-    def has(self, key: NestedKey, value: Tensor) -> bool:
-        """Return whether ``value`` is at the address of the entry in these rows."""
-        column = self._layout.columns.get(key)
-        if column is None:
-            return False
-        return value.data_ptr() == self._rows.data_ptr() + column.start * column.dtype.itemsize
 
 
 class PackedStorage(CustomTensorStorage):
@@ -233,9 +213,7 @@ class PackedStorage(CustomTensorStorage):
         indices = index if isinstance(index, tuple) else (index,)
         are_rows = all(isinstance(each, Tensor) and each.dtype == torch.int64 and each.ndim for each in indices)
         if self.initialized and are_rows and len(indices) == self.ndim:  # the indices of samplers
-            rows = self._gather(indices)
-            found = self._layout.unpack(rows)
-            return found if is_tensorclass(found) else set_owned(found, OwnedRows(self._layout, rows))
+            return self._layout.unpack(self._gather(indices))
         if self.initialized and all(isinstance(each, slice) and each == slice(None) for each in indices):
             return self._layout.view(self._written_rows()).lock_()
         found = super().get(index)

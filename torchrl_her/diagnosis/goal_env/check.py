@@ -7,7 +7,6 @@ from typing import Any
 
 import gymnasium
 import torch
-from tensordict import NestedKey
 from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 
 from torchrl_her._torchrl import gymnasium_env_of
@@ -31,12 +30,13 @@ from torchrl_her.diagnosis.goal_env.play import (
 from torchrl_her.diagnosis.goal_env.probe import Probe
 from torchrl_her.diagnosis.goal_env.reward import check_reward, reached
 from torchrl_her.diagnosis.goal_env.termination import check_termination
+from torchrl_her.keys import HERKeys, check_keys
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward
 
 NEEDS_GOALS = (
     "Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one array of numbers, or "
-    "name the entries with achieved_goal_key and desired_goal_key."
+    "name the entries with keys=HERKeys(achieved_goal=..., desired_goal=...)."
 )
 
 
@@ -44,8 +44,7 @@ def check_goal_env(
     env: Any,
     reward: GoalReward | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     *,
-    achieved_goal_key: NestedKey = "achieved_goal",
-    desired_goal_key: NestedKey = "desired_goal",
+    keys: HERKeys = HERKeys(),
     goal_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     steps: int | None = None,
     seed: int = 0,
@@ -65,9 +64,7 @@ def check_goal_env(
             the goals. Default: ``EnvReward(env)``.
 
     Keyword Args:
-        achieved_goal_key (NestedKey): the entry of the observation with the achieved goal, as in `HERTransform`.
-            Default: ``"achieved_goal"``.
-        desired_goal_key (NestedKey): the entry of the observation with the desired goal. Default: ``"desired_goal"``.
+        keys (HERKeys): the keys of both goals in the observation, as in `HERTransform`. Default: ``HERKeys()``.
         goal_fn (Callable, optional): maps achieved entries ``[batch, *state]`` to goals ``[batch, *goal]``.
         steps (int, optional): the number of steps to play. Default: 2,000, or as many as fit into six seconds.
         seed (int): the seed of the environment and of the actions. Default: 0.
@@ -79,7 +76,8 @@ def check_goal_env(
 
     Raises:
         ValueError: if ``ignore`` contains an unknown name, or if ``steps`` is less than 1.
-        TypeError: if ``env`` is not an environment, or if ``reward`` cannot be called with two goals.
+        TypeError: if ``env`` is not an environment, if ``keys`` are not `HERKeys`, or if ``reward`` cannot be called
+            with two goals.
 
     Examples:
         >>> import torchrl_her.envs
@@ -87,6 +85,7 @@ def check_goal_env(
         >>> print(check_goal_env("torchrl_her/PointReach-v0"))
         PointReach: 0 errors, 0 warnings, 0 notes (2,000 steps, 40 episodes)
     """
+    check_keys(keys)
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     if unknown := ignored - NAMES:
         raise ValueError(f"There is no finding {sorted(unknown)} to ignore: choose from {sorted(NAMES)}.")
@@ -100,7 +99,7 @@ def check_goal_env(
     env = _gymnasium_env(env)
     report = GoalEnvReport(type(env.unwrapped).__name__)
     try:
-        goals = Goals(achieved_goal_key, desired_goal_key, goal_fn)
+        goals = Goals(keys, goal_fn)
         report.add(_check(env, reward, goals, steps, seed, report), ignored)
     finally:
         if is_made:

@@ -86,7 +86,7 @@ class Finding(NamedTuple):
         not-a-goal-env: There is no achieved goal under 'achieved_goal': the observation has the type
             ndarray.
             -> Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one
-               array of numbers, or name the entries with achieved_goal_key and desired_goal_key.
+               array of numbers, or name the entries with keys=HERKeys(achieved_goal=..., desired_goal=...).
     """
 
     name: str

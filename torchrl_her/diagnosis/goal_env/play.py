@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey
 
 from torchrl_her.diagnosis.goal_env.probe import Probe
+from torchrl_her.keys import HERKeys
 
 STEPS, SECONDS = 2000, 6.0  # default limits
 FIRST, EVERY = 100, 8  # the first observations are checked against their space, then one in EVERY
@@ -30,14 +31,13 @@ class EnvironmentFails(Exception):
 class Goals:
     """Reads the goals of an observation."""
 
-    achieved_key: NestedKey
-    desired_key: NestedKey
+    keys: HERKeys
     goal_fn: Callable[[torch.Tensor], torch.Tensor] | None
 
     def read(self, observation: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the achieved and the desired goal, ``[*goal]``, as copies."""
         goals = []
-        for name, key in (("achieved", self.achieved_key), ("desired", self.desired_key)):
+        for name, key in (("achieved", self.keys.achieved_goal), ("desired", self.keys.desired_goal)):
             try:
                 goals.append(np.array(_get(observation, key)))
             except (KeyError, IndexError, TypeError):
@@ -55,9 +55,9 @@ class Goals:
 
     def rest(self, observation: Any) -> np.ndarray:
         """Return the other numbers of an observation, ``float64 [features]``; empty if there are too many."""
-        goals = {_path(self.achieved_key), _path(self.desired_key)}
+        goals = {_path(self.keys.achieved_goal), _path(self.keys.desired_goal)}
         if self.goal_fn is not None:
-            goals.remove(_path(self.achieved_key))  # the goal is only a part of this entry
+            goals.remove(_path(self.keys.achieved_goal))  # the goal is only a part of this entry
         parts = [np.ravel(value) for path, value in _leaves(observation) if path not in goals and _is_number(value)]
         if not parts or sum(map(len, parts)) > WIDEST:
             return np.empty(0)
