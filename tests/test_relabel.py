@@ -10,6 +10,7 @@ from support.rewards import check_relabelled, distance, distance_of_row, point_r
 from torchrl_her import GoalReward, SparseReward
 
 GOALS = [("next", "achieved_goal"), "desired_goal"]
+pytestmark = pytest.mark.filterwarnings("ignore:The reward module gives")  # another reward than that of the data
 REWARD, TERMINATED = ("next", "reward"), ("next", "terminated")
 
 
