@@ -4,6 +4,7 @@ import torch
 from torchrl import torchrl_logger
 
 torchrl_logger.setLevel("WARNING")  # it logs every storage that TorchRL allocates
+WITH_WARNINGS = ("is-hindsight-working.md", "torchrl_her.offline.minari.load_minari")
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +29,15 @@ def time_to_play(monkeypatch):
 def pytest_collection_modifyitems(items):
     """Hide the names of a module from its doctests, so that examples also run where users paste them.
 
-    Also ignore a warning that some versions of Python issue when locks of earlier tests are garbage collected.
+    Also ignore a warning that some versions of Python issue when locks of earlier tests are garbage collected, and the
+    warnings that examples show or that another library gives for their data.
     """
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:ResourceTracker called reentrantly"))
         if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {"__name__": "__main__"}
+            if item.name in WITH_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning"))
 
 
 def pytest_terminal_summary(terminalreporter, config):

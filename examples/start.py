@@ -215,7 +215,7 @@ def play_on_trial(config: Settings, env: EnvBase) -> None:
             f"hindsight.when=writing: no episode ends in the first {steps} steps of an environment. Increase "
             "collector.random_steps and checkpoint.interval."
         )
-    trial = replace(config, buffer=replace(config.buffer, size=steps))
+    trial = replace(config, buffer=replace(config.buffer, size=steps + 1))  # the last episode may go on
     try:
         buffer = make_replay_buffer(trial, make_hindsight(trial), Inputs(trial, env))
         buffer.extend(data)

@@ -21,6 +21,7 @@ from torchrl_her import CompactGoals, GoalReward
 
 MOVES = [move for move in WITH_SILENT if move != "silent"]  # windows would mix episodes, so silent resets are refused
 RELABELLED = ("hindsight", "relabelled")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of losing goals on purpose
 
 
 def record(envs=2, n=3, gamma=0.9, rows=1000, ndim=2, sampler=None, kind=ReplayBuffer, terminates=True, **options):
@@ -55,7 +56,6 @@ GOAL_MODULE = TensorDictModule(
 REWARDS = [(None, True), (GoalReward(reward_of), False), (GOAL_MODULE, True)]  # and whether goals terminate
 
 
-@pytest.mark.filterwarnings("ignore:.*left the goal table")
 def test_every_case_occurs_and_is_right_in_a_buffer_that_wrapped_many_times():
     recorded = record(3, rows=40, capacity=400, strategy="episode", her_ratio=0.7)
     play(recorded, writes=30)
@@ -69,7 +69,6 @@ def test_every_case_occurs_and_is_right_in_a_buffer_that_wrapped_many_times():
     assert set(batch["steps_to_next_obs"][on_the_way].tolist()) == {1, 2, 3}
 
 
-@pytest.mark.filterwarnings("ignore:.*left the goal table", "ignore:An episode needs")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_however_the_data_arrives_returns_and_flags_are_those_of_the_new_goal(data):
@@ -121,20 +120,12 @@ def test_the_window_can_be_changed_while_writing():
     assert len(recorded.rb[0:1, 3:4]) == 1
 
 
-@pytest.mark.filterwarnings("ignore:An episode needs")
 def test_a_window_over_the_end_of_an_episode_that_fills_the_table_is_not_relabelled():
     """In a full table, the last row of the episode is followed by its first row."""
     recorded = record(1, capacity=10, strategy="episode", ndim=1)
     recorded.play([["go"] * 15])
     recorded.check()
     assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 8 + [False] * 4
-
-
-def test_long_episodes_are_relabelled_while_they_run_as_far_as_their_windows_are_known():
-    recorded = record(2, n=5)
-    for steps in range(10, 160, 10):
-        recorded.play([["go"] * 10] * 2, "lanes")
-        assert recorded.check() >= (2 * (steps // 2 - 5) if steps > 64 else 0)
 
 
 @pytest.mark.parametrize("absent", [["truncated"], ["truncated", "terminated"]])
@@ -160,7 +151,6 @@ def test_all_returns_are_recomputed_if_asked_for():
     assert any(row.outcome == row.desired and not row.done for row in rows)
 
 
-@pytest.mark.filterwarnings("ignore:.*left the goal table")
 @pytest.mark.parametrize("capacity", [10_000, 50])
 def test_a_sequence_of_windows_gets_one_goal_or_keeps_its_own(capacity):
     """Episodes are only partly in the table: the last one is running, or the table is too small."""

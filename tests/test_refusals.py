@@ -487,14 +487,6 @@ def test_the_row_of_a_data_set_is_named_however_large_it_is(shape, row):
     assert same(buffer.state(), state)
 
 
-def test_an_environment_that_drops_last_observations_is_refused():
-    rb = Extend(reward=SparseReward(0.05)).rb
-    data = VectorizedInProcess(POINT_REACH, num_envs=4).rollout(60, break_when_any_done=False)
-    rb.extend(data[:, :40].reshape(-1))
-    later = data[:, 40:].reshape(-1)
-    check_refused(rb, lambda: rb.extend(later), ValueError, "the environment dropped it, .*SerialEnv")
-
-
 # Writes that only look damaged
 
 ACCEPTED = {

@@ -11,6 +11,7 @@ from torchrl_her import EnvReward, GoalReward, SparseReward
 from torchrl_her.envs import PointReach
 
 GOALS = [("next", "achieved_goal"), "desired_goal"]
+pytestmark = pytest.mark.filterwarnings("ignore:The reward module gives")  # another reward than that of the data
 REWARD, TERMINATED = ("next", "reward"), ("next", "terminated")
 
 

@@ -11,11 +11,8 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer, Unbounded
 from torchrl.envs import (
     Compose,
-    DTypeCastTransform,
     MultiStepTransform,
     RenameTransform,
-    RewardScaling,
-    SelectTransform,
 )
 
 from support.dispatch import Operations
@@ -148,33 +145,6 @@ def test_a_loaded_episode_ends_if_it_exceeds_a_smaller_max_episode_steps(chunk):
     assert rows["desired_goal"][:, 1].tolist() == [50.0] * 20 + [70.0] * 20  # two episodes of twenty steps each
 
 
-def test_silent_resets_end_episodes_after_a_while():
-    recorded = record(envs=3, ids=False)
-    for _ in range(10):
-        recorded.play([["go"] * 3 + ["silent"], ["go"] * 4, ["stay"] * 3 + ["terminated"]], "time-major")
-    batch = recorded.rb[:]
-    recorded.check(batch)
-    silent = [recorded.oracle.place[uid][0].rows[0].env == 0 for uid in batch["uid"][:96].tolist()]
-    assert batch[RELABELLED][:96, 0][silent].all()  # in all writes but the last two
-
-
-def test_steps_that_are_not_in_the_table_yet_get_no_goal_of_an_earlier_step():
-    recorded = record(strategy="final")
-    for steps in (70, 20, 60, 100):
-        recorded.play([["go"] * steps])
-        recorded.check()
-
-
-def test_rows_with_stamps_of_another_buffer_get_stamps_of_this_one_when_written():
-    other, recorded = record(), record(strategy="final")
-    for each in (other, recorded):
-        each.play([["go"] * 3 + ["truncated"]])
-    rows = recorded.world.play(0, ["go", "terminated"])
-    foreign = other.rb.storage[:2]["hindsight_stamp"]
-    recorded.write(rows, recorded.world.tensordict(rows).set("hindsight_stamp", foreign))
-    assert recorded.check() == 6
-
-
 @pytest.mark.parametrize("trajectory", [None, ("collector", "traj_ids")])
 def test_trajectory_ids_are_used_unless_their_key_is_none(trajectory):
     """The goals of both episodes are the same, so that only ids separate them."""
@@ -296,19 +266,6 @@ def test_compact_goals_restores_nested_flags_in_samples_and_not_in_a_storage_of_
     rb.extend(data)
     assert not rb[:]["agents", "done"].any()
     assert all(set(row["agents"].keys()) == {"mask"} for row in rb.storage[:])
-
-
-def test_transforms_that_relabelling_does_not_undo_are_not_refused():
-    world = World(1, Goals())
-    data = world.tensordict(world.play(0, ["go"] * 5 + ["terminated"]))
-    scale = partial(RewardScaling, loc=0.0, scale=2.0)
-    select = SelectTransform(*data.keys(True, True), "hindsight_stamp", "index")
-    cast = DTypeCastTransform(torch.float32, torch.float64, in_keys=[("next", "reward")])
-    after = [scale(in_keys=[("next", "reward")]), scale(in_keys=["desired_goal"])]
-    batch = buffer_with(Compose(cast, select, hindsight(), *after), data).sample()
-    assert batch[RELABELLED].all()
-    expected = 2 * reward_of(batch["next", "achieved_goal"], batch["desired_goal"] / 2)[:, None]
-    torch.testing.assert_close(batch["next", "reward"], expected, check_dtype=False)
 
 
 def test_a_deleted_container_is_ignored():

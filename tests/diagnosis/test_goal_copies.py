@@ -9,7 +9,7 @@ from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from torchrl.envs import CatTensors, ClipTransform, Compose, ExcludeTransform, RenameTransform, TransformedEnv
 
 from support import tape
-from support.factories import make_transform, seeded_sample
+from support.factories import make_augmentation, make_transform, seeded_sample
 from support.goals import reward_of
 from support.tape import collected, image_reward, in_double_precision, make_tape, with_images
 from torchrl_her import GoalReward
@@ -68,9 +68,10 @@ INSUFFICIENT = {
 }
 
 
+@pytest.mark.parametrize("make", [hindsight, make_augmentation])
 @pytest.mark.parametrize("name", [*COPIES, *INSUFFICIENT])
-def test_a_warning_names_an_entry_that_contains_the_desired_goal(name):
-    transform = hindsight(reward=image_reward if "image" in name else None)
+def test_a_warning_names_an_entry_that_contains_the_desired_goal(make, name):
+    transform = make(reward=image_reward if "image" in name else None)
     if name in INSUFFICIENT:
         transform = Compose(transform, INSUFFICIENT[name]())
     data = COPIES.get(name, concatenated)()
@@ -80,10 +81,13 @@ def test_a_warning_names_an_entry_that_contains_the_desired_goal(name):
     assert [each.filename for each in found] == [__file__]
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_copy_may_be_rewritten_or_renamed_or_removed_or_kept_without_relabelling():
-    got = seeded_sample(buffer(Compose(hindsight(), cat_at_root(), cat_under_next()), concatenated()))
-    assert tape.check(got).share > 0.6
-    assert all(torch.equal(place["both"], both(place)) for place in (got, got["next"]))
+    before, after = Compose(hindsight(), cat_at_root(), cat_under_next()), (cat_at_root(), cat_under_next())
+    for transform in (before, Compose(*after, make_augmentation())):
+        got = seeded_sample(buffer(transform, concatenated()))
+        assert tape.check(got).share > 0.6
+        assert all(torch.equal(place["both"], both(place)) for place in (got, got["next"]))
     data = with_entry("target", goal)
     keys, new_keys = ["target", ("next", "target")], ["given_goal", ("next", "given_goal")]
     for later in (ExcludeTransform(*keys), RenameTransform(keys, new_keys)):

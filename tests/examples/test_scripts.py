@@ -139,6 +139,7 @@ def test_the_average_of_the_policy_is_saved(tmp_path):
         torch.testing.assert_close(weights, target[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize("bias", [100.0, -100.0])
 def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
     config = configure("ddpg", "gamma=0.9")

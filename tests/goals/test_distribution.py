@@ -548,16 +548,6 @@ def test_an_extra_goal_may_replace_a_stored_copy_of_the_desired_goal():
     assert rb.sample(20)["next", "observation_goal"].tolist() == [[0, 3]] * 20
 
 
-def test_past_desired_keeps_the_goal_while_there_is_no_other_episode():
-    batch = filled(9, strategy="past_desired").sample(50)
-    assert not batch[RELABELLED].any()
-    assert batch["desired_goal"].tolist() == [[0, 999]] * 50
-    batch = filled(9, 1, strategy="past_desired").sample(50)
-    batch = batch[batch[RELABELLED][:, 0]]
-    other = 1 - batch["achieved_goal"][:, 0]
-    assert torch.equal(batch["desired_goal"], torch.stack([other, torch.where(other == 1, 5.0, 999.0)], 1))
-
-
 def test_the_representation_of_a_strategy_creates_it_and_it_can_be_pickled():
     single = ["Current()", "Future(own=False)", "Geometric(0.99)", "PastDesired()", "Subgoal(25, limit='high')"]
     for text in [*single, "Subgoal(25)", "Subgoal(25, limit=None)", "Mixture({Current(): 0.25, Random(): 0.75})"]:

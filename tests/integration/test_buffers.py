@@ -21,8 +21,8 @@ from torchrl.data import (
 )
 from torchrl.data import Sequence as SequenceUnit
 
-from support.factories import WAYS_TO_COPY, make_transform, same, seeded_sample, uids
-from support.named import STORAGES, named
+from support.factories import make_transform, same, uids
+from support.named import STORAGES, named, sampler_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, MOVES, Goals, World
@@ -108,23 +108,10 @@ def extend_members(recorded, moves):
 
 extend_by_dimension = partial(extend, change=lambda data: data.reshape(ENVS, STEPS))
 extend_by_key = partial(extend, change=lambda data: data.set("lane", torch.arange(ENVS).repeat_interleave(STEPS)))
-MEMBERS_RELABEL = (partial(ensemble, in_members=True), extend_members)
-ROUTED_BY_KEY = (partial(ensemble, routing_key="lane"), extend_by_key)
-
-SLICES = {"slice_len": 2, "truncated_key": None}  # in a TensorDict buffer slice samplers overwrite the done flags
-PRIORITIES = {"alpha": 0.7, "beta": 0.5, "max_capacity": SIZE}
-SAMPLERS = {
-    "RandomSampler": {},
-    "SamplerWithoutReplacement": {},
-    "PrioritizedSampler": PRIORITIES,
-    "SliceSampler": SLICES,
-    "SliceSamplerWithoutReplacement": {**SLICES, "strict_length": False},
-    "PrioritizedSliceSampler": {**SLICES, **PRIORITIES},
-}
 
 
 def with_sampler(storage, sampler, **options):
-    return make(storage=STORAGES[storage], sampler=named(sampler)(**SAMPLERS[sampler]), **options)
+    return make(storage=STORAGES[storage], sampler=sampler_of(sampler, SIZE), **options)
 
 
 def from_a_factory():
@@ -140,8 +127,8 @@ BUFFERS = {  # functions that make a buffer, and write to it
     "packed on disk": (lambda: with_sampler("PackedStorage(scratch_dir=...)", "PrioritizedSampler"), extend),
     "lazy stack": (lambda: with_sampler("LazyStackStorage", "SliceSampler"), extend),
     "compressed": (lambda: with_sampler("CompressedListStorage", "RandomSampler"), extend),
-    "a transform in each member of an ensemble": MEMBERS_RELABEL,
-    "an ensemble routed by key": ROUTED_BY_KEY,
+    "a transform in each member of an ensemble": (partial(ensemble, in_members=True), extend_members),
+    "an ensemble routed by key": (partial(ensemble, routing_key="lane"), extend_by_key),
     "an ensemble of lists": (partial(ensemble, in_members=True, storage=ListStorage), extend_members),
     "an ensemble routed by dimension": (partial(ensemble, routing_dim=0), extend_by_dimension),
     "generations": (lambda: make(writer=named("TensorDictRoundRobinWriter(track_generations=True)")()), extend),
@@ -194,41 +181,6 @@ def test_a_row_that_outlives_its_goals_keeps_its_original_goal(capacity):
 # Copies
 
 
-@pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict")
-@pytest.mark.parametrize(
-    ("storage", "way"),
-    [
-        *(("PackedStorage(scratch_dir=...)", way) for way in WAYS_TO_COPY),
-        ("LazyTensorStorage(ndim=3)", "dumps"),
-        ("LazyStackStorage", "state_dict"),
-        ("CompressedListStorage", "deepcopy"),
-    ],
-)
-def test_a_copy_of_the_buffer_continues_with_the_same_goals(storage, way, tmp_path):
-    recorded = filled(6, storage=STORAGES[storage])
-    original, before = recorded.rb, contents(recorded.rb)
-    recorded.rb = WAYS_TO_COPY[way](original, make(storage=STORAGES[storage]), tmp_path)
-    assert same(seeded_sample(original), seeded_sample(recorded.rb))
-    extend(recorded, writes(1)[0])
-    recorded.check()
-    assert same(before, contents(original))
-
-
-@pytest.mark.parametrize(("make_ensemble", "write"), [MEMBERS_RELABEL, ROUTED_BY_KEY], ids=["in members", "routed"])
-@pytest.mark.parametrize("way", ["dumps", "state_dict"])
-def test_a_restored_ensemble_has_no_wrong_goals(way, make_ensemble, write, tmp_path):
-    """The state_dict of an ensemble lacks its members' transforms, so earlier transitions keep their goals."""
-    recorded = record(make_ensemble())
-    write(recorded, writes(1)[0])
-    recorded.rb = WAYS_TO_COPY[way](recorded.rb, make_ensemble(), tmp_path)
-    loses_goals = write is extend_members and way == "state_dict"
-    recorded.oracle.her_ratio = 0.9 if loses_goals else 1.0  # then, no relabelling is required
-    assert (recorded.check(recorded.rb.sample()) == 0) is loses_goals
-    for moves in writes(4):
-        write(recorded, moves)
-        recorded.check(recorded.rb.sample())
-
-
 @pytest.mark.parametrize("how", ["loaded without its transform", "another transform", "another one with CompactGoals"])
 def test_stamps_of_another_transform_are_recognized(how, tmp_path):
     recorded = filled(5)
@@ -275,49 +227,14 @@ def test_queried_trajectories_are_relabelled():
 def test_an_overwritten_row_is_a_separate_episode():
     recorded = filled(4)
     rb = recorded.rb
-    rb[50] = rb.storage[50].clone()
+    rb[44] = rb.storage[44].clone()  # its episode went on
     rb[100:101] = rb.storage[100:101].clone()
     extend(recorded, writes(1)[0])
-    batch, is_changed = rb[:], torch.isin(torch.arange(SIZE), torch.tensor([50, 100]))
+    batch, is_changed = rb[:], torch.isin(torch.arange(SIZE), torch.tensor([44, 100]))
     assert recorded.check(batch[~is_changed]) > SIZE / 2  # their episodes continue
     for changed, stored in zip(batch[is_changed], contents(rb)[is_changed], strict=True):
         goal = changed["desired_goal"]
         assert goal.equal(stored["desired_goal"]) or goal.equal(stored["next", "achieved_goal"])
-
-
-CHANGES = {
-    "set_at_": lambda rb, changed: rb.set_at_("uid", changed["uid"][50:51], torch.tensor([50])),
-    "set_": lambda rb, changed: rb.set_("uid", changed["uid"]),
-    "update_": lambda rb, changed: rb.update_({"uid": changed["uid"]}),
-    "storage[i] =": lambda rb, changed: rb.storage.__setitem__(slice(50, 51), changed[50:51]),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_rows_with_entries_changed_without_the_transform_are_still_relabelled(change):
-    recorded = filled()
-    rb, before, changed = recorded.rb, contents(recorded.rb), contents(recorded.rb)
-    changed["uid"][50] = 10**6
-    CHANGES[change](rb, changed)
-    assert rb.storage[50]["uid"] == 10**6
-    recorded.check(rb[:].set("uid", before["uid"]))
-
-
-@pytest.mark.parametrize("strategy", ["future", "random"])
-def test_an_emptied_buffer_keeps_earlier_goals_for_the_strategy_random_only(strategy):
-    recorded = record(make(make_hindsight=partial(hindsight, strategy=strategy)), strategy=strategy)
-    for moves in writes(6):
-        extend(recorded, moves)
-    recorded.rb.empty()
-    earlier = {part.rows[0].outcome[0] for part in recorded.oracle.parts if part.ended}
-    recorded.world = World(ENVS, Goals(), places=iter(range(1000, 2000)), uids=recorded.world.uids)
-    recorded.oracle.running.clear()
-    for moves in writes(3):
-        extend(recorded, moves)
-    batch = recorded.rb[:]
-    assert recorded.check(batch) > len(batch) / 2
-    goals = batch["desired_goal"][batch["hindsight", "relabelled"].squeeze(-1)][:, 0].tolist()
-    assert (not earlier.isdisjoint(goals)) is (strategy == "random")
 
 
 # A transform for transitions that were written without it

@@ -130,6 +130,7 @@ def check(batch, her, strategy="future", n_step=None, **_):
     return tape.check(batch, strategy, flags=("next", "terminated") in her.reward.out_keys, **(n_step or {}))
 
 
+@pytest.mark.filterwarnings("ignore:The reward module gives", "ignore:.*left the goal table")
 @each_device
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_once_before_later_writes_and_does_not_synchronize(name, device):

@@ -6,21 +6,21 @@ with the goals at which the previous run ended, so only `flush()` after loading 
 
 import itertools
 import os
+import pickle
 import random
 import signal
 import sys
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
-from torchrl.collectors import Collector
 from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
-from torchrl.envs import GymWrapper, SerialEnv
 
-from support import tape
-from support.factories import make_transform
+from support.factories import make_transform, uids
+from support.oracle import Oracle
 from support.pages import run_block
+from support.recorded import Recorded
+from support.world import Goals, World, whole_episodes
 
 ENVIRONMENTS = 4
 STEPS = 10  # steps of each environment in one batch
@@ -30,55 +30,40 @@ CAPACITY = SIZE + ENVIRONMENTS * (max(LENGTHS) + 2)  # goals of running episodes
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
 
-class ContinuedTape(tape.Tape):
-    """The tape after ``steps`` steps, which the first reset does not change. Observations contain the run."""
-
-    def __init__(self, run, number, steps):
-        super().__init__(number, LENGTHS)
-        self.observation_space["run"] = Box(0, 2**16, (1,), np.float32)
-        self.run, self.moved = run, False
-        _, self.episode, self.state = tape.taken(number, steps + 1, LENGTHS)[-1]
-
-    def reset(self, *, seed=None, options=None):
-        return super().reset(seed=seed, options=options) if self.moved else (self._observation(), {})
-
-    def step(self, action):
-        self.moved = True
-        return super().step(action)
-
-    def _observation(self):
-        return super()._observation() | {"run": np.array([self.run], np.float32)}
-
-
 class Training:
     """A training with its whole state in checkpoints. The last complete one, if any, is loaded as the docs advise."""
 
     def __init__(self, directory, with_ids=True, her_ratio=0.8):
-        self.with_ids = with_ids
-        self.loss = torch.nn.Linear(3, 1)
+        self.loss = torch.nn.Linear(1, 1)
         self.optimizer = torch.optim.Adam(self.loss.parameters())
         self.hindsight = make_transform(her_ratio=her_ratio, capacity=CAPACITY)
         self.rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(SIZE), transform=self.hindsight, batch_size=64)
-        # "runs": the runs that wrote stored transitions, with the earlier steps of each environment.
-        self.progress = {"frames": 0, "updates": 0, "runs": []}
+        self.progress = {"frames": 0, "updates": 0}
         run_block("how-to/checkpoints", 0, names := {})  # imports
         names |= vars(self) | {"directory": directory}
         run_block("how-to/checkpoints", 1, names)
         run_block("how-to/checkpoints", 2, names)
         self.rotation, self.save_step = names["rotation"], names["save"]
+        self.recorded = Recorded(self.rb, Oracle({"future": 1.0}, CAPACITY), World(ENVIRONMENTS, Goals()), with_ids)
+        if "recorded" in self.progress:
+            self.recorded = replace(pickle.loads(bytes.fromhex(self.progress["recorded"])), rb=self.rb)
+            self.recorded.oracle.flush()
+        self.recorded.oracle.her_ratio = her_ratio
 
     def save(self):
+        self.progress["recorded"] = pickle.dumps(replace(self.recorded, rb=None)).hex()
         self.save_step(self.progress["frames"])
 
     def train(self, run):
-        """Collect and learn endlessly, and yield after each batch."""
-        begun = self.progress["frames"] // ENVIRONMENTS
-        self.progress["runs"].append([run, begun])
-        makers = [lambda number=n: GymWrapper(ContinuedTape(run, number, begun)) for n in range(ENVIRONMENTS)]
-        frames = ENVIRONMENTS * STEPS
-        for data in Collector(SerialEnv(ENVIRONMENTS, makers), None, frames_per_batch=frames, total_frames=-1):
-            data = data.reshape(-1)
-            self.rb.extend(data if self.with_ids else data.exclude("collector"))
+        """Write and learn endlessly, and yield after each batch. Transitions contain the run that wrote them."""
+        world = self.recorded.world
+        while True:
+            first, rows = self.progress["frames"] // ENVIRONMENTS, []
+            for env in range(ENVIRONMENTS):
+                moves = itertools.cycle(whole_episodes(*LENGTHS[env:], *LENGTHS[:env]))
+                rows += world.play(env, itertools.islice(moves, first, first + STEPS))
+            data = world.tensordict(rows, ids=self.recorded.ids)
+            self.recorded.write(rows, data.set("run", torch.full((len(rows), 1), run)))
             self.optimizer.zero_grad()
             self.loss(self.rb.sample()["observation"]).mean().backward()
             self.optimizer.step()
@@ -96,19 +81,9 @@ def check(training):
     updates = {int(state["step"]) for state in training.optimizer.state_dict()["state"].values()}
     assert updates == {progress["updates"]}, "the optimizer is of another moment than the progress"
     assert rb.write_count == progress["frames"], "the buffer is of another moment than the progress"
-    assert len(rb) == min(progress["frames"], SIZE)
-    rows = rb[:]
-    assert tape.check(rows, lengths=LENGTHS).relabelled == len(rb), "a transition is not relabelled"
-    steps, kept = progress["frames"] // ENVIRONMENTS, len(rb) // ENVIRONMENTS
-    run_of = {}  # place of a transition -> run that wrote it
-    for number in range(ENVIRONMENTS):
-        for step, place in list(enumerate(tape.taken(number, steps, LENGTHS)))[-kept:]:
-            run_of[place] = [run for run, begun in progress["runs"] if begun <= step][-1]
-    places = tape.places(rows)
-    assert dict(zip(places, rows["run"].flatten().tolist(), strict=True)) == run_of, "other transitions are stored"
-    for place, (number, episode, reached) in zip(places, rows["desired_goal"].long().tolist(), strict=True):
-        run = run_of.get((number, episode, reached - 1))
-        assert run == run_of[place], f"the transition from {place} of run {run_of[place]} has a goal of run {run}"
+    newest = range(max(0, progress["frames"] - SIZE), progress["frames"])
+    assert uids(rb[:]) == [*newest], "other transitions are stored"
+    assert training.recorded.check() == len(newest), "a transition is not relabelled"
 
 
 def dies(operation, action):

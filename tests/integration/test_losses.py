@@ -112,16 +112,3 @@ def test_targets_use_the_return_of_the_new_goal_and_end_when_it_is_reached(name,
         loss(batch.clone())
     (estimated,) = recorded
     torch.testing.assert_close(estimated, targets.expand_as(estimated), rtol=1e-5, atol=1e-4)
-
-
-def test_without_hindsight_only_the_flags_differ_from_torchrls_n_step_transform():
-    """They are the flags of a window's last step, so that losses do not bootstrap beyond the end of an episode."""
-    ours, theirs = (
-        buffer(transform)[:]
-        for transform in (
-            Compose(MultiStepTransform(3, 0.5), make_transform(her_ratio=0.0)),
-            MultiStepTransform(3, 0.5),
-        )
-    )
-    changed = [key for key in theirs.keys(True, True) if not torch.equal(ours[key], theirs[key])]
-    assert sorted(changed) == sorted([TERMINATED, TRUNCATED, DONE])

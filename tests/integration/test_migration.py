@@ -13,17 +13,12 @@ from support.factories import make_augmentation
 from support.world import Goals, World
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to"
-LIBRARIES = ("stable_baselines3", "cpprb", "tianshou", "torchrl")
 THEIRS, OURS = 0, 1  # positions of the examples on a page
 import_or_skip = functools.partial(pytest.importorskip, reason="the extra 'benchmarks' has it")
 
 
 def page(library: str) -> str:
     return (DOCS / f"from-{library.replace('_', '-')}.md").read_text()
-
-
-def section(library: str, title: str) -> str:
-    return page(library).split(f"## {title}")[1].split("##")[0]
 
 
 def run(library: str, which: int) -> dict:
@@ -71,6 +66,7 @@ def test_both_examples_of_cpprb_run_and_ours_stores_four_copies_of_each_transiti
         assert len(rows) > 5 * (8_000 - 10)
 
 
+@pytest.mark.filterwarnings("ignore:The reward module gives")  # another reward than that of the data
 def test_cpprb_and_its_replacement_store_equivalent_rows():
     """For one episode, both store the same number of rows, with goals and rewards from the same sets."""
     cpprb, steps, copies = import_or_skip("cpprb"), 20, 1000

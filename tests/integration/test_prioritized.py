@@ -16,7 +16,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from support.factories import assert_same, make_augmentation, make_transform, seeded_sample
+from support.factories import assert_same, make_transform, seeded_sample
 from support.named import STORAGES
 from support.oracle import Oracle
 from support.recorded import Recorded
@@ -28,7 +28,7 @@ EPISODES = ["go", "go", "go", "truncated", "go", "terminated", *["go"] * 5, "tru
 
 
 class Priorities:
-    """The priorities of stored transitions by uid or another key, in plain Python (Schaul et al. 2016, section 3.3)."""
+    """The priorities of stored transitions by uid, in plain Python (Schaul et al. 2016, section 3.3)."""
 
     def __init__(self, size=SIZE):
         self.stored, self.size = {}, size
@@ -54,11 +54,11 @@ NUMBERS = {"alpha": ALPHA, "beta": BETA, "eps": EPS}
 whole = partial(TensorDictPrioritizedReplayBuffer, **NUMBERS)
 
 
-def make(kind=whole, storage="LazyTensorStorage", size=SIZE, transform=None, sequence_length=None, **options):
+def make(kind=whole, storage="LazyTensorStorage", size=SIZE, sequence_length=None, **options):
     """Return a buffer with real priorities, and the oracle of its goals."""
     if kind in (ReplayBuffer, TensorDictReplayBuffer) and "sampler" not in options:
         options["sampler"] = PrioritizedSampler(size, **NUMBERS)
-    hindsight = transform or make_transform(her_ratio=0.8, capacity=1000, sequence_length=sequence_length)
+    hindsight = make_transform(her_ratio=0.8, capacity=1000, sequence_length=sequence_length)
     rb = kind(storage=STORAGES[storage](size), transform=hindsight, **({"batch_size": 32} | options))
     return Recorded(rb, Oracle({"future": 1.0}, 1000, her_ratio=0.8), World(4, Goals()))
 
@@ -75,7 +75,7 @@ def writes(recorded, priorities, count=8):
 
 
 def sample_and_update(rb):
-    """Sample and update the priorities; return the batch, its rows, its errors and its importance weights."""
+    """Sample and update the priorities; return the batch, its errors and its importance weights."""
     batch, info = rb.sample(return_info=True)
     # A temporal-difference error that differs between transitions and between goals.
     error = 0.05 + (batch["uid"] * 37 % 101) / 20 + (batch["desired_goal"].sum(-1) * 13 % 17) / 100
@@ -86,7 +86,7 @@ def sample_and_update(rb):
     else:
         weight = info["priority_weight"]
         rb.update_priority(info["index"], error)
-    return batch, info["index"], error.tolist(), weight
+    return batch, error.tolist(), weight
 
 
 def check_loop(recorded, drawn_by=lambda uids: uids):
@@ -97,7 +97,7 @@ def check_loop(recorded, drawn_by=lambda uids: uids):
     priorities, relabelled = Priorities(), 0
     for _ in writes(recorded, priorities):
         for _ in range(3):
-            batch, _, errors, weights = sample_and_update(recorded.rb)
+            batch, errors, weights = sample_and_update(recorded.rb)
             relabelled += recorded.check(batch)
             uids = batch["uid"].tolist()
             priorities.check(weights, drawn_by(uids))
@@ -126,22 +126,6 @@ def test_priorities_of_prioritized_slices_belong_to_their_transitions(storage):
     sampler = PrioritizedSliceSampler(SIZE, ALPHA, BETA, EPS, slice_len=3, truncated_key=None)
     recorded = make(TensorDictReplayBuffer, storage, sequence_length=3, sampler=sampler, batch_size=33)
     check_loop(recorded, lambda uids: [first for first in uids[::3] for _ in range(3)])
-
-
-def test_copies_by_hindsight_augmentation_have_separate_priorities():
-    recorded, priorities = make(transform=make_augmentation()), Priorities()
-    for number in range(4):
-        first = len(recorded.rb)
-        recorded.play([EPISODES[4:6] if number % 2 else EPISODES[:4]])
-        priorities.write(range(first, len(recorded.rb)))  # the keys are rows of the storage
-        for _ in range(5):
-            _, index, errors, weights = sample_and_update(recorded.rb)
-            rows = torch.as_tensor(index).flatten().tolist()
-            priorities.check(weights, rows)
-            priorities.update(rows, errors)
-    uids = recorded.rb[:]["uid"].tolist()
-    of_one = {uid: {p for row, p in priorities.stored.items() if uids[row] == uid and p != 1.0} for uid in set(uids)}
-    assert max(map(len, of_one.values())) >= 3  # the original and its copies
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.collectors import Collector
 from torchrl.data import (
     LazyTensorStorage,
-    PrioritizedSampler,
     RayReplayBuffer,
     ReplayBuffer,
     TensorDictReplayBuffer,
@@ -156,19 +155,6 @@ def test_collectors_lose_nothing_and_get_correct_goals(name, at_the_end):
 
 
 @pytest.mark.slow
-def test_with_hindsight_when_writing_the_buffer_has_whole_episodes_and_their_copies(at_the_end):
-    buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
-    for _ in make_collector(at_the_end, TAPES[:2], replay_buffer=buffer, total_frames=480):
-        pass
-    stored = buffer[:]
-    assert check(stored).relabelled == 0.8 * len(stored)
-    counts = Counter(zip(places(stored), stored[RELABELLED].flatten().tolist(), strict=True))
-    assert {(is_copy, count) for (_, is_copy), count in counts.items()} == {(False, 1), (True, 4)}
-    assert len(stored) > 5 * 440  # one episode of each environment is held back
-    check_nothing_is_lost(stored[~stored[RELABELLED].squeeze(-1)], environments=2)
-
-
-@pytest.mark.slow
 def test_learners_sample_correct_goals_while_collectors_overwrite_the_buffer(at_the_end):
     size = 300
     # Two calls at a time: samples are drawn while the transitions of a collector are written.
@@ -186,17 +172,6 @@ def test_learners_sample_correct_goals_while_collectors_overwrite_the_buffer(at_
     collector.shutdown()
     assert len(buffer) == size
     assert share_relabelled(buffer) > 0.7  # the goals of the first steps of some episodes have left the table
-
-
-@pytest.mark.slow
-def test_batches_of_synchronous_collectors_extended_by_hand_get_correct_goals(at_the_end):
-    options = {"transform": make_hindsight(SIZE), "batch_size": BATCH_SIZE}
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(SIZE), **options)
-    for data in make_collector(at_the_end, TAPES[:2], sync=True, total_frames=600):
-        buffer.extend(data.reshape(-1))
-    check_nothing_is_lost(buffer[:], environments=2)
-    assert len(buffer) == 600
-    assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
 
 
 # The learner
@@ -227,24 +202,6 @@ def test_arguments_and_results_of_methods_travel_to_the_actor_and_back(at_the_en
     assert len(buffer.extend(call_transform(buffer, "flush"))) == 5 * 3  # the second episode
     stamped = call_transform(make_buffer(at_the_end), "adopt", data=data)
     assert stamped.shape == (8,)
-
-
-def test_priorities_are_set_for_the_sampled_transitions(at_the_end):
-    alpha, beta, high, low = 0.7, 0.5, 1.0, 0.01  # new transitions have the high priority
-    buffer = make_buffer(at_the_end, sampler=partial(PrioritizedSampler, SIZE, alpha, beta))
-    buffer.extend(next(make_data(200)))
-    for _ in range(10):
-        batch = buffer.sample()
-        batch["td_error"] = torch.where(batch["observation"][:, 2] == 0, high, low)
-        buffer.update_tensordict_priority(batch)
-    firsts = int((buffer[:]["observation"][:, 2] == 0).sum())
-    mass = firsts * high**alpha
-    batch = torch.cat([buffer.sample() for _ in range(20)])
-    check(batch)
-    first, weight = batch["observation"][:, 2] == 0, batch["priority_weight"].flatten()
-    assert first.float().mean().item() == pytest.approx(mass / (mass + (200 - firsts) * low**alpha), abs=0.03)
-    assert weight[first].unique().item() == pytest.approx((high / low) ** (-alpha * beta), rel=1e-4)
-    assert weight[~first].unique().item() == pytest.approx(1.0)
 
 
 # The second episode of the data has 9 steps, and the first write ends after its third.

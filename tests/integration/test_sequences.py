@@ -8,7 +8,6 @@ from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSliceSampler,
     ReplayBuffer,
-    ReplayBufferEnsemble,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
@@ -22,12 +21,10 @@ from support.world import Goals, World
 
 LENGTH = 4  # steps of a sequence
 SIZE = 192  # rows of a storage
-TRUNCATED, TERMINATED = ("next", "truncated"), ("next", "terminated")
 EPISODES = [
     ["go"] * (length - 1) + [end]
     for length, end in ((7, "truncated"), (11, "terminated"), (5, "truncated"), (9, "terminated"))
 ]
-ENDS = torch.arange(LENGTH * 16).unsqueeze(-1) % LENGTH == LENGTH - 1  # the last transitions of sequences
 
 
 def buffer(ndim=1, kind=TensorDictReplayBuffer, her_ratio=1.0, strategy="future", sequence_length=LENGTH, **options):
@@ -46,12 +43,6 @@ def writes(recorded, layout="flat", write=Recorded.play, episodes=EPISODES):
     for _ in range(10):
         write(recorded, [[*islice(lane, 6)] for lane in lanes], layout)
         yield
-
-
-def filled(layout="flat", **options):
-    recorded = recorded_in(buffer(**options), options.get("strategy", "future"))
-    list(writes(recorded, layout))
-    return recorded
 
 
 def parts_of(recorded, rows):
@@ -90,6 +81,7 @@ SLICES = {"slice_len": LENGTH, "truncated_key": None}
 BY_TRAJECTORY = {"traj_key": ("collector", "traj_ids")}
 SAMPLED = {  # a sample unit finds episodes only by their done flags, so it needs a storage [environments, time]
     "SliceSampler": lambda: {"sampler": SliceSampler(**SLICES)},
+    "another truncated_key": lambda: {"sampler": SliceSampler(**SLICES | {"truncated_key": ("slice", "truncated")})},
     "num_slices": lambda: {"sampler": SliceSampler(num_slices=16, truncated_key=None)},
     "pad_output": lambda: {"sampler": SliceSampler(**SLICES, strict_length=False, pad_output=True, **BY_TRAJECTORY)},
     "fragmented": lambda: {"sampler": SliceSampler(**SLICES, fragmented=True, step_key="step", **BY_TRAJECTORY)},
@@ -150,36 +142,3 @@ def test_the_share_and_the_goals_of_sequences_have_the_probabilities_of_their_la
     recorded = recorded_in(rb, her_ratio=0.8)
     recorded.play([["go"] * 8 + ["truncated"]])
     assert recorded.p_value(rb.sample()[LENGTH - 1 :: LENGTH]) > 1e-3
-
-
-# The done flags
-
-
-@pytest.mark.parametrize(
-    ("kind", "key", "is_member"),
-    [
-        (TensorDictReplayBuffer, TRUNCATED, False),
-        (TensorDictReplayBuffer, TRUNCATED, True),
-        (TensorDictReplayBuffer, None, False),
-        (TensorDictReplayBuffer, None, True),
-        (TensorDictReplayBuffer, ("slice", "truncated"), False),
-        (ReplayBuffer, TRUNCATED, False),
-    ],
-)
-def test_a_slice_sampler_overwrites_recomputed_flags_in_tensordict_buffers_and_ensembles(kind, key, is_member):
-    """It writes the stored flags and marks the ends of slices after the transform, unless it has another key."""
-    recorded = filled(kind=kind, sampler=SliceSampler(slice_len=LENGTH, truncated_key=key))
-    if is_member:
-        recorded.rb = ReplayBufferEnsemble(recorded.rb, batch_size=LENGTH * 16)
-    batch, info = recorded.rb.sample(return_info=True)
-    batch = batch.reshape(-1)
-    if key == TRUNCATED and kind is TensorDictReplayBuffer:
-        stored = torch.tensor([recorded.stored[uid][TERMINATED] for uid in batch["uid"].tolist()])
-        is_reached = (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1, keepdim=True)
-        assert torch.equal(batch[TERMINATED].view(-1, 1), stored)
-        assert (is_reached & ~stored).any()
-    else:
-        assert check_sequences(recorded, batch) > 0.7  # flags included
-        assert (batch[TERMINATED] & batch["hindsight", "relabelled"]).any()
-    if key is not None and not is_member:
-        assert torch.equal(info[key] if kind is ReplayBuffer else batch[key], ENDS)

@@ -32,3 +32,19 @@ NDIM = {"LazyTensorStorage": (1, 2, 3), "LazyMemmapStorage": (1, 2), "PackedStor
 NAMES = [f"{name}(ndim={ndim})" if ndim > 1 else name for name in NDIM for ndim in NDIM[name]]
 STORAGES = {name: named(name) for name in (*NAMES, "ListStorage", "LazyStackStorage", "CompressedListStorage")}
 STORAGES["PackedStorage(scratch_dir=...)"] = on_disk
+
+SLICES = {"slice_len": 2, "truncated_key": None}  # in a TensorDict buffer slice samplers overwrite the done flags
+PRIORITIES = {"alpha": 0.7, "beta": 0.5}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "RandomSampler": {},
+    "SamplerWithoutReplacement": {},
+    "PrioritizedSampler": PRIORITIES,
+    "SliceSampler": SLICES,
+    "SliceSamplerWithoutReplacement": SLICES | {"strict_length": False},
+    "PrioritizedSliceSampler": PRIORITIES | SLICES,
+}
+
+
+def sampler_of(name: str, size: int) -> Any:
+    """Return a sampler for a storage of this size."""
+    return named(name)(**({"max_capacity": size} if "Prioritized" in name else {}), **SAMPLERS[name])

@@ -14,8 +14,6 @@ from torchrl.data import ReplayBuffer
 from support.oracle import Oracle, rows_of
 from support.world import Goal, Transition, World
 
-LAYOUTS = ("flat", "time-major", "add", "lanes")
-
 
 @dataclass
 class Recorded:
@@ -82,9 +80,13 @@ class Recorded:
             assert probabilities is not None, "an episode is running, or the goal table may have lost goals"
             expected |= {(uid, goal): count * ratio * p for goal, p in probabilities.items()}
         assert drawn.keys() <= expected.keys(), f"impossible goals were drawn: {drawn.keys() - expected.keys()}"
-        cells = [cell for cell in expected if expected[cell]]
-        observed, means = ([of[cell] for cell in cells] for of in (drawn, expected))
-        return float(stats.chisquare(observed, means, ddof=len(counts) - 1).pvalue)
+        cells = [(drawn[cell], mean) for cell, mean in expected.items() if mean >= 5]
+        others = len(uids) - sum(count for count, _ in cells), len(uids) - sum(mean for _, mean in cells)
+        cells += [others] if others[1] >= 1 else []  # goals that are expected seldom
+        if len(cells) <= len(counts):
+            return 1.0
+        observed, means = zip(*cells, strict=True)
+        return float(stats.chisquare(observed, means, ddof=len(counts) - 1, sum_check=False).pvalue)
 
     def flush(self) -> None:
         """End the running episodes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import GymWrapper, SerialEnv
 
@@ -36,12 +37,11 @@ def length_of(number: int, episode: int, lengths: tuple[int, ...] = LENGTHS) -> 
 class Tape(gymnasium.Env):
     """Counts its steps and ignores actions. Episodes are terminated and truncated in turn."""
 
-    def __init__(self, number: int, lengths: tuple[int, ...] = LENGTHS, discrete: bool = False):
+    def __init__(self, number: int, discrete: bool = False):
         goal = Box(-1, 2**16, (3,), np.float32)
         self.observation_space = Dict({"observation": goal, "achieved_goal": goal, "desired_goal": goal})
         self.action_space = Discrete(2) if discrete else Box(-1, 1, (2,), np.float32)
-        self.number, self.lengths = number, lengths
-        self.episode, self.state = -1, 0
+        self.number, self.episode, self.state = number, -1, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
@@ -51,7 +51,7 @@ class Tape(gymnasium.Env):
 
     def step(self, action: Any) -> Any:
         self.state += 1
-        last = self.state == length_of(self.number, self.episode, self.lengths)
+        last = self.state == length_of(self.number, self.episode)
         observation = self._observation()
         reward = float(reward_of(observation["achieved_goal"], observation["desired_goal"]))
         terminates = self.episode % 2 == 0
@@ -69,9 +69,9 @@ class Tape(gymnasium.Env):
         return {"observation": state, "achieved_goal": state.copy(), "desired_goal": goal}
 
 
-def make_tape(number: int = 0, lengths: tuple[int, ...] = LENGTHS, discrete: bool = False) -> GymWrapper:
+def make_tape(number: int = 0, discrete: bool = False) -> GymWrapper:
     """Return the TorchRL environment; ``functools.partial(make_tape, number)`` makes it in other processes."""
-    return GymWrapper(Tape(number, lengths, discrete))
+    return GymWrapper(Tape(number, discrete))
 
 
 def make_serial(*numbers: int, discrete: bool = False) -> SerialEnv:
@@ -117,37 +117,9 @@ class Count:
         return self.relabelled / self.sampled
 
 
-def expected_row(
-    state: Any, goal: Any = None, n: int = 1, gamma: float = 1.0, lengths: tuple[int, ...] = LENGTHS
-) -> dict[Any, Any]:
-    """Return the entries of a transition from a state, relabelled with a goal, or original if it is None.
-
-    With ``n > 1``, it is an n-step return. Sums are exact if ``gamma`` is a power of two.
-    """
-    number, episode, first = map(int, state)
-    length = length_of(number, episode, lengths)
-    assert 0 <= first < length, f"{state} cannot be: the episode has {length} steps"
-    asked, last = (number, episode, ASKED), (number, episode, min(first + n, length))
-    desired = asked if goal is None else goal
-    outcomes = [(number, episode, step) for step in range(first + 1, last[2] + 1)]
-    count = outcomes.index(goal) + 1 if goal in outcomes else len(outcomes)
-    reward = sum(gamma**ahead * reward_of(outcome, desired) for ahead, outcome in enumerate(outcomes[:count]))
-    is_last = last[2] == length
-    terminated = goal in outcomes if goal is not None else is_last and episode % 2 == 0
-    truncated = is_last and episode % 2 == 1 and count == len(outcomes)
-    entries: dict[Any, Any] = {"observation": tuple(state), "achieved_goal": tuple(state), "desired_goal": desired}
-    entries |= {("next", "observation"): last, ("next", "achieved_goal"): last, ("next", "desired_goal"): desired}
-    entries |= zip(FLAGS, (terminated, truncated, terminated or truncated), strict=True)
-    entries["next", "reward"] = reward
-    return entries | ({"steps_to_next_obs": count, "gamma": gamma**count} if n > 1 else {})
-
-
-def as_dicts(sample: TensorDictBase, keys: Iterable[Any]) -> list[dict[Any, Any]]:
-    """Return transitions ``[*batch]`` as dictionaries of tuples (vectors) and numbers."""
-    rows = sample.reshape(-1)
-    columns = {key: rows[key].reshape(len(rows), -1).tolist() for key in keys}
-    values = ([tuple(value) if len(value) > 1 else value[0] for value in column] for column in columns.values())
-    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+def lengths_of(places: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    """Return the lengths ``[n]`` of the episodes of places ``[n, 3]``."""
+    return torch.tensor(lengths)[(places[:, 0] + places[:, 1]) % len(lengths)]
 
 
 def check(
@@ -158,31 +130,52 @@ def check(
     n: int = 1,
     gamma: float = 1.0,
 ) -> Count:
-    """Check transitions ``[*batch]``, one by one, and count them.
+    """Check transitions ``[*batch]``, and count them.
 
     For "final", any step from the transition's own step on is accepted, because only a part of a running episode is
-    published. ``flags=False`` skips the done flags, which a SliceSampler overwrites in TensorDict buffers. ``n`` and
-    ``gamma`` are the arguments of a MultiStepTransform.
+    published. With ``flags=False``, new goals end no episode, and done flags are not checked: a SliceSampler overwrites
+    them in TensorDict buffers. ``n`` and ``gamma`` are the arguments of a MultiStepTransform. Sums are exact if
+    ``gamma`` is a power of two.
     """
-    count = Count()
-    keys = [key for key in expected_row((0, 0, 0), n=n, lengths=lengths) if flags or key not in FLAGS]
-    for row in as_dicts(batch, [*keys, RELABELLED]):
-        state, goal = row["observation"], row["desired_goal"] if row.pop(RELABELLED) else None
-        if goal is not None:
-            _check_goal(state, goal, strategy, lengths)
-        expected = expected_row(state, goal, n, gamma, lengths)
-        assert row == {key: expected[key] for key in keys}, f"{row} must be {expected}"
-        count += Count(1, goal is not None)
-    return count
+    rows = batch.reshape(-1)
+    place, goal, new = rows["observation"].long(), rows["desired_goal"].long(), rows[RELABELLED].reshape(-1)
+    step, length = place[:, 2], lengths_of(place, lengths)
+    _check(rows, "observation", (step >= 0) & (step < length))
+    is_own, is_achieved = (
+        (goal[:, :2] == place[:, :2]).all(1),
+        (goal[:, 2] >= 1) & (goal[:, 2] <= lengths_of(goal, lengths)),
+    )
+    may_be_drawn = is_achieved & (is_own | (strategy == "random"))
+    if strategy in ("future", "final"):
+        may_be_drawn &= goal[:, 2] > step
+    _check(rows, "desired_goal", torch.where(new, may_be_drawn, is_own & (goal[:, 2] == ASKED)))
+
+    # The steps of each window, [n, window], which ends with its episode, and where a new goal is reached.
+    outcomes = torch.stack([place + torch.tensor([0, 0, ahead]) for ahead in range(1, n + 1)], 1)
+    exists = outcomes[..., 2] <= length[:, None]
+    hits = exists & new[:, None] & (outcomes == goal[:, None]).all(-1) & flags
+    counted = exists & (hits.cumsum(1) - hits.long() == 0)
+    last = torch.cat([place[:, :2], torch.minimum(step + n, length)[:, None]], 1)
+    is_last, is_even = last[:, 2] == length, place[:, 1] % 2 == 0
+    terminated = torch.where(new, hits.any(1), is_last & is_even)
+    truncated = is_last & ~is_even & (counted == exists).all(1)
+    returns = counted * reward_of(outcomes, goal[:, None]) * gamma ** torch.arange(n).double()
+    expected = {"observation": place, "achieved_goal": place, "desired_goal": goal, ("next", "desired_goal"): goal}
+    expected |= {("next", "observation"): last, ("next", "achieved_goal"): last, ("next", "reward"): returns.sum(1)}
+    if flags:
+        expected |= zip(FLAGS, (terminated, truncated, terminated | truncated), strict=True)
+    if n > 1:
+        expected |= {"steps_to_next_obs": counted.sum(1), "gamma": gamma ** counted.sum(1).double()}
+    for key, values in expected.items():
+        _check(rows, key, (rows[key].reshape(values.shape) == values).reshape(len(rows), -1).all(1), values)
+    return Count(len(rows), int(new.sum()))
 
 
-def _check_goal(state: Any, goal: Any, strategy: str, lengths: tuple[int, ...]) -> None:
-    """Check that a goal was achieved, and that the strategy may draw it for a transition from a state."""
-    number, episode, step = goal
-    what = f"a transition from {state} has the goal {goal}"
-    assert 1 <= step <= length_of(int(number), int(episode), lengths), f"{what}, which no episode achieves"
-    assert strategy == "random" or (number, episode) == state[:2], f"{what} of another episode"
-    assert strategy not in ("future", "final") or step > state[2], f"{what} of the past"
+def _check(rows: TensorDictBase, key: Any, right: Tensor, expected: Tensor | None = None) -> None:
+    """Check that an entry is right in all transitions ``[n]``; an error shows the first one in which it is not."""
+    for row in (~right).nonzero()[:1, 0].tolist():
+        words = f"{key} is wrong" if expected is None else f"{key} must be {expected[row].tolist()}"
+        raise AssertionError(f"{words} in {rows[row].to_dict()}")
 
 
 def places(rows: TensorDictBase) -> list[tuple[int, ...]]:
@@ -197,9 +190,9 @@ def starts(number: int, lengths: tuple[int, ...] = LENGTHS) -> Iterator[tuple[in
             yield number, episode, state
 
 
-def taken(number: int, steps: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, int, int]]:
+def taken(number: int, steps: int) -> list[tuple[int, int, int]]:
     """Return where the first transitions of an environment start, in order."""
-    return list(itertools.islice(starts(number, lengths), steps))
+    return list(itertools.islice(starts(number), steps))
 
 
 # Other forms of the data
@@ -221,6 +214,6 @@ def with_images(data: TensorDictBase) -> TensorDictBase:
     return data
 
 
-def image_reward(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+def image_reward(achieved: Tensor, desired: Tensor) -> Tensor:
     """Return rewards ``[batch]`` of goals that are images: 0 if they are equal, else -1."""
     return -(achieved != desired).flatten(1).any(dim=1).float()

@@ -50,7 +50,7 @@ class Source:
         desired = torch.stack([number, episode, torch.full_like(step, tape.ASKED)], 1).float().repeat(1, COPIES)
         last = {
             "reward": reward_of(achieved, desired).unsqueeze(1),
-            "done": (step + 1 == _lengths(places)).unsqueeze(1),
+            "done": (step + 1 == tape.lengths_of(places, LENGTHS)).unsqueeze(1),
         }
         after = {"observation": outcomes.float(), "achieved_goal": achieved, "desired_goal": desired.clone(), **last}
         root = {"observation": places.float(), "achieved_goal": start, "desired_goal": desired}
@@ -59,25 +59,10 @@ class Source:
         return TensorDict({**root, "next": after, "collector": collector}, batch_size=len(places))
 
 
-def _lengths(places: Tensor) -> Tensor:
-    """Return the lengths ``[n]`` of the episodes of places ``[n, 3]``."""
-    return torch.tensor(LENGTHS)[(places[:, 0] + places[:, 1]) % len(LENGTHS)]
-
-
-def check(batch: TensorDictBase, strategy: str = "future") -> int:
-    """Check transitions ``[*batch]`` with tensor expressions, and return the number of relabelled ones."""
+def check(batch: TensorDictBase, strategy: str = "future", n: int = 1, gamma: float = 1.0) -> int:
+    """Check transitions ``[*batch]``, and return the number of relabelled ones."""
     batch = batch.reshape(-1)
-    place, desired, outcome = batch["observation"].long(), batch["desired_goal"], batch["next", "achieved_goal"]
-    relabelled = batch["hindsight", "relabelled"].squeeze(1)
-    goal, step = desired[:, :3].long(), desired[:, 2].long()
-    assert torch.equal(desired, desired[:, :3].repeat(1, COPIES)), "a goal is torn"
-    assert torch.equal(desired, batch["next", "desired_goal"]), "a transition has two goals"
-    same = (goal[:, :2] == place[:, :2]).all(dim=1)
-    right = (step >= 1) & (step <= _lengths(goal))
-    if strategy != "random":
-        right &= same & (step > place[:, 2])
-    right = torch.where(relabelled, right, same & (step == tape.ASKED))
-    assert bool(right.all()), "a goal is wrong"
-    assert torch.equal(batch["next", "reward"].squeeze(1), reward_of(outcome, desired)), "a reward is wrong"
-    assert torch.equal(outcome[:, :3].long(), place + STEP), "a row is torn"
-    return int(relabelled.sum())
+    for key in ("achieved_goal", "desired_goal", ("next", "achieved_goal"), ("next", "desired_goal")):
+        assert torch.equal(batch[key], batch[key][:, :3].repeat(1, COPIES)), f"{key} is torn"
+    single = batch.apply(lambda entry: entry[:, :3] if entry.shape[1:] == (3 * COPIES,) else entry)
+    return tape.check(single, strategy, LENGTHS, flags=False, n=n, gamma=gamma).relabelled
