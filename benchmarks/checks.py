@@ -36,7 +36,7 @@ def make_buffer(*, checks: bool) -> TensorDictReplayBuffer:
     """Return a buffer whose transform runs its checks, or skips them."""
     transform = HERTransform(SparseReward(0.05), capacity=100_000)
     if not checks:
-        transform._diagnosis = NoChecks(transform.reward, transform.keys)
+        transform._relabelling.diagnosis = NoChecks(transform.reward, transform.keys)
     return TensorDictReplayBuffer(storage=LazyTensorStorage(100_000), transform=transform, batch_size=256)
 
 

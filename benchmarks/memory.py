@@ -3,7 +3,7 @@
 Both buffers get the same transitions, each in its own process: a 25-float observation, 3-float goals and a 4-float
 action, from 64 environments with episodes of 60 steps on average. One reset in eight is silent: it carries no done flag
 and no new trajectory id. In every 10,000 transitions, 16 more environments write the beginning of an episode that is
-never continued, so there are always open lanes. The buffer is sampled after every 10,000 transitions.
+never continued, so there are always running episodes. The buffer is sampled after every 10,000 transitions.
 
 Writes `memory.csv` and `memory.png`. Fails if memory still grows after the first million transitions. Linux only.
 """
@@ -31,9 +31,9 @@ from tqdm import tqdm
 from torchrl_her import HERTransform, SparseReward
 
 SIZE = 100_000
-LANES, STEPS = 64, 150  # environments, and steps of each in a chunk
-STRAYS, STRAY_STEPS = 16, 25  # lanes that are left open, and steps of each in a chunk
-CHUNK = LANES * STEPS + STRAYS * STRAY_STEPS
+ENVS, STEPS = 64, 150  # environments, and steps of each in a chunk
+STRAYS, STRAY_STEPS = 16, 25  # environments that stop without a flag, and steps of each in a chunk
+CHUNK = ENVS * STEPS + STRAYS * STRAY_STEPS
 BUFFERS = {"with hindsight": True, "without": False}
 COLOURS = {"with hindsight": "#0072B2", "without": "#000000"}  # blue and black of Okabe and Ito
 TOLERANCE = 8.0  # MiB by which the memory of a process varies
@@ -41,7 +41,7 @@ TOLERANCE = 8.0  # MiB by which the memory of a process varies
 Measured = list[tuple[int, float]]  # transitions written, MiB
 
 
-class Lanes:
+class Environments:
     """Environments that run side by side; their goals count the steps."""
 
     def __init__(self, first: int, count: int, rng: np.random.Generator):
@@ -52,7 +52,7 @@ class Lanes:
         self.trajectory = np.zeros((count, 1), dtype=np.int64)
 
     def next(self, steps: int) -> TensorDict:
-        """Return the next transitions ``[count * steps]``, lane after lane."""
+        """Return the next transitions ``[count * steps]``, environment after environment."""
         ends = self.rng.random((len(self.numbers), steps)) < 1 / 60
         flagged = ends & (self.rng.random(ends.shape) < 7 / 8)
         # After the end of an episode, the next transition starts elsewhere.
@@ -100,16 +100,16 @@ def measure(name: str, transitions: int) -> tuple[Measured, float]:
     """Write and sample. Return the memory over time, and the relabelled share of sampled transitions."""
     torch.set_num_threads(1)
     torchrl_logger.setLevel("WARNING")
-    warnings.filterwarnings("ignore", message=".*left the goal table")
+    warnings.filterwarnings("ignore", message=".*longer in the goal table")
     libraries = resident()
     transform = HERTransform(SparseReward(0.05), capacity=SIZE) if BUFFERS[name] else None
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(SIZE), transform=transform, batch_size=256)
     rng = np.random.default_rng(1)
-    lanes = Lanes(0, LANES, rng)
+    environments = Environments(0, ENVS, rng)
     measured, relabelled, sampled = [], 0, 0
     for chunk in tqdm(range(1, transitions // CHUNK + 1), desc=name, unit_scale=CHUNK, unit="transition"):
-        strays = Lanes(LANES + chunk * STRAYS, STRAYS, rng)
-        rb.extend(torch.cat([lanes.next(STEPS), strays.next(STRAY_STEPS)]))
+        strays = Environments(ENVS + chunk * STRAYS, STRAYS, rng)
+        rb.extend(torch.cat([environments.next(STEPS), strays.next(STRAY_STEPS)]))
         batch = rb.sample()
         sampled += len(batch)
         if transform is not None:

@@ -9,8 +9,8 @@ update does in training. The same calls in a tight loop are faster, plain sampli
 
 Ratios are medians of the ratios within a round. Every sampled batch is checked outside the measured time: the share of
 relabelled transitions, and whether the rewards match the goals. `docs/reference/results/speed.md` shows the tables. The
-last one is the memory of a stored transition, with and without `CompactGoals`, and of a row of the goal table, which is
-in `docs/reference/results/memory.md`.
+last one is the memory of a stored transition, with and without `CompactGoals`, and of a goal in the goal table, which
+is in `docs/reference/results/memory.md`.
 
 "packed" marks the buffers with `PackedStorage`. "does nothing" and "draws nothing" are transforms that show the cost of
 calling a transform, and the cost of hindsight without drawing goals. They are not in the picture.
@@ -138,7 +138,7 @@ def table_bytes() -> float:
     transform = HERTransform(SparseReward(THRESHOLD), capacity=size)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform)
     buffer.extend(TorchRL(size).prepare(next(make_transitions(size))))
-    table = transform.table
+    table = transform._episodes.table
     assert table is not None
     columns = (table.matrix, table.episodes, table.pieces)
     stores = {store.data_ptr(): store.nbytes() for store in (column.untyped_storage() for column in columns)}

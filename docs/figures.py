@@ -1,6 +1,6 @@
-"""Draw the figure of `docs/explanation/how-it-works.md`: the data flow of HERTransform.
+"""Draw the figures of `docs/explanation/how-it-works.md`: the data flow of HERTransform, and its two ideas.
 
-python docs/figures.py    # writes docs/images/data_flow.svg
+python docs/figures.py    # writes data_flow.svg, goal_names.png and running_episodes.png to docs/images
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ matplotlib.use("Agg")  # draws into files, without a display
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito 2008).
@@ -25,6 +26,7 @@ THEIRS = {"facecolor": "#f4f4f4", "edgecolor": GREY, "linewidth": 1.2}
 EPISODES = [("episode 1", BLUE, 6), ("episode 2", ORANGE, 5), ("episode 3", GREEN, 6)]
 EMPTY = 4
 SIZE = 9.0  # points
+ROW = 4.2  # the height of a table's row
 
 plt.rcParams["svg.hashsalt"] = "torchrl_her"  # the same file each time
 
@@ -79,7 +81,7 @@ def draw_data_flow(path: Path) -> None:
     box(axes, 1.5, 6, 14, 11, "Loss", **THEIRS)
     box(axes, 84.5, 14.5, 14, 47.5, "Storage", **THEIRS)
     box(axes, 84.5, 1, 14, 8, "Sampler", **THEIRS)
-    tracked = "EpisodeTracker finds the lane,\nthe episode and the step\nof each transition"
+    tracked = "Finds the episode and the step\nof each transition"
     box(axes, 28, 47, 42, 15, "HERTransform: write", tracked, **OURS)
     draw_table(axes, 28, 28, 42, 12.5)
     drawn = "1. The strategy draws a step.\n2. Its goal becomes the desired goal.\n3. The reward is recomputed."
@@ -107,19 +109,123 @@ def draw_data_flow(path: Path) -> None:
     arrow(axes, (8.5, 17), (8.5, 51), linestyle="--", color=GREY)
     label(axes, 9.7, 34, "policy", ha="left", color=GREY)
 
+    save(figure, path)
+
+
+def draw_cells(axes: Axes, x: float, y: float, widths: list[float], rows: list[list[str]], faces: list[str]) -> None:
+    """Draw a table from its first line down, with a face colour for each row."""
+    for number, (row, face) in enumerate(zip(rows, faces, strict=True)):
+        left, low = x, y - (number + 1) * ROW
+        for text, width in zip(row, widths, strict=True):
+            axes.add_patch(Rectangle((left, low), width, ROW, facecolor=face, edgecolor=INK, linewidth=0.7))
+            label(axes, left + width / 2, low + ROW / 2 - 0.2, text)
+            left += width
+
+
+def heading(axes: Axes, x: float, y: float, text: str) -> None:
+    """Write the title of a table."""
+    axes.text(x, y, text, ha="center", va="baseline", size=SIZE + 0.5, weight="bold", color=INK)
+
+
+def draw_goal_names(path: Path) -> None:
+    """Draw how a goal is found by its name."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.53), facecolor=PAPER)
+    figure.subplots_adjust(0, 0, 1, 1)
+    axes.set(xlim=(0, 100), ylim=(1, 50))
+    axes.axis("off")
+    box(axes, 1.5, 34, 25, 13, "Sampled transition", "stamp: episode 7, step 1\ndesired goal: (0.9, 0.9)", **THEIRS)
+    box(axes, 36, 34, 25, 13, "Strategy: future", "which step of which\nepisode?  (7, 3)", **OURS)
+    box(axes, 1.5, 4, 25, 13, "Relabelled transition", "stamp: episode 7, step 1\ndesired goal: (0.4, 0.1)", **THEIRS)
+    box(axes, 36, 4, 25, 13, "Reward", "recomputed for the\nnew desired goal", **OURS)
+    rows = [
+        *(["(6, 49)", "(0.2, 0.7)"], ["(7, 0)", "(0.1, 0.1)"], ["(7, 1)", "(0.2, 0.1)"], ["(7, 2)", "(0.3, 0.1)"]),
+        *(["(7, 3)", "(0.4, 0.1)"], ["(7, 4)", "(0.4, 0.2)"], ["(2, 18)", "(0.8, 0.3)"], ["(2, 19)", "(0.8, 0.4)"]),
+    ]
+    heading(axes, 84.5, 46.2, "Goal table")
+    label(axes, 78, 43.2, "name", va="baseline", color=GREY)
+    label(axes, 90.5, 43.2, "goal", va="baseline", color=GREY)
+    draw_cells(axes, 72, 42, [12, 13], rows, ["#e3f0f8"] * 4 + [ORANGE] + ["#e3f0f8"] + ["#f4f4f4"] * 2)
+    label(axes, 84.5, 5.2, "the oldest goals,\noverwritten next", color=GREY)
+    found = 42 - 4.5 * ROW
+    arrow(axes, (26.5, 40.5), (36, 40.5))
+    arrow(axes, (61, 38), (72, found + 0.6))
+    label(axes, 67.3, 27, "name (7, 3)", ha="right")
+    arrow(axes, (72, found - 0.6), (61, 12))
+    label(axes, 66.8, 20, "goal (0.4, 0.1)", ha="right")
+    arrow(axes, (36, 10.5), (26.5, 10.5))
+    arrow(axes, (14, 34), (14, 17), linestyle="--", color=GREY)
+    label(axes, 15.2, 25.5, "all other entries\nstay as they are", ha="left", color=GREY)
+    save(figure, path)
+
+
+def draw_running_episodes(path: Path) -> None:
+    """Draw how written transitions continue running episodes, and when their goals enter the table."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), facecolor=PAPER)
+    figure.subplots_adjust(0, 0, 1, 1)
+    axes.set(xlim=(0, 100), ylim=(0, 58))
+    axes.axis("off")
+    top, faces = 49.0, ["#cfe5f2", "#f8e3b5", "#c9e8dd"]
+    heading(axes, 14, top + 4, "Written transitions")
+    heading(axes, 50, top + 4, "Running episodes")
+    heading(axes, 86, top + 4, "Stamps")
+    running = [["M", "9", "63"], ["C", "7", "130"]]
+    tables = (
+        (2, [12, 12], ["starts at", "arrives at"], [["C", "D"], ["S", "T"], ["M", "N"]], faces),
+        (32, [14, 11, 11], ["arrived at", "episode", "steps"], running, [faces[2], faces[0]]),
+        (76, [10, 10], ["episode", "step"], [["7", "130"], ["12", "0"], ["9", "63"]], faces),
+    )
+    for x, widths, names, rows, colours in tables:
+        for number, (name, width) in enumerate(zip(names, widths, strict=True)):
+            label(axes, x + sum(widths[:number]) + width / 2, top + 1.2, name, va="baseline", color=GREY)
+        draw_cells(axes, x, top, widths, rows, colours)
+    first, second, third = (top - (number + 0.5) * ROW for number in range(3))
+    for start, end in ((first, second), (third, first)):
+        arrow(axes, (26, start), (32, end))
+    for start, end in ((second, first), (first, third)):
+        arrow(axes, (68, start), (76, end))
+    label(axes, 50, third - 1.2, "no running episode has arrived at S:\na new one, episode 12, begins", color=GREY)
+
+    heading(axes, 50, 27.5, "The goals of these episodes, in pieces of 64 steps")
+    bars = [
+        ("episode 7", [("0 to 63", 22, BLUE), ("64 to 127", 22, BLUE), ("128 to 130", 10, ORANGE)]),
+        ("episode 9", [("0 to 63", 22, BLUE)]),
+        ("episode 12", [("0", 4, ORANGE)]),
+    ]
+    for number, (name, pieces) in enumerate(bars):
+        low, left = 20.5 - number * 6, 17.0
+        label(axes, 15, low + 2, name, ha="right")
+        for text, width, colour in pieces:
+            axes.add_patch(Rectangle((left, low), width, 4, facecolor=colour, edgecolor=INK, linewidth=0.7))
+            label(axes, left + width / 2, low + 1.9, text, color=PAPER if colour == BLUE else INK)
+            left += width + 0.8
+        if name == "episode 9":
+            label(axes, left + 1, low + 2, "this write has completed the piece", ha="left", color=GREY)
+    for x, colour, text in (
+        (17, BLUE, "in the goal table"),
+        (45, ORANGE, "waits until its piece is complete, or the episode ends"),
+    ):
+        axes.add_patch(Rectangle((x, 1.6), 3, 2.4, facecolor=colour, edgecolor=INK, linewidth=0.7))
+        label(axes, x + 4, 2.7, text, ha="left")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture, the same file each time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
     plt.close(figure)
+    print(f"Wrote {path}.")
 
 
 def main() -> None:
-    """Draw the figure."""
+    """Draw the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parent / "images" / "data_flow.svg"
-    parser.add_argument("path", type=Path, nargs="?", default=default, help="the picture to write")
-    path = parser.parse_args().path
-    draw_data_flow(path)
-    print(f"Wrote {path}.")
+    default = Path(__file__).parent / "images"
+    parser.add_argument("folder", type=Path, nargs="?", default=default, help="the folder to write to")
+    folder = parser.parse_args().folder
+    draw_data_flow(folder / "data_flow.svg")
+    draw_goal_names(folder / "goal_names.png")
+    draw_running_episodes(folder / "running_episodes.png")
 
 
 if __name__ == "__main__":

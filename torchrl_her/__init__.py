@@ -2,20 +2,20 @@
 
 from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
-from torchrl_her.diagnosis.goal_env.check import check_goal_env
-from torchrl_her.diagnosis.goal_env.finding import Finding, GoalEnvReport
 from torchrl_her.episodes.movement import MovementPriority
+from torchrl_her.goal_env_check.check import check_goal_env
+from torchrl_her.goal_env_check.finding import Finding, GoalEnvReport
 from torchrl_her.goals.mixture import Mixture
 from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
 from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
 from torchrl_her.keys import HERKeys
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
+from torchrl_her.packed_storage.packed_storage import PackedStorage
 from torchrl_her.relabel import call_transform
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
 from torchrl_her.rewards.reached_reward import ReachedReward
-from torchrl_her.storage.packed_storage import PackedStorage
 from torchrl_her.transform import HERTransform
 
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ import contextlib
 import gymnasium
 
 import torchrl_her.envs  # noqa: F401 (registers its environments)
-from torchrl_her.diagnosis.goal_env.check import check_goal_env
+from torchrl_her.goal_env_check.check import check_goal_env
 
 with contextlib.suppress(ImportError):  # registers its environments, if it is installed
     import gymnasium_robotics  # noqa: F401

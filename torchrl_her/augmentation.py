@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
+from torchrl.envs import EnvBase, Transform
 
+from torchrl_her._private import refuse_environment, without_compiled_call
 from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.lanes import Lanes, Published, Tracked
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
-from torchrl_her.goals.draw import draw_goals
+from torchrl_her.goals.draw import Strategies, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.goals.table import GoalTable, load_table
+from torchrl_her.goals.write_lock import WriteLock, exclusive
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.neighbours import Neighbours
-from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, Batch, GoalMap, RelabelTransform, Reward, check_at_least
+from torchrl_her.relabel import (
+    RELABELLED,
+    SAVED_BY_THE_OTHER,
+    GoalMap,
+    Relabelling,
+    Reward,
+    check_at_least,
+    deep_copy,
+)
+from torchrl_her.rewards.returns import Batch
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
 GOAL_STEP = ("hindsight", "goal_step")
@@ -27,7 +43,7 @@ GOAL_STEP = ("hindsight", "goal_step")
 PATIENCE = 10_000
 
 
-class HindsightAugmentation(RelabelTransform):
+class HindsightAugmentation(Transform):
     """Hindsight Experience Replay at writing time, as in Algorithm 1 of the paper.
 
     The transform holds the transitions of an episode back until the episode ends. Then it stores each transition and
@@ -84,6 +100,8 @@ class HindsightAugmentation(RelabelTransform):
         torch.Size([64, 1])
     """
 
+    relabels = True  # other transforms use the keys of a transform that does
+
     def __init__(
         self,
         reward: Reward,
@@ -98,7 +116,12 @@ class HindsightAugmentation(RelabelTransform):
         n_sampled_goal = check_at_least(0, "n_sampled_goal", n_sampled_goal)
         max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         capacity = max(check_at_least(1, "capacity", capacity), max_episode_steps)
-        super().__init__(reward, strategy, keys, goal_fn)
+        super().__init__()
+        relabelling = self._relabelling = Relabelling(reward, strategy, keys, goal_fn)
+        self.reward, self.keys, self.goal_fn = relabelling.reward, relabelling.keys, relabelling.goal_fn
+        self._neighbours: Neighbours | None = None  # the other transforms of the buffer; None before the first write
+        self._lock = WriteLock()
+        self._process = os.getpid()  # the process that holds transitions back
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
         self._max_episode_steps = max_episode_steps
@@ -108,7 +131,27 @@ class HindsightAugmentation(RelabelTransform):
         self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
 
+    @property
+    def strategies(self) -> Strategies:
+        """The strategy of each goal, by its key; that of the desired goal has the key ``"desired_goal"``."""
+        return self._relabelling.strategies
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. An environment raises a ValueError."""
+        super().set_container(container)
+        refuse_environment(self)
+
     # Writing
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
+        with exclusive(self._lock, self, "_held", "_episodes", "_first_goal"):
+            if self._process != os.getpid():
+                self._process = os.getpid()
+                if self._is_shared:
+                    self._held = self._held.without_transitions()
+            yield
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back; return the transitions of ended episodes with their copies, or None."""
@@ -128,7 +171,7 @@ class HindsightAugmentation(RelabelTransform):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
             # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
-            written = self._read(tensordict, self._first_goal, neighbours.before + neighbours.after)
+            written = self._relabelling.read(tensordict, self._first_goal, neighbours.before + neighbours.after)
             neighbours.check_write(tensordict)
             is_dummy = self._first_goal is None and written.is_dummy
             if is_dummy:  # a collector's dummy must be stored immediately
@@ -136,7 +179,7 @@ class HindsightAugmentation(RelabelTransform):
         with self._writing():
             if written is not None and len(written.done):
                 tracked = self._hold(tensordict, written)
-                self._diagnosis.check_tracked(tensordict, written, tracked)
+                self._relabelling.diagnosis.check_tracked(tensordict, written, tracked)
             if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None
@@ -163,23 +206,24 @@ class HindsightAugmentation(RelabelTransform):
         return tracked
 
     def _augment(self, ended: list[Published]) -> TensorDictBase:
-        """Return the transitions of ended episodes, each followed by its copies, so that they are evicted together."""
+        """Return the transitions of ended episodes, each followed by its copies; they leave the storage together."""
         lengths = np.concatenate([each.length for each in ended])
         device = ended[-1].data.device  # loaded episodes can be on another device
         packed = torch.cat([each.data.to(device) for each in ended])
         # Groups of episodes that fit into the goal table.
         group = (np.cumsum(lengths) - lengths) // (self.capacity - lengths.max() + 1)
         groups = np.split(lengths, np.flatnonzero(np.diff(group)) + 1)
+        if len(groups) == 1:
+            return self._with_copies(packed, lengths)
         rows = packed.split([int(each.sum()) for each in groups])
-        parts = [self._with_copies(*each) for each in zip(rows, groups, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat([self._with_copies(part.clone(), each) for part, each in zip(rows, groups, strict=True)])
 
     def _with_copies(self, packed: Tensor, lengths: np.ndarray) -> TensorDictBase:
         """Publish packed episodes, and return their transitions with copies, ``[rows]``.
 
         ``packed`` is ``int64 [sum(lengths), words]``, and ``lengths``, ``int64 [episodes]``, are the numbers of steps.
         """
-        copies, device = self.n_sampled_goal, packed.device
+        copies, device, relabelling = self.n_sampled_goal, packed.device, self._relabelling
         rows = self._held.unpack(packed)
         table, ids = self._publish(rows, lengths)
         ends = np.cumsum(lengths)
@@ -197,15 +241,15 @@ class HindsightAugmentation(RelabelTransform):
             return values[drawn] if len(values) else values.new_zeros(len(drawn), *values.shape[1:])
 
         rows = self._held.unpack(packed.index_select(0, chosen))
-        stored = {key: rows.get(key) for key in (*self._goal_keys, *self._one_step.replaced_keys)}
+        stored = {key: rows.get(key) for key in (*relabelling.goal_keys, *relabelling.one_step.replaced_keys)}
         batch = Batch(rows, stored)
-        self._set_goals(batch, [of_rows(goals) for goals in draw.goals], relabelled)
-        if self._reads_steps:
-            ahead = torch.where(draw.goal_episode == episode, draw.goal_step - step, -1).clamp_min(-1)
+        relabelling.set_goals(batch, [of_rows(goals) for goals in draw.goals], relabelled)
+        if relabelling.reads_steps:
+            ahead = steps_to_goal(draw, episode, step)
             rows.set(STEPS_TO_GOAL, torch.where(relabelled, of_rows(ahead).unsqueeze(-1), -1))
         with torch.no_grad():
-            self._one_step.recompute(batch, relabelled)
-        if self._reads_steps:
+            relabelling.one_step.recompute(batch, relabelled)
+        if relabelling.reads_steps:
             rows.del_(STEPS_TO_GOAL)
         goal_step = torch.where(relabelled, of_rows(draw.goal_step).unsqueeze(-1), -1)
         return rows.set(RELABELLED, relabelled).set(GOAL_STEP, goal_step)
@@ -215,14 +259,16 @@ class HindsightAugmentation(RelabelTransform):
         desired = rows.get(self.keys.desired_goal)
         outcomes = map_goals(rows.get(self.keys.next_achieved_goal), self.goal_fn).detach().to(desired.dtype)
         if self.table is None:
-            self.table = GoalTable.like(desired, self.capacity, self._apart)
+            self.table = GoalTable.like(desired, self.capacity, self._relabelling.apart)
         table = self.table
         table.to(desired.device)
         ids = table.new_episodes(len(lengths)) + np.arange(len(lengths))
         table.append(ids, np.zeros_like(ids), lengths, outcomes)
-        if self._apart:
+        if self._relabelling.apart:
             first = torch.from_numpy(np.cumsum(lengths) - lengths).to(desired.device)
-            self._keep_apart(table, ids, rows.select(self.keys.achieved_goal, self.keys.desired_goal)[first])
+            self._relabelling.keep_apart_of(
+                table, ids, rows.select(self.keys.achieved_goal, self.keys.desired_goal)[first]
+            )
         return table, ids
 
     def flush(self) -> TensorDict:
@@ -251,7 +297,7 @@ class HindsightAugmentation(RelabelTransform):
         """
         with self._writing():
             self._held.ended += self._held.lanes.flush()
-            self._diagnosis.continuity.loaded_lanes = 0
+            self._relabelling.diagnosis.continuity.loaded_lanes = 0
             return self._held.none()
 
     def clear(self) -> None:
@@ -270,7 +316,7 @@ class HindsightAugmentation(RelabelTransform):
         """
         with self._writing():
             self._held = self._held.without_transitions()
-            self._diagnosis.continuity.loaded_lanes = 0
+            self._relabelling.diagnosis.continuity.loaded_lanes = 0
             if self.table is not None:
                 self.table.clear()
 
@@ -292,7 +338,7 @@ class HindsightAugmentation(RelabelTransform):
         if isinstance(tensordict, TensorDictBase):
             relabelled = tensordict.get(RELABELLED, None)
             if relabelled is not None:
-                self._diagnosis.check_sample(tensordict, relabelled)
+                self._relabelling.diagnosis.check_sample(tensordict, relabelled)
         return tensordict
 
     def report(self) -> Report:
@@ -306,7 +352,9 @@ class HindsightAugmentation(RelabelTransform):
             >>> HindsightAugmentation(SparseReward(0.05)).report().transitions
             0
         """
-        return self._diagnosis.report(self, self._held.lanes, self.n_sampled_goal / (self.n_sampled_goal + 1))
+        return self._relabelling.diagnosis.report(
+            self, self._held.lanes, self.n_sampled_goal / (self.n_sampled_goal + 1)
+        )
 
     # Processes, saving
 
@@ -315,21 +363,16 @@ class HindsightAugmentation(RelabelTransform):
         self._is_shared = True
         return self
 
-    def _state_before_write(self) -> dict[str, Any]:
-        return {
-            "_held": self._held.copy(),
-            "_episodes": self._episodes,
-            "_first_goal": self._first_goal,
-        }
-
-    def _reset_after_fork(self) -> None:
-        if self._is_shared:
-            self._held = self._held.without_transitions()
+    def clone(self) -> HindsightAugmentation:
+        """Return a deep copy."""
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HindsightAugmentation:
-        copied = super().__deepcopy__(memo)
-        copied._is_shared = False
-        return copied
+        return deep_copy(self, self._state_of_copy() | {"_is_shared": False}, memo)
+
+    def _state_of_copy(self) -> dict[str, Any]:
+        state = without_compiled_call(super().__getstate__())
+        return state | {"_relabelling": self._relabelling.for_copy(), "_neighbours": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return self._state_of_copy() | ({"_held": self._held.without_transitions()} if self._is_shared else {})
@@ -353,14 +396,14 @@ class HindsightAugmentation(RelabelTransform):
         if "lanes" in state:
             raise ValueError(SAVED_BY_THE_OTHER.format("HERTransform", "HindsightAugmentation"))
         with self._writing():
-            self.table = load_table(self.table, state["table"], self.capacity, self._apart)
+            self.table = load_table(self.table, state["table"], self.capacity, self._relabelling.apart)
             self._held.load_state_dict(state["held"])
-            self._diagnosis.continuity.loaded_lanes = len(self._held.lanes)
+            self._relabelling.diagnosis.continuity.loaded_lanes = len(self._held.lanes)
             self._episodes = state["episodes"]
 
     def __repr__(self) -> str:
         """Return the arguments that differ from the defaults."""
-        return self._describe(
+        return self._relabelling.describe(
             HindsightAugmentation,
             n_sampled_goal=self.n_sampled_goal,
             capacity=self.capacity,

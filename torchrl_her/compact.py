@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torchrl.envs import EnvBase, Transform
 
+from torchrl_her._private import refuse_environment
 from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
-from torchrl_her.storage.buffer_transform import BufferTransform
 
 
-class CompactGoals(BufferTransform):
+class CompactGoals(Transform):
     """Save memory: do not store redundant entries, and restore them in samples.
 
     Within an episode, the desired goal under ``"next"`` equals the desired goal at the root, and the done flags at the
@@ -100,6 +101,11 @@ class CompactGoals(BufferTransform):
         if tensordict.batch_size.numel():
             self.check_write(tensordict)
         return tensordict.exclude(*self.left_out)
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. An environment raises a ValueError."""
+        super().set_container(container)
+        refuse_environment(self)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions ``[*batch]`` with the redundant entries restored; the input is not modified."""

@@ -9,7 +9,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_her._torchrl import transforms_around
+from torchrl_her._private import transforms_around
 
 MASK = ("collector", "mask")  # written by collectors with split_trajs=True
 # The number of steps from the transition to the step that achieved its goal, int64 [*batch, 1]; -1 if the goal

@@ -13,11 +13,10 @@ from torchrl.envs import (
     Transform,
 )
 
-from torchrl_her._torchrl import transforms_around
+from torchrl_her._private import transforms_around
 from torchrl_her.compact import CompactGoals
 from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.keys import HERKeys
-from torchrl_her.relabel import RelabelTransform
 
 Kind = TypeVar("Kind", bound=Transform)
 
@@ -118,7 +117,7 @@ class Neighbours(NamedTuple):
 
     def _check_all(self, keys: HERKeys) -> None:
         """Check that no other transform relabels or sums rewards, and that ``CompactGoals`` comes first."""
-        if any(isinstance(transform, RelabelTransform) for transform in self.before + self.after):
+        if any(getattr(transform, "relabels", False) for transform in self.before + self.after):
             raise ValueError(
                 "Two transforms of the buffer would relabel the same transitions: keep one HERTransform, or one "
                 "HindsightAugmentation."

@@ -1,148 +1,55 @@
-"""Relabelling, the base of both transforms: goals are replaced and rewards recomputed."""
+"""Relabelling, a part of both transforms: goals are replaced and rewards recomputed."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._torchrl import call_with_buffer, has_forward_hooks, without_compiled_call
+from torchrl_her._private import call_with_buffer
 from torchrl_her.diagnosis.diagnosis import Diagnosis
 from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, map_goals, read_transitions
-from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
 from torchrl_her.goals.strategies import Future
-from torchrl_her.goals.strategy import DESIRED, GoalStrategy, goals_apart
+from torchrl_her.goals.strategy import DESIRED, goals_apart
 from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
-from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward
-from torchrl_her.storage.buffer_transform import BufferTransform
+from torchrl_her.rewards.returns import Batch, OneStepReward, where
 
 RELABELLED = ("hindsight", "relabelled")
 SAVED_BY_THE_OTHER = (
     "This state was saved by {}, not {}: create the buffer with the transform that saved it, then load."
 )
 
-Self = TypeVar("Self", bound="RelabelTransform")
+Kind = TypeVar("Kind", bound=Transform)
 Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor]
 GoalMap: TypeAlias = Callable[[Tensor], Tensor]
 
 
-@dataclass
-class Batch:
-    """Transitions that are being relabelled."""
+class Relabelling:
+    """What a transform relabels, and how: the goals and their strategies, the keys, and the reward.
 
-    data: TensorDictBase  # [*batch], receives the new entries
-    stored: dict[NestedKey, Any]  # the stored values of the replaced entries; None for entries that are created
-
-    def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
-        """Set an entry of the transitions to relabel, ``bool [*batch, 1]``; the others keep the stored value.
-
-        An entry that is not stored is created for all transitions.
-        """
-        stored = self.stored[key]
-        self.data.set(key, new if stored is None else where(relabelled, new, stored))
-
-
-@dataclass
-class SampledBatch(Batch):
-    """Transitions that are relabelled when they are sampled; n is the number of transitions in ``[*batch]``."""
-
-    table: GoalTable
-    episode: Tensor  # int64 [n]
-    step: Tensor  # int64 [n]
-    longest_window: int  # the largest number of steps that a written transition spans
-    outcomes: Tensor | None = None  # [n, longest, *goal], the goals achieved in the window of each n-step transition
-    available: Tensor | None = None  # bool [n], whether the goal table holds the complete window
-    draw: Draw | None = None
-
-
-class OneStepReward:
-    """Recomputes the one-step reward, and the done flags if the reward module writes ``terminated``.
-
-    If the reward module has a true attribute ``recompute_all``, the reward of transitions that are not relabelled is
-    recomputed too.
+    Args:
+        reward (TensorDictModule or Callable): as in `HERTransform`.
+        strategy (str, GoalStrategy or Mapping): as in `HERTransform`.
+        keys (HERKeys): the keys of the entries.
+        goal_fn (Callable[[Tensor], Tensor] or None): as in `HERTransform`.
     """
 
-    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys):
-        self.reward = reward
-        self.keys = keys
-        self.recompute_all = bool(getattr(reward, "recompute_all", False))
-        self._recomputed = [key for key in (keys.next_reward, keys.next_terminated) if key in reward.out_keys]
-        self.replaced_keys = list(self._recomputed)
-        if keys.next_terminated in self._recomputed:
-            self.replaced_keys.append(keys.next_done)
-        self._read = [key for key in self.replaced_keys if key in reward.in_keys]
-        # Whether calling `GoalReward.compute` directly gives the same result as the module, but faster.
-        is_goal_reward = getattr(reward.forward, "__func__", None) is GoalReward.forward
-        self._is_plain = is_goal_reward and list(reward.out_keys) == self._recomputed and not self._read
-
-    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
-        """Return the keys of the entries that `recompute` replaces."""
-        return self.replaced_keys
-
-    def read_goals(self, batch: SampledBatch) -> Tensor | bool:
-        """Return True: one-step rewards read no goals from the goal table, so all of them can be recomputed."""
-        return True
-
-    def recompute(self, batch: Batch, relabelled: Tensor) -> None:
-        """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
-        for key, new in zip(self._recomputed, self._compute(batch), strict=True):
-            includes_originals = self.recompute_all and key == self.keys.next_reward
-            replaced = torch.ones_like(relabelled) if includes_originals else relabelled
-            batch.replace(key, replaced, new.detach())
-        if self.keys.next_done in batch.stored:
-            ended = batch.data.get(self.keys.next_terminated)
-            truncated = batch.data.get(self.keys.next_truncated, None)
-            if truncated is not None:
-                ended = ended | truncated
-            batch.replace(self.keys.next_done, relabelled, ended)
-
-    def _compute(self, batch: Batch) -> list[Tensor]:
-        """Return the entries that the reward module writes for the new goals, ``[*batch, ...]`` each."""
-        reward = self.reward
-        if isinstance(reward, GoalReward) and self._is_plain and not has_forward_hooks(reward):
-            return reward.compute(batch.data)
-        # The module gets a copy, since it can also write other entries. The copy lacks the replaced entries, so that an
-        # entry that the module fails to write is detected.
-        data = batch.data.exclude(*self.replaced_keys)
-        for key in self._read:
-            if batch.stored[key] is not None:
-                data.set(key, batch.stored[key])
-        computed = reward(data)
-        return [computed.get(key) for key in self._recomputed]
-
-
-class RelabelTransform(BufferTransform, ABC):
-    """The base of the transforms that relabel transitions: `HERTransform` and `HindsightAugmentation`."""
-
-    relabels = True  # other transforms use the keys of a transform that does
-
-    def __init__(
-        self,
-        reward: Reward,
-        strategy: AnyStrategy,
-        keys: HERKeys,
-        goal_fn: GoalMap | None,
-    ):
-        super().__init__()
+    def __init__(self, reward: Reward, strategy: AnyStrategy, keys: HERKeys, goal_fn: GoalMap | None):
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
         check_keys(keys)
@@ -150,36 +57,40 @@ class RelabelTransform(BufferTransform, ABC):
         self.goal_fn = goal_fn
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
-        self._one_step = OneStepReward(self.reward, keys)
-        self._apart = goals_apart(self.strategies.values())
-        self._goal_keys = (keys.desired_goal, keys.next_desired_goal)
+        self.one_step = OneStepReward(self.reward, keys)
+        self.apart = goals_apart(self.strategies.values())
+        self.goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
-        self._extra_keys = [(key, unravel_key(("next", key))) for key in extra]
-        self._reads_steps = STEPS_TO_GOAL in self.reward.in_keys
-        if self._one_step.recompute_all and self._reads_steps:
+        self.extra_keys = [(key, unravel_key(("next", key))) for key in extra]
+        self.reads_steps = STEPS_TO_GOAL in self.reward.in_keys
+        if self.one_step.recompute_all and self.reads_steps:
             raise ValueError(
                 "recompute_all=True needs a reward that is computed from the goals, but this one reads the number of "
                 "steps to the goal, which transitions with their original goal lack. Replace ReachedReward with "
                 "GoalReward(reward_fn, recompute_all=True), or leave recompute_all out."
             )
-        self._lock = WriteLock()
-        self._process = os.getpid()  # the process that owns the open lanes
-        self._neighbours: Any = None  # the other transforms of the buffer; None before the first write
         self._is_checked = False  # whether the first write was checked for the entries to replace
-        self._diagnosis = Diagnosis(
+        self.diagnosis = Diagnosis(
             self.reward,
             keys,
-            compares_rewards=not self._one_step.recompute_all,
+            compares_rewards=not self.one_step.recompute_all,
             goal_fn=goal_fn,
-            replaced=frozenset(key for pair in self._extra_keys for key in pair),
+            replaced=frozenset(key for pair in self.extra_keys for key in pair),
         )
 
-    @property
-    def strategy(self) -> GoalStrategy:
-        """The strategy of the desired goal."""
-        return self.strategies[DESIRED]
+    def restarted(self, *, compares_rewards: bool) -> Relabelling:
+        """Return a copy in which nothing was written or sampled."""
+        new = copy.copy(self)
+        new.diagnosis, new._is_checked = self.diagnosis.restarted(compares_rewards=compares_rewards), False
+        return new
 
-    def _read(
+    def for_copy(self) -> Relabelling:
+        """Return the object of a copied transform, in which nothing was sampled."""
+        new = copy.copy(self)
+        new.diagnosis = self.diagnosis.for_copy()
+        return new
+
+    def read(
         self,
         tensordict: TensorDictBase,
         earlier_goals: Tensor | None,
@@ -201,68 +112,42 @@ class RelabelTransform(BufferTransform, ABC):
                 f"{RELABELLED!r} is True."
             )
         if not self._is_checked:
-            for key in self._one_step.replaced_keys:
+            for key in self.one_step.replaced_keys:
                 get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
             check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
-        self._diagnosis.check_write(tensordict, written, later)
+        self.diagnosis.check_write(tensordict, written, later)
         return written
 
-    def _keep_apart(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
-        """Keep the goals that strategies need apart from outcomes, given the first transitions ``[n]`` of episodes."""
-        if self._apart and len(episodes):
+    def keep_apart(
+        self, table: GoalTable, tensordict: TensorDictBase, written: WrittenTransitions, stamps: np.ndarray
+    ) -> None:
+        """Keep the goals of new episodes that strategies need apart from outcomes; ``stamps`` are ``int64 [n, 2]``."""
+        if self.apart:
+            first = np.flatnonzero(stamps[:, 1] == 0)
+            rows = written.rows_of(tensordict.select(self.keys.achieved_goal, self.keys.desired_goal))
+            self.keep_apart_of(table, stamps[first, 0], rows[torch.from_numpy(first).to(written.goals.device)])
+
+    def keep_apart_of(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
+        """Keep goals apart, given the first transitions ``[n]`` of episodes, whose ids are ``int64 [n]``."""
+        if self.apart and len(episodes):
             table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired_goal))
-        if self._apart > 1 and len(episodes):
+        if self.apart > 1 and len(episodes):
             initial = map_goals(first.get(self.keys.achieved_goal), self.goal_fn).detach()
             table.keep_apart(episodes, INITIAL_STEP, initial.to(table.dtype))
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Exclude other writers; at the first write after a fork, drop the lanes of the parent process.
-
-        An error or an interrupt restores the lanes, so that the write can be repeated.
-        """
-        before: dict[str, Any] = {}
-        try:
-            with self._lock:
-                if self._process != os.getpid():
-                    self._process = os.getpid()
-                    self._reset_after_fork()
-                before = self._state_before_write()
-                try:
-                    yield
-                except BaseException:  # before the release, because the next writer continues the lanes
-                    self._restore(before)
-                    before = {}
-                    raise
-        except BaseException:  # an interrupt at the release
-            self._restore(before)
-            raise
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-
-    @abstractmethod
-    def _state_before_write(self) -> dict[str, Any]:
-        """Return the attributes that a write changes, as copies if it changes them in place."""
-
-    @abstractmethod
-    def _reset_after_fork(self) -> None:
-        """Drop the lanes of the parent process."""
-
-    def _set_goals(self, batch: Batch, goals: Sequence[Tensor], relabelled: Tensor) -> None:
+    def set_goals(self, batch: Batch, goals: Sequence[Tensor], relabelled: Tensor) -> None:
         """Set the goals, ``[n, *goal]`` for each strategy, of the transitions to relabel, ``bool [*batch, 1]``."""
         desired, *extra = goals
-        for pair, values in zip(self._extra_keys, extra, strict=True):
+        for pair, values in zip(self.extra_keys, extra, strict=True):
             for key in pair:
                 batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired_goal]))
-        for key in self._goal_keys:
+        for key in self.goal_keys:
             batch.replace(key, relabelled, desired)
 
-    def _describe(self, kind: type[RelabelTransform], **arguments: Any) -> str:
-        """Return the class, the reward, and the arguments that differ from the defaults of the class ``kind``."""
-        strategy = self.strategies if self._extra_keys else self.strategy
+    def describe(self, kind: type, **arguments: Any) -> str:
+        """Return the name of a class, the reward, and the arguments that differ from the defaults of the class."""
+        strategy = self.strategies if self.extra_keys else self.strategies[DESIRED]
         is_default = repr(strategy) == repr(Future())
         arguments |= {
             "strategy": "future" if is_default else strategy,
@@ -272,21 +157,7 @@ class RelabelTransform(BufferTransform, ABC):
         defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
         changed = [name for name in defaults if name in arguments and arguments[name] != defaults[name]]
         shown = [type(self.reward).__name__, *(f"{name}={_text_of(arguments[name])}" for name in changed)]
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    def clone(self: Self) -> Self:
-        """Return a deep copy."""
-        return copy.deepcopy(self)
-
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self._state_of_copy(), memo))  # with the open lanes
-        return copied
-
-    def _state_of_copy(self) -> dict[str, Any]:
-        state = without_compiled_call(super().__getstate__())
-        return state | {"_neighbours": None, "_diagnosis": self._diagnosis.for_copy()}
+        return f"{kind.__name__}({', '.join(shown)})"
 
 
 def _text_of(value: Any) -> str:
@@ -332,7 +203,7 @@ def call_transform(replay_buffer: Any, method: str, *args: Any, **kwargs: Any) -
 
 
 def _call_transform(replay_buffer: ReplayBuffer, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = [module for module in replay_buffer.transform.modules() if isinstance(module, RelabelTransform)]
+    found = [module for module in replay_buffer.transform.modules() if getattr(module, "relabels", False)]
     if len(found) != 1:
         raise ValueError(
             f"The buffer must have one HERTransform or HindsightAugmentation, but it has {len(found)}: {found}."
@@ -369,18 +240,12 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     return reward
 
 
-def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
-    """Return the new values of relabelled transitions, ``bool [*batch, 1]``, and the stored values of the others.
-
-    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or flattened batch dimensions, ``[n, ...]``.
-    """
-    if stored.ndim != relabelled.ndim:
-        batch = relabelled.shape[:-1]
-        relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
-    if new.shape != stored.shape:
-        new = new.reshape(stored.shape)
-    # An earlier transform may have changed the dtype of the stored entry.
-    return torch.where(relabelled, new.to(stored.dtype), stored)
+def deep_copy(transform: Kind, state: dict[str, Any], memo: dict[int, Any]) -> Kind:
+    """Return a transform with a deep copy of a state, for ``__deepcopy__``."""
+    copied: Kind = object.__new__(type(transform))
+    memo[id(transform)] = copied
+    copied.__setstate__(copy.deepcopy(state, memo))
+    return copied
 
 
 def check_at_least(least: int, name: str, value: int) -> int:

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
+from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._torchrl import ids_around
+from torchrl_her._private import ids_around, refuse_environment, warn_user, without_compiled_call
+from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.diagnosis.report import Report
-from torchrl_her.episodes.stamps import read_stamps
-from torchrl_her.goals.draw import Draw, check_her_ratio, draw_for_sequences, draw_goals
+from torchrl_her.episodes.memory import Episodes
+from torchrl_her.episodes.stamps import STAMP, add_padding, read_stamps
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.goals.draw import Draw, Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
-from torchrl_her.n_step import STEPS, NStepReward
+from torchrl_her.neighbours import Neighbours
+from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
+from torchrl_her.offline.data_set import DataSet, MissingEntries
 from torchrl_her.relabel import (
     RELABELLED,
+    SAVED_BY_THE_OTHER,
     GoalMap,
-    OneStepReward,
+    Relabelling,
     Reward,
-    SampledBatch,
     check_at_least,
+    deep_copy,
 )
-from torchrl_her.stamping import StampingTransform
+from torchrl_her.rewards.returns import STEPS, Batch, NStepReward, OneStepReward, check_n_step_keys
 
 
-class HERTransform(StampingTransform):
+class HERTransform(Transform):
     """Hindsight Experience Replay at sampling time, for any replay buffer.
 
     Each write stamps the transitions with their episode and step, and keeps their achieved goals. Each sample relabels
@@ -104,6 +115,10 @@ class HERTransform(StampingTransform):
         torch.Size([64, 1])
     """
 
+    relabels = True  # other transforms use the keys of a transform that does
+    identifies_episodes = True  # MovementPriority needs the stamps of a transform that does
+    requires_shared_write_state = True  # TorchRL then calls share_memory_ for buffers that processes share
+
     def __init__(
         self,
         reward: Reward,
@@ -123,17 +138,250 @@ class HERTransform(StampingTransform):
             max_episode_steps = check_at_least(1, "max_episode_steps", max_episode_steps)
         if sequence_length is not None:
             sequence_length = check_at_least(1, "sequence_length", sequence_length)
-        super().__init__(reward, strategy, keys, goal_fn)
-        if self._reads_steps and her_ratio == 1:
-            self._diagnosis.rewards.compares = False  # samples contain no stored rewards
+        super().__init__()
+        relabelling = self._relabelling = Relabelling(reward, strategy, keys, goal_fn)
+        self.reward, self.keys, self.goal_fn = relabelling.reward, relabelling.keys, relabelling.goal_fn
+        if relabelling.reads_steps and her_ratio == 1:
+            relabelling.diagnosis.rewards.compares = False  # samples contain no stored rewards
         self.info = bool(info)
-        self._added_keys = [key for pair in self._extra_keys for key in pair] + [RELABELLED]
-        if self.info or self._reads_steps:
-            self._added_keys += [STEPS_TO_GOAL, MEMBER]
         self.her_ratio = check_her_ratio(her_ratio)
-        self.sequence_length = sequence_length
+        self.capacity, self.sequence_length = capacity, sequence_length
+        self._max_episode_steps = max_episode_steps
         self._kind_of_goal_spec = None if goal_spec is None else type(goal_spec)
-        self._make_table(capacity, goal_spec, max_episode_steps)
+        self._episodes = Episodes(capacity, relabelling.apart, goal_spec=goal_spec, max_episode_steps=max_episode_steps)
+        self._adopted: AdoptedData | None = None
+        self._n_step: NStepReward | None = None  # set if a MultiStepTransform comes before
+        self._longest_window = 1  # the largest number of steps that a stored transition spans
+        self._splits_silently = max_episode_steps is None or max_episode_steps > capacity  # until the warning
+        self._neighbours: Neighbours | None = None  # the other transforms of the buffer; None before the first check
+        self._ids_around: list[int] | None = None  # the ids of the other transforms at the last check
+        # The entries that only samples have.
+        self._added_keys = [key for pair in relabelling.extra_keys for key in pair] + [RELABELLED]
+        if self.info or relabelling.reads_steps:
+            self._added_keys += [STEPS_TO_GOAL, MEMBER]
+
+    @property
+    def strategies(self) -> Strategies:
+        """The strategy of each goal, by its key; that of the desired goal has the key ``"desired_goal"``."""
+        return self._relabelling.strategies
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. An environment raises a ValueError."""
+        super().set_container(container)
+        refuse_environment(self)
+
+    # Writing
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Stamp transitions ``[*batch]`` with their episode and step, and keep their achieved goals."""
+        self._check_no_data_set("a write would overwrite it (its files, if it is memory-mapped)")
+        neighbours = self._neighbours
+        if neighbours is None or ids_around(self) != self._ids_around:
+            neighbours = self._check_neighbours()
+        if isinstance(tensordict, list):
+            tensordict = torch.stack(tensordict)
+        batch, written = tensordict.batch_size, None
+        if batch.numel():
+            later = neighbours.after if self.her_ratio else None
+            written = self._relabelling.read(tensordict, self._episodes.goals, later)
+            neighbours.check_write(tensordict)
+        n_step = None if neighbours.multi_step is None else self._n_step
+        if n_step is not None:
+            n_step.keep_flags(tensordict)
+        if written is None:
+            return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
+        stamps = torch.from_numpy(self._append(tensordict, written, n_step)).to(written.goals.device)
+        return tensordict.set(STAMP, stamps.view(*batch, 2))
+
+    def _append(
+        self, tensordict: TensorDictBase, written: WrittenTransitions, n_step: NStepReward | None
+    ) -> np.ndarray:
+        """Add transitions ``[*batch]`` to the episodes; return their stamps, ``int64 [n, 2]``."""
+        with self._writing():
+            if n_step is not None:
+                n_step.check_write(written, tensordict.batch_size)
+                self._longest_window = max(self._longest_window, n_step.multi_step.n_steps)
+            tracked, table = self._episodes.append(written), self._episodes.table
+            assert table is not None
+            self._relabelling.keep_apart(table, tensordict, written, tracked.stamps)
+            if tracked.cut and self._splits_silently:
+                self._splits_silently = False
+                self._warn_of_split(max(tracked.cut, self._episodes.lanes.max_episode_steps + 1))
+            self._relabelling.diagnosis.check_tracked(tensordict, written, tracked, table)
+        return add_padding(tracked.stamps, written.mask, step=self.capacity)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Exclude other writers. An error or an interrupt restores the running episodes."""
+        with self._episodes.writing() as is_new_process:
+            if is_new_process and self._n_step is not None:
+                self._n_step.forget_rows()
+            yield
+
+    def _warn_of_split(self, needed: int) -> None:
+        longest = self._episodes.lanes.max_episode_steps
+        if longest < self.capacity:
+            cause = f"An episode has at least {needed} steps, but one in shared memory at most {longest}"
+            remedy = f"Pass max_episode_steps={needed}, or more."
+        else:
+            cause = f"An episode has at least {needed} steps, but capacity is {self.capacity}"
+            remedy = f"Pass the number of transitions that the storage can hold as capacity, and at least {needed}."
+        warn_user(
+            f"{cause}, so hindsight splits it: new goals come only from the same part. {remedy} If you want to split "
+            "episodes, pass max_episode_steps."
+        )
+
+    def _check_neighbours(self) -> Neighbours:
+        """Return the other transforms of the buffer, and check them if they changed."""
+        neighbours = Neighbours.of(self)
+        if self._adopted is not None:
+            self._adopted.check_neighbours(neighbours, self._relabelling)
+        if neighbours != self._neighbours:
+            one_step = self._relabelling.one_step
+            replaced = {*self._relabelling.goal_keys, *one_step.replaced_keys, *self._added_keys}
+            neighbours.check_hindsight(replaced, self.keys)
+            multi_step = neighbours.multi_step
+            if multi_step is not None:
+                check_n_step_keys(multi_step, self.keys)
+                if self._n_step is None:
+                    self._n_step = NStepReward(one_step, self.goal_fn is not None, multi_step)
+                self._n_step.multi_step = multi_step  # a copy of the buffer has its own MultiStepTransform
+            self._neighbours = neighbours
+        self._ids_around = ids_around(self)
+        return neighbours
+
+    def clear(self) -> None:
+        """Drop the running episodes and all goals. Call it together with ``rb.empty()``.
+
+        Raises:
+            RuntimeError: if the transform has adopted a data set.
+
+        Examples:
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HERTransform
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> her = HERTransform(EnvReward(env), capacity=1000)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her)
+            >>> _ = rb.extend(env.rollout(50))
+            >>> rb.empty()
+            >>> her.clear()
+            >>> her.report().table_size
+            0
+        """
+        self._check_no_data_set("its goals would be lost")
+        with self._writing():
+            self._forget_waiting_steps()
+            self._episodes.clear()
+
+    def flush(self) -> None:
+        """End the running episodes, so that their transitions can be relabelled. The next write begins new episodes.
+
+        Steps that wait in a ``MultiStepTransform`` because their windows are incomplete are dropped.
+
+        Examples:
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HERTransform
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> her = HERTransform(EnvReward(env), her_ratio=1.0, capacity=1000)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her, batch_size=64)
+            >>> _ = rb.extend(env.rollout(30))  # the episode would end after 50 steps
+            >>> rb.sample()["hindsight", "relabelled"].any()
+            tensor(False)
+            >>> her.flush()
+            >>> rb.sample()["hindsight", "relabelled"].all()
+            tensor(True)
+        """
+        with self._writing():
+            self._forget_waiting_steps()
+            self._episodes.flush()
+
+    def _forget_waiting_steps(self) -> None:
+        self._relabelling.diagnosis.continuity.loaded_lanes = 0
+        if self._n_step is not None:
+            self._n_step.flush()
+
+    def adopt(self, data: TensorDictBase) -> TensorDictBase:
+        """Prepare the transitions of a data set for sampling with hindsight, without copying them.
+
+        The data set is read in pieces: its goals fill the goal table, and its transitions are checked as in a write. An
+        episode ends at a done flag, at the last transition of its trajectory id, at the end of its row ``[..., T]``, or
+        at the end of the data set. Transitions of several trajectory ids may alternate.
+
+        If the data set has no desired goals, ``her_ratio=1`` is required. Sampling then creates desired goals and
+        rewards, and also ``terminated`` if the reward module writes it. A transition that cannot be relabelled,
+        such as padding, gets its own outcome as its goal. If only the rewards are missing, the reward module computes
+        all of them.
+
+        Afterwards, writing to the transform is an error. Put new transitions into a second buffer, and combine both
+        buffers with ``ReplayBufferEnsemble``.
+
+        Args:
+            data (TensorDictBase): transitions ``[N]`` in the order of collection, or ``[..., T]`` with time as the last
+                dimension; in memory or memory-mapped, on any device. The data set is not modified.
+
+        Returns:
+            TensorDictBase: a shallow copy of ``data``, ``[*batch]``, that shares all entries and adds
+                ``"hindsight_stamp"``, ``int64 [*batch, 2]``. Pass it to ``TensorStorage``, flattened with
+                ``.reshape(-1)`` if it has several dimensions. Otherwise, each row holds T transitions, and a sample of
+                256 rows has the batch size ``[256, T]``.
+
+        Raises:
+            ValueError: if ``capacity`` is smaller than the data set; if the transform has adopted, written, loaded or
+                shared transitions before; if desired goals are missing and ``her_ratio < 1``; or if a write would
+                refuse the transitions. The transform is then unchanged.
+            KeyError: if an entry is missing.
+            TypeError: if ``data`` is not a TensorDict, or an entry is not a tensor.
+
+        Examples:
+            >>> import torch
+            >>> from torchrl.data import TensorDictReplayBuffer, TensorStorage
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HERTransform
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> data = torch.cat([env.rollout(50) for _ in range(10)])
+            >>> her = HERTransform(EnvReward(env), capacity=len(data))
+            >>> rb = TensorDictReplayBuffer(storage=TensorStorage(her.adopt(data)), transform=her, batch_size=64)
+            >>> rb.sample()["hindsight", "relabelled"].any()
+            tensor(True)
+        """
+        self._check_untouched()
+        data_set = DataSet(data, self.keys, self.goal_fn)
+        missing = data_set.missing
+        check_missing(missing, self._relabelling, self.her_ratio)
+        relabelling = self._relabelling.restarted(compares_rewards=not any(missing))
+        episodes = self._episodes.empty_like(data_set.count)
+        adopted = data_set.with_stamps(add_goals(data_set, episodes, relabelling))
+        if self.her_ratio and not missing.goals:
+            relabelling.diagnosis.search_later(data_set.rows_to_search())
+        self._episodes, self._relabelling, self._adopted = episodes, relabelling, AdoptedData(missing)
+        self._neighbours = self._ids_around = None  # the next sample checks the other transforms
+        return adopted
+
+    def _check_untouched(self) -> None:
+        if self._adopted is not None:
+            raise ValueError("This HERTransform has already adopted a data set: create another one for each data set.")
+        episodes = self._episodes
+        table = episodes.table
+        if table is not None and table.is_shared:
+            raise ValueError("Processes already share the goal table: call adopt() before you create the buffer.")
+        if episodes.lanes.running is not None or (table is not None and table.writes):
+            raise ValueError(
+                "adopt() needs an empty goal table, but transitions were written or loaded through this HERTransform: "
+                "create another one for the data set, and combine both buffers with ReplayBufferEnsemble."
+            )
+
+    def _check_no_data_set(self, action: str) -> None:
+        """Raise an error if a data set was adopted; ``action`` says how it would be lost."""
+        if self._adopted is not None:
+            raise RuntimeError(
+                f"This HERTransform has adopted a data set, and {action}. Write new transitions to a second buffer "
+                "with its own HERTransform, and sample from ReplayBufferEnsemble(data_buffer, new_buffer)."
+            )
 
     # Sampling
 
@@ -143,15 +391,28 @@ class HERTransform(StampingTransform):
             return list(self.forward(torch.stack(tensordict)).unbind(0))
         if not torch.compiler.is_compiling() and ids_around(self) != self._ids_around:
             self._check_neighbours()  # the transforms of the buffer changed after the last write
-        batch, rewards = self._unpack(tensordict)
-        draw, relabelled = self._draw(batch, rewards.read_goals(batch))
-        self._set_goals(batch, draw.goals, relabelled)
-        self._set_info(batch, draw, relabelled)
+        relabelling, her_ratio = self._relabelling, self.her_ratio
+        rewards = self._rewards_of(tensordict)
+        episode, step = read_stamps(tensordict)
+        batch = self._unpack(tensordict, rewards, episode, step)
+        table = self._episodes.table_for(batch.stored[self.keys.desired_goal], len(tensordict.batch_size))
+        available = rewards.read_goals(batch, table, episode, step, self._longest_window)
+        given = relabelling.strategies, table, her_ratio, episode, step
+        if self.sequence_length is None:
+            counted = draw = draw_goals(*given)
+            is_relabelled = draw.relabelled if available is True else draw.relabelled & available
+        else:  # the report counts sequences
+            counted, draw = draw_for_sequences(*given, self.sequence_length)
+            whole = (~draw.relabelled | available).view(-1, self.sequence_length).all(1)
+            is_relabelled = draw.relabelled & whole.repeat_interleave(self.sequence_length)
+        relabelled = is_relabelled.view(*tensordict.batch_size, 1)
+        relabelling.set_goals(batch, draw.goals, relabelled)
+        self._set_info(batch, draw, relabelled, steps_to_goal(draw, episode, step))
         rewards.recompute(batch, torch.ones_like(relabelled) if self._creates_goals else relabelled)
-        if self._reads_steps and not self.info:
+        if relabelling.reads_steps and not self.info:
             batch.data.del_(STEPS_TO_GOAL)
-        self._diagnosis.check_sample(
-            batch.data, relabelled, batch.draw if self.her_ratio else None, batch.table, rewards is self._one_step
+        relabelling.diagnosis.check_sample(
+            batch.data, relabelled, counted if her_ratio else None, table, rewards is relabelling.one_step
         )
         return batch.data.set(RELABELLED, relabelled)
 
@@ -196,70 +457,126 @@ class HERTransform(StampingTransform):
             >>> report.episodes, report.transitions, report.mean_length
             (1, 50, 50.0)
         """
-        return self._diagnosis.report(self, self.lanes, self.her_ratio, self.table)
+        return self._relabelling.diagnosis.report(self, self._episodes.lanes, self.her_ratio, self._episodes.table)
 
-    def _unpack(self, tensordict: TensorDictBase) -> tuple[SampledBatch, OneStepReward | NStepReward]:
-        """Return the sampled transitions and the object that recomputes their rewards.
+    def _rewards_of(self, tensordict: TensorDictBase) -> OneStepReward | NStepReward:
+        """Return the object that recomputes the rewards of sampled transitions."""
+        if tensordict.get(STEPS, None) is None:
+            return self._relabelling.one_step
+        if self._n_step is None:
+            self._check_neighbours()  # another process wrote the transitions
+        if self._n_step is None:
+            raise ValueError(
+                "The sampled transitions span several steps (they have an entry 'steps_to_next_obs'), but no "
+                "MultiStepTransform comes before HERTransform. Create the buffer with the transforms with which "
+                "the transitions were written."
+            )
+        return self._n_step
 
-        The transitions are a shallow copy without the entries to replace: a storage can return its own tensordict,
-        which must not be modified.
+    def _unpack(
+        self, tensordict: TensorDictBase, rewards: OneStepReward | NStepReward, episode: Tensor, step: Tensor
+    ) -> Batch:
+        """Return a shallow copy of sampled transitions without the entries to replace, and these entries.
+
+        A storage can return its own tensordict, which must not be modified.
         """
-        rewards: OneStepReward | NStepReward = self._one_step
-        if tensordict.get(STEPS, None) is not None:
-            if self._n_step is None:
-                self._check_neighbours()  # another process wrote the transitions
-            if self._n_step is None:
-                raise ValueError(
-                    "The sampled transitions span several steps (they have an entry 'steps_to_next_obs'), but no "
-                    "MultiStepTransform comes before HERTransform. Create the buffer with the transforms with which "
-                    "the transitions were written."
-                )
-            rewards = self._n_step
-        episode, step = read_stamps(tensordict)
-        replaced = (*self._goal_keys, *rewards.replaced(tensordict))
+        replaced = (*self._relabelling.goal_keys, *rewards.replaced(tensordict))
         stored = {key: tensordict.get(key, None) for key in replaced}
-        created = () if self.adopted is None else self._create(tensordict, stored, episode, step)
-        for key in (*self._goal_keys, self.keys.next_reward):
+        created: Collection[NestedKey] = ()
+        if self._adopted is not None:
+            created = self._adopted.create(
+                tensordict,
+                stored,
+                episode,
+                step,
+                table=self._episodes.table,
+                relabelling=self._relabelling,
+                her_ratio=self.her_ratio,
+            )
+        for key in (*self._relabelling.goal_keys, self.keys.next_reward):
             if stored[key] is None and key not in created:
                 raise KeyError(
                     f"The sample has no entry {key!r}, although it was written. Place the transform that drops it "
                     "after HERTransform. If the transitions were written with CompactGoals, sample with it too: "
                     "Compose(CompactGoals(), HERTransform(...))."
                 )
-        table = self._table_at(stored[self.keys.desired_goal], len(tensordict.batch_size))
-        data = tensordict.exclude(*replaced, *self._added_keys)
-        return SampledBatch(data, stored, table, episode, step, self.longest_window), rewards
+        return Batch(tensordict.exclude(*replaced, *self._added_keys), stored)
 
-    def _draw(self, batch: SampledBatch, available: Tensor | bool) -> tuple[Draw, Tensor]:
-        """Draw goals, and return which transitions get them, ``bool [*batch, 1]``.
+    @property
+    def _creates_goals(self) -> bool:
+        """Whether the data set has no desired goals, so that every sample gets a new goal, reward and end."""
+        return self._adopted is not None and self._adopted.missing.goals
 
-        A transition is relabelled only if its reward can be recomputed. A sequence is relabelled only if the rewards of
-        all of its transitions that get the goal can be recomputed.
-        """
-        given, length = (self.strategies, batch.table, self.her_ratio, batch.episode, batch.step), self.sequence_length
-        if length is None:
-            draw = batch.draw = draw_goals(*given)
-            relabelled = draw.relabelled if available is True else draw.relabelled & available
-        else:
-            # batch.draw, which is counted for the report, has one row per sequence, and draw one row per transition.
-            batch.draw, draw = draw_for_sequences(*given, length)
-            whole = (~draw.relabelled | available).view(-1, length).all(1).repeat_interleave(length)
-            relabelled = draw.relabelled & whole
-        return draw, relabelled.view(*batch.data.batch_size, 1)
-
-    def _set_info(self, batch: SampledBatch, draw: Draw, relabelled: Tensor) -> None:
-        """Set the entries with the number of steps to the goal and the index of the mixture's member."""
-        if self.info or self._reads_steps:
-            ahead = torch.where(draw.goal_episode == batch.episode, draw.goal_step - batch.step, -1)
-            ahead = torch.where(relabelled & (ahead >= 0).view_as(relabelled), ahead.view_as(relabelled), -1)
+    def _set_info(self, batch: Batch, draw: Draw, relabelled: Tensor, ahead: Tensor) -> None:
+        """Set the entries with the number of steps ``ahead``, ``int64 [n]``, and the index of the mixture's member."""
+        if self.info or self._relabelling.reads_steps:
+            ahead = torch.where(relabelled, ahead.view_as(relabelled), -1)
             # A created goal is the transition's own outcome, zero steps ahead.
             batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead, 0) if self._creates_goals else ahead)
         if self.info and draw.member is not None:
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
+    # Processes, saving
+
+    def share_memory_(self) -> HERTransform:
+        """Move the goal table into shared memory. TorchRL calls this method for buffers shared between processes.
+
+        Raises:
+            RuntimeError: if there is no goal table yet: pass ``goal_spec``.
+        """
+        self._episodes.share_memory_()
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the goal table and the running episodes for ``state_dict``."""
+        with self._writing():
+            adopted = None if self._adopted is None else self._adopted.missing._asdict()
+            return self._episodes.state_dict() | {"longest_window": self._longest_window, "adopted": adopted}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `get_extra_state` of a transform with the same goals and capacity.
+
+        Raises:
+            ValueError: if goals, capacity or strategies differ from the saved ones, or if another transform saved it.
+        """
+        check_saved_without_compact_goals(state)
+        if "held" in state:
+            raise ValueError(SAVED_BY_THE_OTHER.format("HindsightAugmentation", "HERTransform"))
+        with self._writing():
+            adopted = None if state["adopted"] is None else AdoptedData(MissingEntries(**state["adopted"]))
+            if adopted is None and self._adopted is not None:
+                raise ValueError(
+                    "This HERTransform has adopted a data set, but the saved one had not: load into a new buffer."
+                )
+            if adopted is not None:
+                check_missing(adopted.missing, self._relabelling, self.her_ratio)
+            self._episodes.load_state_dict(state)
+            self._adopted = adopted
+            self._relabelling.diagnosis.continuity.loaded_lanes = len(self._episodes.lanes)
+            self._longest_window = state["longest_window"]
+            if self._n_step is not None:
+                self._n_step.may_restart = True
+
+    def clone(self) -> HERTransform:
+        """Return a deep copy."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
+        return deep_copy(self, self._state_of_copy(), memo)  # with the running episodes
+
+    def _state_of_copy(self) -> dict[str, Any]:
+        state = without_compiled_call(super().__getstate__())
+        return state | {"_relabelling": self._relabelling.for_copy(), "_neighbours": None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self._state_of_copy()
+        if self._episodes.lock.is_shared:
+            state |= {"_episodes": self._episodes.for_copy(), "_n_step": None}
+        return state
+
     def __repr__(self) -> str:
         """Return the arguments that differ from the defaults."""
-        return self._describe(
+        return self._relabelling.describe(
             HERTransform,
             her_ratio=self.her_ratio,
             capacity=self.capacity,

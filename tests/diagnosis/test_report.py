@@ -65,17 +65,17 @@ def test_samples_are_counted(her_ratio):
     ):
         expected = (reward[group].mean().item(), (reward[group] == 0).float().mean().item())
         assert found == (pytest.approx(expected) if group.any() else (None, None))
-    assert not any([report.episode_running, report.evicted, report.elsewhere])
+    assert not any([report.episode_running, report.left, report.foreign])
 
 
 def test_the_reasons_for_transitions_that_are_not_relabelled_are_distinguished():
-    evicted_in_part, running = walks(24, seed=1), walks(1, steps=180, seed=3)[:60]  # the goals of the first 100 of 600
+    left_in_part, running = walks(24, seed=1), walks(1, steps=180, seed=3)[:60]  # the goals of the first 100 of 600
     other = make(SPARSE, walks(2))
-    rb = make(SPARSE, evicted_in_part, running, capacity=500, her_ratio=1.0, strategy="final")
+    rb = make(SPARSE, left_in_part, running, capacity=500, her_ratio=1.0, strategy="final")
     rb.storage[torch.arange(100, 150)] = other.storage[torch.arange(50)]
     missing = int((~rb[:]["hindsight", "relabelled"]).sum())
     report = report_of(rb)
-    assert (report.elsewhere, report.evicted) == pytest.approx((50 / 660, 100 / 660))
+    assert (report.foreign, report.left) == pytest.approx((50 / 660, 100 / 660))
     assert report.episode_running == pytest.approx((missing - 150) / 660)
     assert missing - 150 in range(1, 61)  # some steps of a running episode may be relabelled
 
@@ -145,7 +145,7 @@ def test_written_copies_are_reported():
     report = report_of(rb)
     assert (report.episodes, report.running, report.transitions) == (11, 1, 255)
     assert report.relabelled == pytest.approx(batch["hindsight", "relabelled"].float().mean().item())
-    assert (report.her_ratio, report.capacity, report.evicted) == (0.75, None, None)
+    assert (report.her_ratio, report.capacity, report.left) == (0.75, None, None)
     assert "HindsightAugmentation(SparseReward" in str(report)
 
 

@@ -19,7 +19,7 @@ from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSa
 
 from support.factories import make_augmentation, make_transform
 from support.walks import THRESHOLD, still, walks
-from torchrl_her import EnvReward, GoalReward, SparseReward
+from torchrl_her import EnvReward, GoalReward, HERKeys, SparseReward
 
 EITHER = pytest.mark.parametrize("make", [make_transform, make_augmentation])
 # Sizes of writes, and transforms
@@ -400,6 +400,40 @@ def test_episodes_without_an_end_warn_when_writing_has_stopped():
         sample(without_hindsight, 120)
     with one_warning("flush()"):
         sample(rb, 60)
+
+
+def test_a_full_buffer_with_few_steps_of_each_environment_warns():
+    for envs, expected in (
+        (100, one_warning("of the transitions that were to be relabelled", "fewer environments")),
+        (10, no_warning()),
+    ):
+        rb, data = make_buffer(size=2000, strategy="final"), walks(envs, 200).view(envs, 200)
+        with expected:
+            for frame in data.unbind(1):
+                rb.extend(frame)
+                sample(rb, 4)
+
+
+def test_transitions_of_another_transform_warn():
+    first = make_buffer()
+    first.extend(walks())
+    for transform, expected in (
+        (make_transform(SparseReward(THRESHOLD)), one_warning("another HERTransform wrote them")),
+        (first.transform[0], no_warning()),
+    ):
+        second = TensorDictReplayBuffer(storage=first.storage, transform=transform, batch_size=256)
+        second.extend(walks(1, seed=1))
+        with expected:
+            sample(second, 10)
+
+
+def test_padding_is_not_a_transition_of_another_transform():
+    rb = make_buffer(keys=HERKeys(mask="mask"))
+    data = walks(20, 100)
+    data["mask"] = torch.arange(2000) % 100 < 25
+    rb.extend(data)
+    with no_warning():
+        sample(rb, 10)
 
 
 def test_a_large_goal_table_takes_memory_only_when_it_is_written():

@@ -305,29 +305,29 @@ ANY = {
         her_ratio=0.9,
     ),
 }
-EVICTED, LEAVING = (6, 40, 54), (50,) * 9  # episodes that have left the table, and episodes that may have
+LEFT, LEAVING = (6, 40, 54), (50,) * 9  # episodes that have left the table, and episodes that may have
 
 
 def every_kind_of_episode(case: Case) -> tuple[Outcomes, Held, Held, list[int]]:
     """Return outcomes in a table of 700 goals, and the episodes that it holds, that it may hold, and that are running.
 
-    All lengths are those that were written. Evicted episodes are checked here.
+    All lengths are those that were written. Episodes that have left are checked here.
     """
     recorded = make(case, envs=5, capacity=700)
-    recorded.play([whole_episodes(*EVICTED, *LEAVING), [], [], [], []])
+    recorded.play([whole_episodes(*LEFT, *LEAVING), [], [], [], []])
     recorded.play([[], ["go"] * 150, ["go"] * 100, [], []])
     recorded.play([whole_episodes(1, 2, 5, 9), whole_episodes(150), ["go"] * 60, ["go"] * 70, ["go"] * 40])
     batch = recorded.rb.sample(240_000)
-    evicted, old = sum(EVICTED), sum(EVICTED + LEAVING)
-    assert not batch[RELABELLED][batch["uid"] < evicted].any()
+    left, old = sum(LEFT), sum(LEFT + LEAVING)
+    assert not batch[RELABELLED][batch["uid"] < left].any()
     outcomes = outcomes_of(batch[batch[RELABELLED][:, 0] | (batch["uid"] >= old)], case, recorded)
     rows = recorded.oracle.order
     desired = {row.episode: row.desired for row in rows}
-    leaving, held = (Counter(row.episode for row in part) for part in (rows[evicted:old], rows[old:]))
+    leaving, held = (Counter(row.episode for row in part) for part in (rows[left:old], rows[old:]))
     return outcomes, Held(held, desired), Held(leaving, desired), [env.episode for env in recorded.world.envs[2:]]
 
 
-@pytest.mark.filterwarnings("ignore:.*left the goal table")
+@pytest.mark.filterwarnings("ignore:.*longer in the goal table")
 @pytest.mark.parametrize("name", OWN)
 def test_goals_of_the_own_episode_have_the_distribution_of(name):
     """The steps of a running episode in the table are inferred from the last goal that was drawn."""
@@ -349,10 +349,10 @@ def test_goals_of_the_own_episode_have_the_distribution_of(name):
     assert p_value(case, known, held) > LEVEL
 
 
-@pytest.mark.filterwarnings("ignore:.*left the goal table")
+@pytest.mark.filterwarnings("ignore:.*longer in the goal table")
 @pytest.mark.parametrize("name", ["random", "past_desired", "mixture"])
 def test_goals_of_other_episodes_come_from_those_that_are_held(name):
-    """The row of an evicted desired goal can hold an achieved goal of the transition's own episode."""
+    """The row of a desired goal that has left can hold an achieved goal of the transition's own episode."""
     case = ANY[name]
     outcomes, held, leaving, running = every_kind_of_episode(case)
     either = Held(held.lengths + leaving.lengths, held.desired)

@@ -132,7 +132,7 @@ def check(batch, her, strategy="future", n_step=None, **_):
     return tape.check(batch, strategy, flags=("next", "terminated") in her.reward.out_keys, **(n_step or {}))
 
 
-@pytest.mark.filterwarnings("ignore:The reward module gives", "ignore:.*left the goal table")
+@pytest.mark.filterwarnings("ignore:The reward module gives", "ignore:.*longer in the goal table")
 @each_device
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_once_before_later_writes_and_does_not_synchronize(name, device):
@@ -210,7 +210,7 @@ def test_compiled_draws_have_the_right_share_and_distribution(strategy):
 def test_a_compiled_transform_still_warns_of_a_table_that_is_too_small():
     rb = buffer(make_transform(capacity=30))
     rb.transform[0].compile(fullgraph=True, backend="eager")
-    with pytest.warns(UserWarning, match="left the goal table"):  # noqa: PT031
+    with pytest.warns(UserWarning, match="no longer in the goal table"):  # noqa: PT031
         for written in collected(400).split(10):
             rb.extend(written)
             rb.transform(stored_rows(rb, 500))

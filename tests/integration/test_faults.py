@@ -30,7 +30,7 @@ SPAWN = torch.multiprocessing.get_context("spawn")
 EPISODE = ["go", "go", "truncated"]
 ORIGINAL = 999  # the cell of the desired goal of a world's first episode
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*left the goal table")
+pytestmark = pytest.mark.filterwarnings("ignore:.*longer in the goal table")
 quick_start = pytest.fixture(scope="module", autouse=True)(start_processes_from_a_server)
 
 
@@ -87,7 +87,7 @@ class InProcess(SPAWN.Process):
 
     def run(self):
         torch.set_num_threads(1)
-        warnings.filterwarnings("ignore", message=".*left the goal table")
+        warnings.filterwarnings("ignore", message=".*longer in the goal table")
         super().run()
 
     def result(self, timeout):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.keys import HERKeys

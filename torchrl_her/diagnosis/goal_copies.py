@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.keys import HERKeys
 
 ROWS = 64  # rows that are searched in each write

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.diagnosis.async_copy import AsyncCopy
 
 SAMPLES = 32  # the number of first samples that are compared

@@ -33,14 +33,14 @@ class Report:
         relabelled_reward (float | None): the mean reward of relabelled transitions.
         relabelled_reached (float | None): the share of relabelled transitions that reach their new goal; None if
             unknown.
-        table_size (int | None): the number of rows of the goal table that have been written. Some of their goals may
-            no longer be used.
-        capacity (int | None): the number of rows of the goal table.
+        table_size (int | None): the number of goals in the goal table.
+        capacity (int | None): the number of goals that the goal table can hold.
         episode_running (float | None): of the transitions that ``her_ratio`` selected (with ``sequence_length``, of the
-            sequences), the share that was not relabelled because the episode had not ended.
-        evicted (float | None): of the same transitions, the share that was not relabelled because the goals had left
-            the goal table.
-        elsewhere (float | None): of the same transitions, the share that was not relabelled because another transform
+            sequences), the share that was not relabelled because the goals of a running episode were not in the goal
+            table yet.
+        left (float | None): of the same transitions, the share that was not relabelled because the goals were no
+            longer in the goal table.
+        foreign (float | None): of the same transitions, the share that was not relabelled because another transform
             wrote the transition, or because it is padding.
         step_length (float | None): the median distance by which a step moves the achieved goal, if the threshold of the
             reward may be too small: goals at a hundredth of a step from an outcome are missed. Otherwise None.
@@ -79,8 +79,8 @@ class Report:
     table_size: int | None = None
     capacity: int | None = None
     episode_running: float | None = None
-    evicted: float | None = None
-    elsewhere: float | None = None
+    left: float | None = None
+    foreign: float | None = None
     step_length: float | None = None
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Report:
         table, reasons = [], []
         if self.capacity is not None:
             table = [("goal table", f"{self.table_size:,} of {self.capacity:,} goals")]
-            shares = {"episode running": self.episode_running, "evicted": self.evicted, "elsewhere": self.elsewhere}
+            shares = {"episode running": self.episode_running, "left the table": self.left, "foreign": self.foreign}
             reasons = [("not relabelled", ", ".join(f"{_percent(share)} {name}" for name, share in shares.items()))]
         rows = [
             ("episodes", f"{self.episodes:,}, {self.running:,} of them running{lengths}"),

@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.diagnosis.reach import ReachCheck, is_better
 from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry

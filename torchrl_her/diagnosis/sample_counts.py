@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.diagnosis.async_copy import AsyncCopy
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
 
 FIRST = 2048  # all samples are counted until this many transitions were sampled
 EVERY = 64  # one later sample in this many is counted
-ENOUGH = 500  # transitions selected for relabelling before the share of evicted goals is judged
-SHARE_EVICTED = 0.2
+ENOUGH = 500  # transitions selected for relabelling before the share of lost goals is judged
+SHARE_LEFT = 0.2  # of the goals of transitions whose goals have been in the table
+SHARE_LOST = 0.5  # for one of the other reasons
 SAMPLES_WITHOUT_WRITE = 50  # samples without a write after which running episodes should have ended
 LOOK_EVERY = 10  # one sample in this many checks for new writes
 SHARE_WAITING = 0.5
@@ -32,12 +33,13 @@ class Sample(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first four count sequences."""
+    """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first five count sequences."""
 
     to_relabel: float = 0.0  # selected with the probability her_ratio
-    running: float = 0.0  # of these, not relabelled because their episode is running
-    evicted: float = 0.0  # of these, not relabelled because their goals have left the table
-    elsewhere: float = 0.0  # of these, not relabelled because another transform wrote them, or they are padding
+    running: float = 0.0  # of these, not relabelled because their goals are not in the table yet
+    left: float = 0.0  # of these, not relabelled because their goals are no longer in the table
+    foreign: float = 0.0  # of these, not relabelled because another transform wrote them, or they are padding
+    padding: float = 0.0  # of the foreign ones
     original: float = 0.0
     original_reward: float = 0.0
     original_reached: float = 0.0
@@ -59,8 +61,11 @@ class SampleCounts:
         self._transitions = self._samples = 0
         self._totals: Tensor | None = None  # float64 [counts]
         self._copy: AsyncCopy | None = None  # of the totals
-        self._judged = Counts()  # the totals when evicted goals were judged last
-        self._has_warned_of_evicted = self._has_warned_of_waiting = self._has_warned_of_sequences = False
+        # The totals when each reason for lost goals was judged last, and the reasons that were warned of
+        self._judged = dict.fromkeys(("left", "running", "foreign"), Counts())
+        self._warned: set[str] = set()
+        self._full_since: int | None = None  # the number of goals written when running episodes were judged last
+        self._has_warned_of_waiting = self._has_warned_of_sequences = False
         self._writes = self._since_write = 0  # the number of writes, and of samples since the last one
         self._waiting: AsyncCopy | None = None  # the share of transitions whose episodes are running
 
@@ -72,37 +77,82 @@ class SampleCounts:
         return transitions > 0 and (is_early or self._samples % EVERY == 0)
 
     def count(self, sample: Sample, reached_reward: float | None, table: GoalTable | None = None) -> None:
-        """Add a sample to the totals, and warn if many goals have left the table."""
+        """Add a sample to the totals, and warn if many goals are lost."""
         sums = _sums(sample, reached_reward, table)
         self._totals = sums if self._totals is None else self._totals.to(sums.device) + sums
-        if table is None or self._has_warned_of_evicted:
+        if table is None:
             return
         copy = self._copy = self._copy or AsyncCopy(self._totals)
         if (values := copy.read()) is not None:
             self._copy = None
-            self._warn_if_evicted(Counts(*values), table.capacity)
+            self._warn_if_left(Counts(*values), table.capacity)
+            self._warn_if_running(Counts(*values), table)
+            self._warn_if_foreign(Counts(*values))
             self._warn_if_sequences_are_mixed(Counts(*values))
 
     def totals(self) -> Counts:
         """Return the counts so far."""
         return Counts() if self._totals is None else Counts(*self._totals.tolist())
 
-    def _warn_if_evicted(self, counts: Counts, capacity: int) -> None:
-        since = Counts(*(now - before for now, before in zip(counts, self._judged, strict=True)))
-        relevant = since.to_relabel - since.running - since.elsewhere
+    def _since(self, reason: str, counts: Counts) -> Counts:
+        """Return the counts since a reason for lost goals was judged last."""
+        return Counts(*(now - before for now, before in zip(counts, self._judged[reason], strict=True)))
+
+    def _warn_once(self, reason: str, message: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warn_user(message)
+
+    def _warn_if_left(self, counts: Counts, capacity: int) -> None:
+        since = self._since("left", counts)
+        relevant = since.to_relabel - since.running - since.foreign
         if relevant < ENOUGH:
             return
-        self._judged = counts
-        lost = since.evicted / relevant
-        if lost < SHARE_EVICTED:
+        self._judged["left"] = counts
+        lost = since.left / relevant
+        if lost < SHARE_LEFT or since.running >= SHARE_LOST * since.to_relabel:
             return
-        self._has_warned_of_evicted = True
         least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
-        warn_user(
-            f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals have left the "
-            f"goal table: HERTransform(capacity={capacity}) is too small for the transitions in the storage. Pass the "
-            f"number of transitions that the storage can hold, and at least {least}."
+        self._warn_once(
+            "left",
+            f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals are no longer in "
+            f"the goal table: HERTransform(capacity={capacity}) is too small for the transitions in the storage. Pass "
+            f"the number of transitions that the storage can hold, and at least {least}.",
         )
+
+    def _warn_if_running(self, counts: Counts, table: GoalTable) -> None:
+        """Judge the samples of a full buffer after as many goals were written as the table holds.
+
+        The share varies, because the goals of all environments can reach the table at the same time.
+        """
+        if not table.has_wrapped:
+            return
+        begin, since = self._full_since, self._since("running", counts)
+        if begin is not None and (table.rows_used < begin + table.capacity or since.to_relabel < ENOUGH):
+            return
+        self._full_since, self._judged["running"] = table.rows_used, counts
+        if begin is not None and since.running >= SHARE_LOST * since.to_relabel:
+            self._warn_once(
+                "running",
+                f"{since.running / since.to_relabel:.0%} of the transitions that were to be relabelled were not, "
+                "because the goals of the last steps of a running episode, up to 63, are not in the goal table yet, "
+                "and the storage holds few earlier steps. Use a storage that holds at least 128 transitions of each "
+                "environment, and set the capacity of HERTransform to its size, or use fewer environments.",
+            )
+
+    def _warn_if_foreign(self, counts: Counts) -> None:
+        since = self._since("foreign", counts)
+        if since.to_relabel < ENOUGH:
+            return
+        self._judged["foreign"] = counts
+        share = (since.foreign - since.padding) / since.to_relabel
+        if share >= SHARE_LOST:
+            self._warn_once(
+                "foreign",
+                f"{share:.0%} of the transitions that were to be relabelled were not, because another HERTransform "
+                "wrote them, and this one does not have their goals. Save and load a storage together with its "
+                "transform (rb.dumps and rb.loads), and pass the same transform to all buffers of one storage.",
+            )
 
     def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:
         if self._has_warned_of_sequences or counts.in_sequences < ENOUGH:
@@ -157,13 +207,13 @@ def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None)
     of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 4]
     draw = sample.draw
     if draw is None or table is None:
-        return torch.cat([of_groups.new_zeros(4), of_groups.flatten(), of_groups.new_zeros(1)])
+        return torch.cat([of_groups.new_zeros(5), of_groups.flatten(), of_groups.new_zeros(1)])
     first, last = table.episode_ids
     missing = draw.to_relabel & ~draw.relabelled
-    elsewhere = missing & ((draw.episode < first) | (draw.episode > last))
+    foreign = missing & ((draw.episode < first) | (draw.episode > last))
     running = missing & _is_waiting(draw, table)
-    evicted = missing & ~elsewhere & ~running & table.has_wrapped
-    of_draw = torch.stack([draw.to_relabel, running, evicted, elsewhere]).sum(1)
+    left = missing & ~foreign & ~running & table.has_wrapped
+    of_draw = torch.stack([draw.to_relabel, running, left, foreign, foreign & (draw.episode == 0)]).sum(1)
     length = len(relabelled) // max(1, len(draw.step))  # of a sequence
     in_sequences = draw.relabelled.sum() * (length if length > 1 else 0)
     return torch.cat([of_draw, of_groups.flatten(), in_sequences.reshape(1)])

@@ -1,1 +1,1 @@
-"""Lanes and episodes: which transitions belong together."""
+"""Episodes: which transitions belong together."""

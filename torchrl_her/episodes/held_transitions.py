@@ -10,13 +10,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.episodes.lanes import STEPS, Lanes, Published
-from torchrl_her.storage.row_layout import WORD, RowLayout
+from torchrl_her.packed_storage.row_layout import WORD, RowLayout
 
 
 class HeldTransitions:
-    """Transitions that wait for the end of their episode. Lanes keep them as packed rows."""
+    """Transitions that wait for the end of their episode. Those of running episodes are packed rows."""
 
     def __init__(self, lanes: Lanes):
         self.lanes = lanes  # they keep rows, int64 [steps, words]
@@ -30,9 +30,10 @@ class HeldTransitions:
             0 if running is None else int(running.lanes[:, STEPS].sum())
         )
 
-    def copy(self) -> HeldTransitions:
+    def __copy__(self) -> HeldTransitions:
         """Return a copy that later changes of this object do not affect."""
-        copied = copy.copy(self)
+        copied = HeldTransitions.__new__(HeldTransitions)
+        vars(copied).update(vars(self))
         copied.lanes, copied.ended = copy.copy(self.lanes), [*self.ended]
         return copied
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_her.episodes.matching import chains, first_in_first_out, hash_goals, queue_sizes, rank_goals, spread
+from torchrl_her.episodes.matching import chain_heads, first_in_first_out, hash_goals, queue_sizes, rank_goals, spread
 from torchrl_her.episodes.transitions import WrittenTransitions
 from torchrl_her.goals.table import PIECE
 
@@ -180,10 +180,14 @@ class Lanes:
         publish_running (bool): whether an episode is also published while it runs: its complete pieces, and all of it
             when it is idle. If False, an episode is published once, at its end, and it ends only when it is idle.
             Default: True.
+        expects_end (bool): whether the end of the data is known. Then an episode is never idle. Default: False.
     """
 
-    def __init__(self, max_episode_steps: int, patience: int, *, publish_running: bool = True):
-        self.max_episode_steps, self.patience, self.publish_running = max_episode_steps, patience, publish_running
+    def __init__(
+        self, max_episode_steps: int, patience: int, *, publish_running: bool = True, expects_end: bool = False
+    ):
+        self.max_episode_steps, self.patience = max_episode_steps, patience
+        self.publish_running, self.expects_end = publish_running, expects_end
         self.running: Running | None = None  # None before the first write
 
     def __len__(self) -> int:
@@ -196,7 +200,8 @@ class Lanes:
 
     def without_episodes(self) -> Lanes:
         """Return an object with the same settings and no running episodes, for another process."""
-        return Lanes(self.max_episode_steps, self.patience, publish_running=self.publish_running)
+        options = {"publish_running": self.publish_running, "expects_end": self.expects_end}
+        return Lanes(self.max_episode_steps, self.patience, **options)
 
     # Writing
 
@@ -250,8 +255,10 @@ class Lanes:
         Without this short path, the general one gives the same result, but a single transition takes twice as long.
         """
         count, ids, start, outcome = len(written.done), written.trajectory, written.start, written.outcome
+        if (start[1:] != outcome[:-1]).any() or written.done.any() or written.begins[1:].any():
+            return None
         match = np.flatnonzero(old.arrived == start[0])
-        if len(match) != 1 or written.done.any() or (start[1:] != outcome[:-1]).any() or written.begins[1:].any():
+        if len(match) != 1:
             return None
         lane, now = int(match[0]), old.lanes[match]
         trajectory, episode, before, first, _, seen, _ = now[0].tolist()
@@ -343,8 +350,8 @@ class Lanes:
         count = end - begin
         is_later = source >= len(old.lanes)  # runs that continue an earlier run
         if is_later.any():
-            head, before = chains(np.where(is_later, source - len(old.lanes), -1), count)
-            by = np.lexsort((before, head))  # the runs of an episode one after the other
+            head = chain_heads(np.where(is_later, source - len(old.lanes), -1))
+            by = np.argsort(head, kind="stable")  # the runs of an episode one after the other
             heads = np.flatnonzero(~is_later[by])
             begin, end, lane, count = begin[by], end[by], lane[by[heads]], np.add.reduceat(count[by], heads)
         order = runs.order[spread(begin, end)[1]]
@@ -403,6 +410,8 @@ class Lanes:
     def _publish_idle(self, running: Running) -> tuple[Running, list[Published]]:
         """Publish all steps of idle episodes, and end episodes that wait for too long."""
         idle_after = (min if self.publish_running else max)(2 * running.longest_wait, self.patience)
+        if self.expects_end:
+            idle_after = self.patience
         if not len(running.lanes) or running.written - running.lanes[0, SEEN] <= idle_after:
             return running, []
         lanes, waits = running.lanes.copy(), running.written - running.lanes[:, SEEN]
@@ -457,16 +466,23 @@ class Lanes:
         data, lanes = state["data"], state["lanes"].numpy(force=True).copy()
         arrived = np.ascontiguousarray(state["arrived"].numpy(force=True))
         lanes[:, ROW] = -1
+        is_long = lanes[:, STEPS] >= self.max_episode_steps
+        lanes[is_long, SEEN] = np.iinfo(np.int64).min // 2  # the next write ends these episodes
         number, piece = spread(np.zeros(len(lanes), np.int64), _pieces_of(lanes[:, STEPS] - lanes[:, FIRST]))
         pieces = np.full((len(lanes), 1 + int(piece.max(initial=0))), -1)
         pool, pieces[number, piece] = Pool(_empty(data, 0), np.empty(0, np.int64)).take(len(number))
         running = Running(lanes, arrived.view(f"V{arrived.shape[1]}").reshape(-1), pieces, pool)
         rows = running.rows_in_pool(np.arange(len(lanes)), lanes[:, FIRST], lanes[:, STEPS])
         pool.data.index_copy_(0, _index(rows, data), data)
+        by_wait = np.argsort(lanes[:, SEEN], kind="stable")
+        to_begin = None if old is None else old.to_begin
         self.running = running._replace(
+            lanes=lanes[by_wait],
+            arrived=running.arrived[by_wait],
+            pieces=pieces[by_wait],
             written=state["written"],
             longest_wait=state["longest_wait"],
-            to_begin=None if old is None else old.to_begin,
+            to_begin=(to_begin or 0) + int(is_long.sum()) if is_long.any() else to_begin,
             lengths=self.lengths,
         )
 
@@ -517,11 +533,13 @@ def _cut_into_runs(written: WrittenTransitions, *, at_rows: bool) -> Runs:
         begins[:: written.row_length] = True
     is_ordered = True
     if trajectory is not None:
-        is_ordered = bool((trajectory[1:] >= trajectory[:-1]).all())
+        by_id = np.argsort(trajectory, kind="stable")
+        is_ordered = bool((by_id == order).all())
+        begins[0], begins[1:] = True, np.diff(trajectory[by_id]) != 0
+        if begins.all():  # a frame: one transition of each environment
+            return Runs(order, order, order + 1, are_apart=True)
         if not is_ordered:
-            order = np.argsort(trajectory, kind="stable")
-            start, outcome, done, trajectory = start[order], outcome[order], done[order], trajectory[order]
-        begins[1:] = trajectory[1:] != trajectory[:-1]
+            order, start, outcome, done = by_id, start[by_id], outcome[by_id], done[by_id]
     begins[0] = True
     trajectories = 1 if trajectory is None else np.count_nonzero(begins)
     begins[1:] |= done[:-1]

@@ -80,22 +80,12 @@ def queue_sizes(change: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, np.
     return lowest < lowest_before, level - change - lowest_before
 
 
-def chains(previous: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Follow runs of transitions back to the first run of their chain.
-
-    Args:
-        previous (np.ndarray): the run that each run continues, or -1, ``int64 [runs]``.
-        count (np.ndarray): the number of transitions of each run, ``int64 [runs]``.
-
-    Returns:
-        tuple[np.ndarray, np.ndarray]: the first run of the chain and the number of transitions from there to each run,
-        ``int64 [runs]`` each.
-    """
-    first = np.where(previous < 0, np.arange(len(previous)), previous)
-    before = np.where(previous < 0, 0, count[previous])
-    while (first[first] != first).any():  # the distance doubles
-        before, first = before + before[first], first[first]
-    return first, before
+def chain_heads(previous: np.ndarray) -> np.ndarray:
+    """Return the first run of the chain of each run, ``int64 [runs]``, given the run that it continues, or -1."""
+    head = np.where(previous < 0, np.arange(len(previous)), previous)
+    while (head[head] != head).any():  # the distance doubles
+        head = head[head]
+    return head
 
 
 def spread(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

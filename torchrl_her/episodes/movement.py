@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._torchrl import transforms_around
+from torchrl_her._private import refuse_environment, transforms_around
 from torchrl_her.episodes.stamps import read_stamps
 from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
-from torchrl_her.storage.buffer_transform import BufferTransform
 
 
-class MovementPriority(BufferTransform):
+class MovementPriority(Transform):
     """Prioritize transitions by how far the achieved goal moves in their episode.
 
     In manipulation tasks, an untrained agent rarely moves the object. Relabelling an episode without movement only
@@ -82,6 +82,11 @@ class MovementPriority(BufferTransform):
     def _achieved_keys(self) -> tuple[NestedKey, NestedKey]:
         keys = self._given_keys or keys_of_hindsight(self)
         return keys.achieved_goal, keys.next_achieved_goal
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. An environment raises a ValueError."""
+        super().set_container(container)
+        refuse_environment(self)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions unchanged."""

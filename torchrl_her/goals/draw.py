@@ -99,6 +99,14 @@ def draw_for_sequences(
     return drawn, Draw(goals=[repeated(goals) for goals in drawn.goals], **columns)
 
 
+def steps_to_goal(draw: Draw, episode: Tensor, step: Tensor) -> Tensor:
+    """Return the number of steps from transitions to their goals, or -1 if a goal is not ahead, ``int64 [n]``.
+
+    ``episode`` and ``step``, ``int64 [n]`` each, are those of the transitions.
+    """
+    return torch.where(draw.goal_episode == episode, draw.goal_step - step, -1).clamp_min(-1)
+
+
 def check_her_ratio(her_ratio: float) -> float:
     """Check that ``her_ratio`` is a probability."""
     if not isinstance(her_ratio, Real) or not 0.0 <= her_ratio <= 1.0:

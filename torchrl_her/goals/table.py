@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 
 PIECE = 64  # steps; the pieces of an episode are contiguous in the table and never move
 # The steps that name the desired goal of an episode, and the goal achieved in its first state.

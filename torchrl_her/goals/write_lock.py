@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import multiprocessing as mp
@@ -41,3 +44,27 @@ class WriteLock:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WriteLock:
         return WriteLock()
+
+
+@contextmanager
+def exclusive(lock: WriteLock, owner: object, *names: str) -> Iterator[None]:
+    """Exclude other writers. An error or an interrupt restores attributes, so that the write can be repeated.
+
+    Args:
+        lock (WriteLock): the lock.
+        owner (object): the object that has the attributes.
+        *names (str): the names of attributes that the block replaces or changes. They are copied before.
+    """
+    before: dict[str, Any] = {}
+    try:
+        with lock:
+            before = {name: copy.copy(getattr(owner, name)) for name in names}
+            try:
+                yield
+            except BaseException:  # before the release, because the next writer continues the episodes
+                vars(owner).update(before)
+                before = {}
+                raise
+    except BaseException:  # an interrupt at the release
+        vars(owner).update(before)
+        raise

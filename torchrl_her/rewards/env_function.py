@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_her._torchrl import warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.rewards.comparisons import agrees_with_rows, call_rows
 
 # The numbers of rows for which calls with a batch are compared with calls row by row: per call, after the first rows

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchrl_her.diagnosis.goal_env.finding import Finding
-from torchrl_her.diagnosis.goal_env.functions import ROWS, check_batch, check_calls, check_is_function, example
-from torchrl_her.diagnosis.goal_env.play import WIDEST, Episodes, distances
-from torchrl_her.diagnosis.goal_env.probe import Probe
+from torchrl_her.goal_env_check.finding import Finding
+from torchrl_her.goal_env_check.functions import ROWS, check_batch, check_calls, check_is_function, example
+from torchrl_her.goal_env_check.play import WIDEST, Episodes, distances
+from torchrl_her.goal_env_check.probe import Probe
 
 FEWEST = 3  # fewer ends near the goal can be a coincidence
 SHARE_NEAREST = 0.7  # the share that chance gives is 1 / the length of an episode

@@ -9,16 +9,16 @@ import gymnasium
 import torch
 from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 
-from torchrl_her._torchrl import gymnasium_env_of
-from torchrl_her.diagnosis.goal_env.finding import NAMES, Finding, GoalEnvReport
-from torchrl_her.diagnosis.goal_env.goals import (
+from torchrl_her._private import gymnasium_env_of
+from torchrl_her.goal_env_check.finding import NAMES, Finding, GoalEnvReport
+from torchrl_her.goal_env_check.goals import (
     check_achieved,
     check_desired,
     check_numbers,
     check_observation,
     check_shapes,
 )
-from torchrl_her.diagnosis.goal_env.play import (
+from torchrl_her.goal_env_check.play import (
     EnvironmentFails,
     Episodes,
     Goals,
@@ -27,9 +27,9 @@ from torchrl_her.diagnosis.goal_env.play import (
     play,
     reset,
 )
-from torchrl_her.diagnosis.goal_env.probe import Probe
-from torchrl_her.diagnosis.goal_env.reward import check_reward, reached
-from torchrl_her.diagnosis.goal_env.termination import check_termination
+from torchrl_her.goal_env_check.probe import Probe
+from torchrl_her.goal_env_check.reward import check_reward, reached
+from torchrl_her.goal_env_check.termination import check_termination
 from torchrl_her.keys import HERKeys, check_keys
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import GoalReward

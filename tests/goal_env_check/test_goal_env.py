@@ -16,7 +16,7 @@ from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
 
 from support.goal_envs import CORRECT, FAULTS, EndsOnSuccess, Grid, Reach, computing, missed, paying, variant
 from torchrl_her import EnvReward, HERKeys, SparseReward, __main__, check_goal_env
-from torchrl_her.diagnosis.goal_env.finding import NAMES, SEVERITIES
+from torchrl_her.goal_env_check.finding import NAMES, SEVERITIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "check-goal-env.md"
 ROBOTICS = ["FetchPush-v4", "FetchReachDense-v4", "HandManipulatePen-v1", "PointMaze_LargeDense-v3", "AntMaze_UMaze-v5"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchrl_her.diagnosis.goal_env.finding import Finding
-from torchrl_her.diagnosis.goal_env.play import Episodes, Watcher, distances
+from torchrl_her.goal_env_check.finding import Finding
+from torchrl_her.goal_env_check.play import Episodes, Watcher, distances
 
 FEWEST = 100  # a constant achieved goal is reported only if there are at least this many steps
 CHANCE = 1e-3  # a first step that never moves the achieved goal is reported if chance explains it less often

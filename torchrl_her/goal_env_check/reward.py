@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchrl_her.diagnosis.goal_env.finding import Finding
-from torchrl_her.diagnosis.goal_env.functions import (
+from torchrl_her.goal_env_check.finding import Finding
+from torchrl_her.goal_env_check.functions import (
     FEWEST,
     check_batch,
     check_calls,
@@ -15,9 +15,9 @@ from torchrl_her.diagnosis.goal_env.functions import (
     example,
     scale_of,
 )
-from torchrl_her.diagnosis.goal_env.goals import LAGS
-from torchrl_her.diagnosis.goal_env.play import Episodes, distance, distances
-from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
+from torchrl_her.goal_env_check.goals import LAGS
+from torchrl_her.goal_env_check.play import Episodes, distance, distances
+from torchrl_her.goal_env_check.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree
 
 FEWEST_LATE = 5  # at least this many rewards must match the next achieved goal

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 
-from torchrl_her._torchrl import hooks_of
+from torchrl_her._private import entries_of, hooks_of
 
 METADATA = "storage_metadata.json"
 TENSOR_SAVED = (
@@ -49,7 +49,7 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
         _check_space(path, stored.bytes())
         metadata.unlink(missing_ok=True)
         _sync(path)
-        storage.entries.memmap_like(path, copy_existing=True)  # full size, sparse
+        entries_of(storage).memmap_like(path, copy_existing=True)  # full size, sparse
         for piece in storage.pieces(len(storage)):
             _load(path)[piece].update_(stored[piece])
         unfinished.write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": len(storage)}))

@@ -26,16 +26,26 @@ from tensordict import (
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch import multiprocessing as mp
+from torchrl.data import TensorStorage
 
-from torchrl_her._torchrl import CustomTensorStorage
-from torchrl_her.storage.checkpointer import TENSOR_SAVED, PackedStorageCheckpointer
-from torchrl_her.storage.row_layout import WORD, RowLayout, read_entries
+from torchrl_her._private import (
+    count_of,
+    entries_of,
+    manages_its_memory,
+    note_write,
+    set_count,
+    set_entries,
+    without_entries,
+)
+from torchrl_her.packed_storage.checkpointer import TENSOR_SAVED, PackedStorageCheckpointer
+from torchrl_her.packed_storage.row_layout import WORD, RowLayout, read_entries
 
 PIECE = 2**26  # bytes that are copied at once between memory and a checkpoint
 BY_WRITERS = {"index"}  # added by the writers of TensorDict buffers after `check_write`
 
 
-class PackedStorage(CustomTensorStorage):
+@manages_its_memory(PackedStorageCheckpointer)
+class PackedStorage(TensorStorage):
     """A drop-in replacement for ``LazyTensorStorage`` that keeps each transition in one row of a matrix.
 
     A batch is read with a single gather, where ``LazyTensorStorage`` needs one per entry. Samples have the same keys,
@@ -75,7 +85,8 @@ class PackedStorage(CustomTensorStorage):
         torch.Size([32, 1])
     """
 
-    checkpointer_class = PackedStorageCheckpointer
+    device: torch.device | str
+    shared_init = False  # until the constructor of TorchRL, which reads `initialized`, has run
 
     def __init__(
         self,
@@ -116,7 +127,7 @@ class PackedStorage(CustomTensorStorage):
     # Writing
 
     def allocate(self, data: TensorDictBase) -> None:
-        """Allocate rows for transitions like ``data``: a single one, or ``[*lanes]`` if ``ndim`` is more than 1."""
+        """Allocate rows for transitions like ``data``: a single one, or ``[*environments]`` if ``ndim > 1``."""
         with self._allocating:
             if not self.initialized:  # another process may have been faster
                 self._allocate(data)
@@ -148,7 +159,7 @@ class PackedStorage(CustomTensorStorage):
         self._lanes = rows.shape[1:-1].numel()
         self.max_size = rows.shape[:-1].numel()
         # TorchRL's samplers, checkpointers and in-place updates work on these views of the rows.
-        self.entries = layout.view(rows)
+        set_entries(self, layout.view(rows))
 
     def _map_shared_rows(self) -> bool:
         """Map the rows if another process has allocated them, and return whether they are allocated."""
@@ -186,8 +197,8 @@ class PackedStorage(CustomTensorStorage):
             self._rows.index_copy_(0, cursor[last].to(self.device), rows[last])
         else:
             self._layout.check(data, but=BY_WRITERS)
-            self.entries[cursor] = data
-        self.note_write(cursor, data, set_cursor)
+            entries_of(self)[cursor] = data
+        note_write(self, cursor, data, set_cursor)
 
     def _pack(self, cursor: int | Tensor, data: TensorDictBase) -> Tensor:
         try:
@@ -220,7 +231,7 @@ class PackedStorage(CustomTensorStorage):
         return _copy(found) if is_tensor_collection(found) else found
 
     def _written_rows(self) -> Tensor:
-        written = -(self.count // -self._lanes)
+        written = -(count_of(self) // -self._lanes)
         return self._rows if written == len(self._rows) else self._rows[:written]
 
     def _gather(self, index: tuple[Tensor, ...]) -> Tensor:
@@ -236,7 +247,7 @@ class PackedStorage(CustomTensorStorage):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the stored transitions, with one item per entry, as TorchRL's storages do."""
         state = super().state_dict()
-        return state | {"_storage": _copy(self.entries).state_dict()} if self.initialized else state
+        return state | {"_storage": _copy(entries_of(self)).state_dict()} if self.initialized else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
@@ -247,7 +258,7 @@ class PackedStorage(CustomTensorStorage):
             saved.load_state_dict(state_dict["_storage"], strict=False)
             self.read_from(lambda: saved, state_dict["_len"])
         else:
-            self.count = 0
+            set_count(self, 0)
 
     def read_from(self, load: Callable[[], TensorDictBase], count: int) -> None:
         """Load the entries ``[size, ...]`` of a storage of the same size, of which ``count`` are written.
@@ -267,8 +278,8 @@ class PackedStorage(CustomTensorStorage):
             self.allocate(saved[0])
         self._layout.check(saved)
         for piece in self.pieces(count):
-            self.entries[piece].update_(load()[piece])
-        self.count = count
+            entries_of(self)[piece].update_(load()[piece])
+        set_count(self, count)
 
     def pieces(self, count: int) -> Iterator[slice]:
         """Yield slices of the first dimension that contain ``count`` transitions, each of at most about 64 MB."""
@@ -278,7 +289,7 @@ class PackedStorage(CustomTensorStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         allocated = self.initialized  # first, because it maps shared rows
-        state = super().__getstate__()
+        state = without_entries(super().__getstate__())  # views of the rows
         if get_spawning_popen() is None and self.scratch_dir is not None and (allocated or self.shared_init):
             state |= {"_rows": self._rows.clone()} if allocated else {}  # a copy lives in memory
             state |= {"scratch_dir": None, "shared_init": False, "_allocating": contextlib.nullcontext()}
@@ -287,7 +298,7 @@ class PackedStorage(CustomTensorStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.initialized:
-            self.entries = self._layout.view(self._rows)
+            set_entries(self, self._layout.view(self._rows))
 
 
 def _copy(entries: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, is_tensorclass
 from torch import Tensor
 
-from torchrl_her._torchrl import make_tensordict
+from torchrl_her._private import make_tensordict
 
 WORD = torch.int64  # rows consist of whole words, which aligns their entries
 

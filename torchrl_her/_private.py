@@ -9,7 +9,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import tensordict
 import torch
@@ -19,6 +19,8 @@ from torch import nn
 from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 from torchrl.envs import Compose, EnvBase, MultiStepTransform, Transform
+
+StorageClass = TypeVar("StorageClass", bound=type[TensorStorage])
 
 for package in (torchrl, tensordict):  # in older versions, private methods that this module uses are missing
     version = re.match(r"(\d+)\.(\d+)", package.__version__ or "")
@@ -61,6 +63,17 @@ def ids_around(transform: Transform) -> list[int]:
         ids += map(id, container)
         transform = container
     return ids
+
+
+def refuse_environment(transform: Transform) -> None:
+    """Raise an error if a transform of replay buffers was added to an environment."""
+    if transform.parent is not None:
+        transform.reset_parent()
+        name = type(transform).__name__
+        raise ValueError(
+            f"{name} is a transform of replay buffers and cannot be a transform of an environment: pass it to the "
+            f"buffer, ReplayBuffer(transform={name}(...))."
+        )
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -145,72 +158,76 @@ def call_with_buffer(function: Callable[..., Any], replay_buffer: Any, *args: An
     return function(replay_buffer, *args)
 
 
-class CustomTensorStorage(TensorStorage):
-    """A ``TensorStorage`` whose subclasses allocate, check and count transitions under public names.
+def manages_its_memory(checkpointer: type[TensorStorageCheckpointer]) -> Callable[[StorageClass], StorageClass]:
+    """Decorate a ``TensorStorage`` that manages its own memory with public methods.
 
-    TorchRL's buffers, writers and samplers call the private methods overridden here and read the private attributes.
-    TorchRL has no public interface for a storage that manages its own memory.
+    TorchRL calls private methods for this, and no public ones:
+
+    - ``allocate(data)`` allocates memory for transitions like ``data``.
+    - ``check_write(data)`` is called before the writer moves its cursor. An error in ``set`` would come too late.
+
+    ``checkpointer`` is the class that saves the storage, unless the buffer has another checkpointer.
     """
 
-    shared_init = False  # read when an unallocated storage is sent to another process
-    checkpointer_class: type[TensorStorageCheckpointer]
-    max_size: int
-    device: torch.device | str
+    def decorate(storage: StorageClass) -> StorageClass:
+        max_size = storage._max_size_along_dim0
 
-    # Methods for subclasses
+        def init(self: Any, data: TensorDictBase) -> None:
+            self.allocate(data)
 
-    def allocate(self, data: TensorDictBase) -> None:
-        """Allocate memory for transitions like ``data`` and set `entries`."""
+        def checked_max_size(self: Any, *, single_data: Any = None, batched_data: Any = None) -> int:
+            data = batched_data if single_data is None else single_data
+            if data is not None:
+                self.check_write(data)
+            return max_size(self, single_data=single_data, batched_data=batched_data)
 
-    def check_write(self, data: Any) -> None:
-        """Raise an error if ``data`` cannot be stored. Called before the writer moves its cursor."""
+        storage._init = init
+        storage._max_size_along_dim0 = checked_max_size
+        storage._default_checkpointer = checkpointer
+        return storage
 
-    # Private state under public names
+    return decorate
 
-    @property
-    def entries(self) -> TensorDictBase:
-        """The memory of all transitions, written or not, ``[size, ...]``. Samplers and checkpointers read it."""
-        return self._storage
 
-    @entries.setter
-    def entries(self, entries: TensorDictBase) -> None:
-        self._storage = entries
-        self.initialized = True
+def entries_of(storage: TensorStorage) -> Any:
+    """Return the memory of all transitions, written or not, ``[size, ...]``.
 
-    @property
-    def count(self) -> int:
-        """The number of stored transitions."""
-        return self._len
+    Samplers and checkpointers read it. The public ``storage[:]`` contains written transitions only.
+    """
+    return storage._storage
 
-    @count.setter
-    def count(self, count: int) -> None:
-        self._len = count
-        self._bump_mutation_revision()
 
-    def note_write(self, cursor: Any, data: Any, set_cursor: bool) -> None:
-        """Record that ``data`` was written at ``cursor``; with ``set_cursor``, the number of transitions grows."""
-        if set_cursor:
-            self._set_last_cursor(cursor)
-            self._get_new_len(data, cursor)
-        self._bump_mutation_revision()  # for samplers with a cache
+def set_entries(storage: TensorStorage, entries: TensorDictBase) -> None:
+    """Set the memory of all transitions; the constructor of ``TensorStorage`` would count them as written."""
+    storage._storage = entries
+    storage.initialized = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without `entries`, since pickling each view would copy the memory of all rows."""
-        state = super().__getstate__()
-        if self.initialized:
-            del state["_storage"]
-        return state
 
-    # TorchRL's private methods
+def without_entries(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a ``TensorStorage`` without its entries.
 
-    def _default_checkpointer(self) -> TensorStorageCheckpointer:
-        return self.checkpointer_class()
+    If the entries are views of the same rows, pickling each view would copy the memory of all rows.
+    """
+    return {name: value for name, value in state.items() if name != "_storage"}
 
-    def _init(self, data: TensorDictBase) -> None:
-        self.allocate(data)
 
-    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        data = batched_data if single_data is None else single_data
-        if data is not None:
-            self.check_write(data)
-        return super()._max_size_along_dim0(single_data=single_data, batched_data=batched_data)
+def count_of(storage: TensorStorage) -> int:
+    """Return the number of stored transitions; the public ``len(storage)`` cannot be compiled with ``fullgraph``."""
+    return storage._len
+
+
+def set_count(storage: TensorStorage, count: int) -> None:
+    """Set the number of stored transitions, which has no public setter."""
+    storage._len = count
+    storage._bump_mutation_revision()  # for samplers with a cache
+
+
+def note_write(storage: TensorStorage, cursor: Any, data: Any, set_cursor: bool) -> None:
+    """Record that ``data`` was written at ``cursor``; with ``set_cursor``, the number of transitions grows.
+
+    The public ``set`` of ``TensorStorage`` does this, but also writes the data.
+    """
+    if set_cursor:
+        storage._set_last_cursor(cursor)
+        storage._get_new_len(data, cursor)
+    storage._bump_mutation_revision()  # for samplers with a cache

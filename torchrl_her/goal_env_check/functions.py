@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchrl_her.diagnosis.goal_env.finding import Finding
-from torchrl_her.diagnosis.goal_env.play import Episodes, distance
-from torchrl_her.diagnosis.goal_env.probe import EVERY, Probe
+from torchrl_her.goal_env_check.finding import Finding
+from torchrl_her.goal_env_check.play import Episodes, distance
+from torchrl_her.goal_env_check.probe import EVERY, Probe
 from torchrl_her.rewards.comparisons import agree, agrees_with_rows, call_rows
 
 ROWS = 256  # rows of the batch that is compared with single calls

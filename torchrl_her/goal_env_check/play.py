@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey
 
-from torchrl_her.diagnosis.goal_env.probe import Probe
+from torchrl_her.goal_env_check.probe import Probe
 from torchrl_her.keys import HERKeys
 
 STEPS, SECONDS = 2000, 6.0  # default limits

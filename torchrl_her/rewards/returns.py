@@ -1,17 +1,21 @@
-"""n-step returns under a new goal, for buffers with a ``MultiStepTransform`` before ``HERTransform``."""
+"""Rewards of relabelled transitions: one-step rewards, and n-step returns with a ``MultiStepTransform``."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import MultiStepTransform
 
-from torchrl_her._torchrl import drop_waiting_steps
+from torchrl_her._private import drop_waiting_steps, has_forward_hooks
 from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
-from torchrl_her.relabel import OneStepReward, SampledBatch, where
 from torchrl_her.rewards.goal_reward import GoalReward
 
 # Entries that MultiStepTransform writes in addition to the reward: the number of steps in a window, gamma to the power
@@ -22,6 +26,84 @@ SEVERAL = "nonterminal"
 FIRST_REWARD = ("next", "original_reward")
 # The done flags of a window's last step, bool [*batch, flags].
 LAST_FLAGS = ("next", "hindsight_flags")
+
+
+@dataclass
+class Batch:
+    """Transitions that are being relabelled."""
+
+    data: TensorDictBase  # [*batch], receives the new entries
+    stored: dict[NestedKey, Any]  # the stored values of the replaced entries; None for entries that are created
+    # Of n-step transitions: [n, longest, *goal], the goals achieved in each window; and bool [n], whether the goal
+    # table holds the complete window.
+    outcomes: Tensor | None = None
+    available: Tensor | None = None
+
+    def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
+        """Set an entry of the transitions to relabel, ``bool [*batch, 1]``; the others keep the stored value.
+
+        An entry that is not stored is created for all transitions.
+        """
+        stored = self.stored[key]
+        self.data.set(key, new if stored is None else where(relabelled, new, stored))
+
+
+class OneStepReward:
+    """Recomputes the one-step reward, and the done flags if the reward module writes ``terminated``.
+
+    If the reward module has a true attribute ``recompute_all``, the reward of transitions that are not relabelled is
+    recomputed too.
+    """
+
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys):
+        self.reward = reward
+        self.keys = keys
+        self.recompute_all = bool(getattr(reward, "recompute_all", False))
+        self._recomputed = [key for key in (keys.next_reward, keys.next_terminated) if key in reward.out_keys]
+        self.replaced_keys = list(self._recomputed)
+        if keys.next_terminated in self._recomputed:
+            self.replaced_keys.append(keys.next_done)
+        self._read = [key for key in self.replaced_keys if key in reward.in_keys]
+        # Whether calling `GoalReward.compute` directly gives the same result as the module, but faster.
+        is_goal_reward = getattr(reward.forward, "__func__", None) is GoalReward.forward
+        self._is_plain = is_goal_reward and list(reward.out_keys) == self._recomputed and not self._read
+
+    def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the entries that `recompute` replaces."""
+        return self.replaced_keys
+
+    def read_goals(
+        self, batch: Batch, table: GoalTable, episode: Tensor, step: Tensor, longest_window: int
+    ) -> Tensor | bool:
+        """Return True: one-step rewards read no goals from the goal table, so all of them can be recomputed."""
+        return True
+
+    def recompute(self, batch: Batch, relabelled: Tensor) -> None:
+        """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
+        for key, new in zip(self._recomputed, self._compute(batch), strict=True):
+            includes_originals = self.recompute_all and key == self.keys.next_reward
+            replaced = torch.ones_like(relabelled) if includes_originals else relabelled
+            batch.replace(key, replaced, new.detach())
+        if self.keys.next_done in batch.stored:
+            ended = batch.data.get(self.keys.next_terminated)
+            truncated = batch.data.get(self.keys.next_truncated, None)
+            if truncated is not None:
+                ended = ended | truncated
+            batch.replace(self.keys.next_done, relabelled, ended)
+
+    def _compute(self, batch: Batch) -> list[Tensor]:
+        """Return the entries that the reward module writes for the new goals, ``[*batch, ...]`` each."""
+        reward = self.reward
+        if isinstance(reward, GoalReward) and self._is_plain and not has_forward_hooks(reward):
+            return reward.compute(batch.data)
+        # The module gets a copy, since it can also write other entries. The copy lacks the replaced entries, so that an
+        # entry that the module fails to write is detected.
+        data = batch.data.exclude(*self.replaced_keys)
+        for key in self._read:
+            if batch.stored[key] is not None:
+                data.set(key, batch.stored[key])
+        computed = reward(data)
+        return [computed.get(key) for key in self._recomputed]
 
 
 class NStepReward:
@@ -129,25 +211,32 @@ class NStepReward:
         written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
         return [self.keys.next_reward, STEPS, *written, *present_flags(tensordict, self.keys)]
 
-    def read_goals(self, batch: SampledBatch) -> Tensor:
+    def read_goals(self, batch: Batch, table: GoalTable, episode: Tensor, step: Tensor, longest_window: int) -> Tensor:
         """Read the achieved goals of all windows into the batch.
 
         In windows that are shorter than the longest one, the last goal is repeated.
+
+        Args:
+            batch (Batch): the ``n`` transitions.
+            table (GoalTable): the goal table.
+            episode (Tensor): the episode id of each transition, ``int64 [n]``.
+            step (Tensor): the first step of each window, ``int64 [n]``.
+            longest_window (int): the largest number of steps that a written transition spans.
 
         Returns:
             Tensor: whether the goal table holds the complete window, ``bool [n]``.
         """
         steps = batch.stored[STEPS].reshape(-1)
-        longest = max(batch.longest_window, self.multi_step.n_steps)  # n_steps can change during training
+        longest = max(longest_window, self.multi_step.n_steps)  # n_steps can change during training
         ahead = torch.arange(longest, device=steps.device).expand(len(steps), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
-        step = batch.step.unsqueeze(1) + ahead
-        goals, found = batch.table.read(batch.episode.repeat_interleave(longest), step.flatten())
-        batch.outcomes = goals.view(*step.shape, *goals.shape[1:])
-        batch.available = found.view(step.shape).all(1)
+        steps_of_windows = step.unsqueeze(1) + ahead
+        goals, found = table.read(episode.repeat_interleave(longest), steps_of_windows.flatten())
+        batch.outcomes = goals.view(*ahead.shape, *goals.shape[1:])
+        batch.available = found.view(ahead.shape).all(1)
         return batch.available
 
-    def recompute(self, batch: SampledBatch, relabelled: Tensor) -> None:
+    def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the returns and done flags of relabelled windows. The other windows get the flags of their last step."""
         data, stored, outcomes, available = batch.data, batch.stored, batch.outcomes, batch.available
         assert outcomes is not None, "read_goals() comes first"
@@ -250,3 +339,17 @@ def check_n_step_keys(multi_step: MultiStepTransform, keys: HERKeys) -> None:
             f"MultiStepTransform sums {summed} up to {ends!r}, but HERTransform recomputes {keys.next_reward!r} and "
             f"reads {keys.next_done!r}. Pass both transforms the same done key and the same, single reward key."
         )
+
+
+def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
+    """Return the new values of relabelled transitions, ``bool [*batch, 1]``, and the stored values of the others.
+
+    ``new`` has the shape of ``stored``, ``[*batch, ...]``, or flattened batch dimensions, ``[n, ...]``.
+    """
+    if stored.ndim != relabelled.ndim:
+        batch = relabelled.shape[:-1]
+        relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
+    if new.shape != stored.shape:
+        new = new.reshape(stored.shape)
+    # An earlier transform may have changed the dtype of the stored entry.
+    return torch.where(relabelled, new.to(stored.dtype), stored)

@@ -1,0 +1,165 @@
+"""The episodes of a transform: the running ones, and the goal table."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.data import TensorSpec
+
+from torchrl_her.episodes.lanes import STEPS, Lanes, Tracked
+from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.goals.table import PIECE, SHARED_PIECES, GoalTable, load_table
+from torchrl_her.goals.write_lock import WriteLock, exclusive
+
+
+class Episodes:
+    """The running episodes, and the goals that episodes achieved. Writing adds to both, and sampling reads the goals.
+
+    Args:
+        capacity (int): the number of goals in the table.
+        apart (int): the goals that the table keeps apart; see `GoalTable`.
+
+    Keyword Args:
+        goal_spec (TensorSpec, optional): the spec of a goal. By default, the first write determines it.
+        max_episode_steps (int, optional): the number of steps after which an episode ends.
+    """
+
+    def __init__(
+        self, capacity: int, apart: int, *, goal_spec: TensorSpec | None = None, max_episode_steps: int | None = None
+    ):
+        self.capacity, self.apart, self.max_episode_steps = capacity, apart, max_episode_steps
+        self.lanes = Lanes(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
+        self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, apart)
+        self.lock = WriteLock()
+        self._process = os.getpid()  # the process that owns the running episodes
+
+    def empty_like(self, count: int) -> Episodes:
+        """Return an object for the same goals without episodes, for a data set of ``count`` transitions."""
+        new = Episodes(self.capacity, self.apart, max_episode_steps=self.max_episode_steps)
+        new.lanes = Lanes(new.lanes.max_episode_steps, count, expects_end=True)
+        if self.table is not None:
+            new.table = GoalTable.like(self.table.goals, self.capacity, self.apart)
+        return new
+
+    @property
+    def goals(self) -> Tensor | None:
+        """The goals of the table, ``[rows, *goal]``, or None before the first write."""
+        return None if self.table is None else self.table.goals
+
+    # Writing
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Exclude other writers. An error or an interrupt restores the running episodes.
+
+        Yields:
+            bool: whether the process is new: it was forked and dropped the running episodes of its parent.
+        """
+        with exclusive(self.lock, self, "lanes"):
+            is_new = self._process != os.getpid()
+            if is_new:
+                self._process = os.getpid()
+                if self.lock.is_shared:
+                    self.lanes = self.lanes.without_episodes()
+            yield is_new and self.lock.is_shared
+
+    def append(self, written: WrittenTransitions) -> Tracked:
+        """Assign the transitions of a write to episodes, and add the goals of ended and complete pieces to the table.
+
+        Call it in `writing`.
+        """
+        if self.table is None:
+            self.table = GoalTable.like(written.goals, self.capacity, self.apart)
+        tracked = self.lanes.track(written, written.goals, self.table.episode_ids[1] + 1)
+        self.table.new_episodes(tracked.opened)
+        for steps in tracked.published:
+            self.table.append(*steps)
+        self.lanes.running = tracked.running
+        return tracked
+
+    def flush(self) -> None:
+        """End the running episodes, and add all of their goals to the table. Call it in `writing`."""
+        for steps in self.lanes.flush():
+            assert self.table is not None
+            self.table.append(*steps)
+
+    def clear(self) -> None:
+        """Drop the running episodes and all goals. Call it in `writing`."""
+        self.lanes.flush()
+        if self.table is not None:
+            self.table.clear()
+
+    # Sampling
+
+    def table_for(self, desired: Tensor, dimensions: int) -> GoalTable:
+        """Return the table on the device of sampled goals, ``[*batch, *goal]``.
+
+        Sampled and written data can be on different devices. ``dimensions`` is the number of batch dimensions.
+        """
+        table = self.table
+        if table is None or table.goals.device != desired.device:
+            with self.lock:
+                if self.table is None:  # only the storage was loaded, without the state of this transform
+                    goals = desired.flatten(0, dimensions - 1) if dimensions else desired[None]
+                    self.table = GoalTable.like(goals, self.capacity, self.apart)
+                table = self.table
+                table.to(desired.device)
+        return table
+
+    # Processes, saving
+
+    def share_memory_(self) -> None:
+        """Move the goal table into shared memory.
+
+        Raises:
+            RuntimeError: if there is no goal table yet.
+        """
+        if self.table is None:
+            raise RuntimeError(
+                "A buffer shared between processes needs the goal table before the first write: pass "
+                'goal_spec=env.observation_spec["achieved_goal"] (of one environment) to HERTransform.'
+            )
+        if not self.table.is_shared:
+            self.table.share_memory_(self.max_episode_steps)
+            longest = self.max_episode_steps or SHARED_PIECES * PIECE
+            self.lanes.max_episode_steps = min(self.capacity, longest)
+            self.lock.share_memory_()
+
+    def for_copy(self) -> Episodes:
+        """Return the object of a copied transform. Running episodes belong to the process that writes them."""
+        copied = copy.copy(self)
+        if self.lock.is_shared:
+            copied.lanes = self.lanes.without_episodes()
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the goal table and the running episodes."""
+        table = None if self.table is None else self.table.state_dict()
+        return {"table": table, "lanes": self.lanes.state_dict()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError if a running episode of a saved state is too long for shared memory."""
+        lanes = state["lanes"]["lanes"]
+        longest = 0 if lanes is None or not len(lanes) else int(torch.amax(lanes[:, STEPS]))
+        if self.lock.is_shared and longest > self.lanes.max_episode_steps:
+            raise ValueError(
+                f"A saved running episode has {longest} steps, but episodes in shared memory have at most "
+                f"{self.lanes.max_episode_steps}. Create the transform with max_episode_steps={longest} or more, "
+                "then load."
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`. It replaces all episodes.
+
+        Raises:
+            ValueError: if goals or capacity differ, or a running episode is too long for shared memory.
+        """
+        self.check_state(state)
+        self.table = load_table(self.table, state["table"], self.capacity, self.apart)
+        self.lanes.load_state_dict(state["lanes"])
