@@ -121,7 +121,7 @@ def check(batch, her, strategy="future", n_step=None, **_):
     if isinstance(her.reward, (SparseReward, ReachedReward)):
         assert torch.equal(batch["next", "reward"][relabelled], (is_reached[:, None].float() - 1.0)[relabelled])
         batch["next", "reward"] = reward_of(batch["next", "achieved_goal"], batch["desired_goal"]).unsqueeze(-1)
-    if her.strategy is MIXTURE:  # some goals are desired goals, which the tape does not expect
+    if her.strategies["desired_goal"] is MIXTURE:  # some goals are desired goals, which the tape does not expect
         steps, is_new = batch["hindsight", "steps_to_goal"][:, 0], relabelled[:, 0]
         assert torch.equal(is_reached[is_new], (steps == 0)[is_new])
         assert torch.equal(batch["limited"][is_new], batch["subgoal"][is_new])
