@@ -18,6 +18,7 @@ from support.recorded import Recorded
 from support.world import FLAGS, Goals, World
 from support.world import MOVES as WITH_SILENT
 from torchrl_her import CompactGoals, GoalReward
+from torchrl_her.goals.table import GoalTable
 
 MOVES = [move for move in WITH_SILENT if move != "silent"]  # windows would mix episodes, so silent resets are refused
 RELABELLED = ("hindsight", "relabelled")
@@ -211,3 +212,21 @@ def test_a_copied_transform_drops_its_own_waiting_steps():
     recorded.rb = ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2), transform=transform)
     play(recorded)
     assert len(recorded.rb) == len(recorded.oracle.windows)
+
+
+def test_an_interrupted_write_can_be_repeated(monkeypatch):
+    recorded = record(envs=1)
+    recorded.play([["go"] * 3], "lanes")
+    rows = recorded.world.play(0, ["go"] * 3)
+    data = recorded.world.tensordict(rows).reshape(1, 3)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GoalTable, "new_episodes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            recorded.rb.extend(data.clone())
+    recorded.write(rows, data)
+    recorded.flush()
+    assert recorded.check() == recorded.rb.write_count > 0

@@ -127,13 +127,13 @@ class HindsightAugmentation(Transform):
         self._max_episode_steps = max_episode_steps
         self.table: GoalTable | None = None  # None before the first episode has ended
         self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE, publish_running=False))
-        self._episodes = 0  # the number of episodes that began
+        self._episodes_begun = 0  # the number of episodes that began
         self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
 
     @property
     def strategies(self) -> Strategies:
-        """The strategy of each goal, by its key; that of the desired goal has the key ``"desired_goal"``."""
+        """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
 
     def set_container(self, container: Transform | EnvBase) -> None:
@@ -146,7 +146,7 @@ class HindsightAugmentation(Transform):
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
-        with exclusive(self._lock, self, "_held", "_episodes", "_first_goal"):
+        with exclusive(self._lock, self, "_held", "_episodes_begun", "_first_goal"):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:
@@ -199,9 +199,9 @@ class HindsightAugmentation(Transform):
         packed = self._held.pack(rows)
         if self._first_goal is None:
             self._first_goal = rows.get(self.keys.desired_goal)[:1].clone()
-        tracked = self._held.lanes.track(written, packed, first_episode=self._episodes + 1)
+        tracked = self._held.lanes.track(written, packed, first_episode=self._episodes_begun + 1)
         self._held.lanes.running = tracked.running
-        self._episodes += tracked.opened
+        self._episodes_begun += tracked.opened
         self._held.ended += tracked.published
         return tracked
 
@@ -211,7 +211,7 @@ class HindsightAugmentation(Transform):
         device = ended[-1].data.device  # loaded episodes can be on another device
         packed = torch.cat([each.data.to(device) for each in ended])
         # Groups of episodes that fit into the goal table.
-        group = (np.cumsum(lengths) - lengths) // (self.capacity - lengths.max() + 1)
+        group = (np.cumsum(lengths) - lengths) // max(1, self.capacity - lengths.max() + 1)
         groups = np.split(lengths, np.flatnonzero(np.diff(group)) + 1)
         if len(groups) == 1:
             return self._with_copies(packed, lengths)
@@ -382,7 +382,7 @@ class HindsightAugmentation(Transform):
         with self._writing():
             return {
                 "held": self._held.state_dict(),
-                "episodes": self._episodes,
+                "episodes": self._episodes_begun,
                 "table": None if self.table is None else self.table.state_dict(),
             }
 
@@ -399,7 +399,7 @@ class HindsightAugmentation(Transform):
             self.table = load_table(self.table, state["table"], self.capacity, self._relabelling.apart)
             self._held.load_state_dict(state["held"])
             self._relabelling.diagnosis.continuity.loaded_lanes = len(self._held.lanes)
-            self._episodes = state["episodes"]
+            self._episodes_begun = state["episodes"]
 
     def __repr__(self) -> str:
         """Return the arguments that differ from the defaults."""

@@ -162,7 +162,7 @@ class HERTransform(Transform):
 
     @property
     def strategies(self) -> Strategies:
-        """The strategy of each goal, by its key; that of the desired goal has the key ``"desired_goal"``."""
+        """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
 
     def set_container(self, container: Transform | EnvBase) -> None:
@@ -199,6 +199,7 @@ class HERTransform(Transform):
         """Add transitions ``[*batch]`` to the episodes; return their stamps, ``int64 [n, 2]``."""
         with self._writing():
             if n_step is not None:
+                n_step = copy.copy(n_step)  # an interrupted write changes nothing
                 n_step.check_write(written, tensordict.batch_size)
                 self._longest_window = max(self._longest_window, n_step.multi_step.n_steps)
             tracked, table = self._episodes.append(written), self._episodes.table
@@ -208,6 +209,7 @@ class HERTransform(Transform):
                 self._splits_silently = False
                 self._warn_of_split(max(tracked.cut, self._episodes.lanes.max_episode_steps + 1))
             self._relabelling.diagnosis.check_tracked(tensordict, written, tracked, table)
+            self._n_step = n_step or self._n_step
         return add_padding(tracked.stamps, written.mask, step=self.capacity)
 
     @contextmanager

@@ -31,7 +31,7 @@ def record(envs=1, **options):
 
 
 def write(rb, *rows):
-    """Write a transition of each environment, ``[rows, 1]``: the goals before and after it."""
+    """Write a transition of each environment, the goals before and after it: ``[rows, 1]``, or ``[rows]``."""
     states, outcomes = torch.tensor(rows, dtype=torch.float32).reshape(-1, 1, 2, 1).unbind(2)
     desired, done = torch.full_like(states, 99), torch.zeros(len(rows), 1, 1, dtype=torch.bool)
     following = {
@@ -41,7 +41,8 @@ def write(rb, *rows):
     }
     flags = {"done": done, "terminated": done}
     data = {"achieved_goal": states, "desired_goal": desired, "next": following | flags}
-    rb.extend(TensorDict(data, [len(rows), 1]))
+    frame = TensorDict(data, [len(rows), 1])
+    rb.extend(frame if rb.storage.ndim == 2 else frame.reshape(-1))
 
 
 def test_among_episodes_at_the_same_goals_the_one_that_waited_longest_is_continued():
@@ -60,6 +61,24 @@ def test_among_episodes_at_the_same_goals_the_one_in_the_same_row_is_continued()
     rb.transform[0].flush()
     assert rb[:]["desired_goal"].squeeze(-1).tolist() == [[5, 11, 11], [6] * 3, [7] * 3]
     assert rb[:]["hindsight", "relabelled"].all()
+
+
+def test_in_a_frame_an_environment_that_starts_where_another_one_arrived_continues_the_one_in_the_same_row():
+    rb = make_buffer()
+    for rows in ([(0, 1), (10, 11)], [(1, 2), (11, 5)], [(2, 5), (5, 6)]):
+        write(rb, *rows)
+    rb.transform[0].flush()
+    assert rb[:]["desired_goal"].flatten().tolist() == [5, 6] * 3
+
+
+@pytest.mark.filterwarnings("ignore:An episode has at least")
+def test_a_longer_episode_than_shared_memory_allows_is_cut_when_the_buffer_is_shared():
+    recorded = record(size=10_000, ndim=2)
+    for steps in (5000, 4000):
+        recorded.play([["go"] * steps], "lanes")
+    recorded.rb.transform[0].share_memory_()
+    recorded.play([["go"] * 3], "lanes")
+    assert recorded.rb.transform[0].report().transitions == 9003
 
 
 @pytest.mark.parametrize("ids", [[0, 0], [2**40, -7]], ids=["one id for both", "ids of any value"])

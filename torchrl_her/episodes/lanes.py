@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_her.episodes.matching import chain_heads, first_in_first_out, hash_goals, queue_sizes, rank_goals, spread
+from torchrl_her.episodes.matching import chain_heads, first_in_first_out, hash_goals, queue_sizes, rank_goals
 from torchrl_her.episodes.transitions import WrittenTransitions
-from torchrl_her.goals.table import PIECE
+from torchrl_her.goals.table import PIECE, spread
 
 # The columns of running episodes: the trajectory id or NO_ID; the episode id; the number of steps so far; the first
 # step whose data is kept, the first one of a piece; the number of published steps; the number of transitions that were
@@ -19,6 +19,7 @@ from torchrl_her.goals.table import PIECE
 TRAJECTORY, EPISODE, STEPS, FIRST, PUBLISHED, SEEN, ROW = range(7)
 COLUMNS = 7
 NO_ID = np.iinfo(np.int64).min
+MOST_LANES = 1024  # more idle episodes stay open only if their steps take no more memory than the goal table
 
 
 class Lengths(NamedTuple):
@@ -44,7 +45,7 @@ class Published(NamedTuple):
     episode: np.ndarray  # int64 [n], the episode ids
     begin: np.ndarray  # int64 [n], the first step of each
     length: np.ndarray  # int64 [n], the number of steps of each
-    data: Tensor  # [sum(count), ...], achieved goals or packed transitions
+    data: Tensor  # [sum(length), ...], achieved goals or packed transitions
 
 
 class Pool(NamedTuple):
@@ -101,7 +102,7 @@ class Running(NamedTuple):
             rows_are_lanes=False,
         )
 
-    def of(self, lane: np.ndarray) -> np.ndarray:
+    def take_lanes(self, lane: np.ndarray) -> np.ndarray:
         """Return a copy of some lanes, ``int64 [n, columns]``. The index -1 is an episode without steps."""
         return np.concatenate([self.lanes, np.zeros((1, COLUMNS), np.int64)]).take(lane, axis=0)
 
@@ -117,7 +118,7 @@ class Runs(NamedTuple):
     order: np.ndarray  # int64 [n], the positions of the transitions in the write, ordered by trajectory id
     begin: np.ndarray  # int64 [runs], the place of the first transition of each run in `order`
     end: np.ndarray  # int64 [runs], the place after its last transition
-    are_apart: bool  # whether each run is the only one with its trajectory id
+    has_one_run_per_id: bool  # whether each run is the only one with its trajectory id
 
     @property
     def first(self) -> np.ndarray:
@@ -170,7 +171,7 @@ class Lanes:
     An episode ends with a done flag, after ``max_episode_steps``, or when it has waited for too long. A silent reset
     carries no flag, so episodes that nothing continues must be found by their wait, measured in transitions written
     meanwhile. An episode is idle when it has waited more than twice as long as any that was later continued. It ends
-    when it has waited for more than ``patience`` transitions.
+    when it has waited for more than ``patience`` transitions, or when there are very many idle episodes.
 
     Args:
         max_episode_steps (int): the number of steps after which an episode ends.
@@ -208,7 +209,7 @@ class Lanes:
     def track(self, written: WrittenTransitions, data: Tensor, first_episode: int) -> Tracked:
         """Assign the transitions of a write to episodes.
 
-        This changes nothing. The caller sets `running` to that of the result when the write is complete.
+        This changes nothing. The caller assigns `running` of the result once the write is complete.
 
         Args:
             written (WrittenTransitions): the ``n`` transitions, at least one.
@@ -219,10 +220,10 @@ class Lanes:
         none = np.empty(0, np.int64)
         if not len(written.done):
             return Tracked(old, none.reshape(0, 2), [], 0, 0, none, 0, 0)
-        tracked = self._go_on(written, data, old)
+        tracked = self._track_single_run(written, data, old)
         if tracked is not None:
             return tracked
-        lane_of_row, rows_are_lanes = _match_rows(written, old)
+        lane_of_row, rows_are_lanes = _match_rows(written, old, self.max_episode_steps)
         runs = _cut_into_runs(written, at_rows=rows_are_lanes)
         source, ambiguous = self._find_sources(written, runs, old, lane_of_row, rows_are_lanes)
         parts = self._make_parts(written, runs, source, old, first_episode)
@@ -249,7 +250,7 @@ class Lanes:
         opened = len(parts.lane) - len(continued)
         return Tracked(new, stamps, published + idle, opened, int((source >= 0).sum()), breaks, ambiguous, parts.cut)
 
-    def _go_on(self, written: WrittenTransitions, data: Tensor, old: Running) -> Tracked | None:
+    def _track_single_run(self, written: WrittenTransitions, data: Tensor, old: Running) -> Tracked | None:
         """Track a write in which one episode goes on and nothing is published; return None for any other write.
 
         Without this short path, the general one gives the same result, but a single transition takes twice as long.
@@ -258,7 +259,7 @@ class Lanes:
         if (start[1:] != outcome[:-1]).any() or written.done.any() or written.begins[1:].any():
             return None
         match = np.flatnonzero(old.arrived == start[0])
-        if len(match) != 1:
+        if len(match) != 1 or 1 < _rows_of(written) == old.rows:  # rows that can be environments
             return None
         lane, now = int(match[0]), old.lanes[match]
         trajectory, episode, before, first, _, seen, _ = now[0].tolist()
@@ -306,7 +307,7 @@ class Lanes:
     ) -> tuple[np.ndarray, int]:
         """Return what each run continues, ``int64 [runs]``, and the number of runs for which several episodes match.
 
-        A number below that of the lanes is a lane, a larger one minus that number is an earlier run, -1 is nothing.
+        Numbers below ``len(lanes)`` are lanes, ``len(lanes) + r`` is run r of this write, and -1 is nothing.
         """
         first, last, lanes = runs.first, runs.last, old.lanes
         source = np.full(len(first), -1)
@@ -316,11 +317,11 @@ class Lanes:
         left = np.flatnonzero(source < 0)
         if not len(left):
             return source, 0
-        is_free = lanes[:, STEPS] < self.max_episode_steps  # after loading, an episode can be longer
+        is_free = lanes[:, STEPS] < self.max_episode_steps  # after loading or sharing, an episode can be longer
         is_free[source[source >= 0]] = False
         free = np.flatnonzero(is_free)
         # Without ids, no other row of this write may continue the episode of a row.
-        are_apart = rows_are_lanes or runs.are_apart
+        are_apart = rows_are_lanes or runs.has_one_run_per_id
         open_runs = np.empty(0, np.int64) if are_apart else np.flatnonzero(~written.done[last])
         if not len(free) + len(open_runs):
             return source, 0
@@ -355,7 +356,7 @@ class Lanes:
             heads = np.flatnonzero(~is_later[by])
             begin, end, lane, count = begin[by], end[by], lane[by[heads]], np.add.reduceat(count[by], heads)
         order = runs.order[spread(begin, end)[1]]
-        before = old.of(lane)
+        before = old.take_lanes(lane)
         known = steps = before[:, STEPS] + count
         goes_on = np.zeros(len(steps), bool)
         if steps.max() > longest:
@@ -409,21 +410,27 @@ class Lanes:
 
     def _publish_idle(self, running: Running) -> tuple[Running, list[Published]]:
         """Publish all steps of idle episodes, and end episodes that wait for too long."""
+        lanes, seen = running.lanes, running.lanes[:, SEEN]
         idle_after = (min if self.publish_running else max)(2 * running.longest_wait, self.patience)
         if self.expects_end:
             idle_after = self.patience
-        if not len(running.lanes) or running.written - running.lanes[0, SEEN] <= idle_after:
-            return running, []
-        lanes, waits = running.lanes.copy(), running.written - running.lanes[:, SEEN]
-        is_idle = waits > idle_after
-        published = _publish_lanes(running, np.flatnonzero(is_idle & (lanes[:, PUBLISHED] < lanes[:, STEPS])))
-        lanes[is_idle, PUBLISHED] = lanes[is_idle, STEPS]
-        ended = int((waits > max(idle_after, self.patience)).sum())  # those that wait longest
+        idle = int(np.searchsorted(seen, running.written - idle_after))  # the lanes that wait longest
+        too_many = len(lanes) - max(MOST_LANES, self.patience // PIECE)
+        ended = int(np.searchsorted(seen, running.written - max(idle_after, self.patience)))
+        ended = max(ended, min(idle, too_many))
+        due = np.flatnonzero(lanes[:idle, PUBLISHED] < lanes[:idle, STEPS])
+        published = _publish_lanes(running, due)
+        if len(due):
+            lanes = lanes.copy()
+            lanes[due, PUBLISHED] = lanes[due, STEPS]
+            running = running._replace(lanes=lanes)
+        if not ended:
+            return running, published
         new = running._replace(
             lanes=lanes[ended:],
             arrived=running.arrived[ended:],
             pieces=running.pieces[ended:],
-            pool=running.pool.give_back(running.pieces[:ended]),
+            pool=running.pool.give_back(running.pieces[:ended].reshape(-1)),
             lengths=running.lengths.with_episodes(lanes[:ended, STEPS]),
         )
         return new, published
@@ -492,7 +499,7 @@ def _rows_of(written: WrittenTransitions) -> int:
     return len(written.done) // written.row_length if written.row_length else 0
 
 
-def _match_rows(written: WrittenTransitions, old: Running) -> tuple[np.ndarray, bool]:
+def _match_rows(written: WrittenTransitions, old: Running, max_episode_steps: int) -> tuple[np.ndarray, bool]:
     """Return the lane that each row of a write continues, and whether the rows are known to be environments.
 
     Without trajectory ids, only goals identify an episode, and they can be ambiguous: one environment can start where
@@ -511,6 +518,7 @@ def _match_rows(written: WrittenTransitions, old: Running) -> tuple[np.ndarray, 
     row = lanes[lane, ROW]
     start = row * written.row_length
     matches = written.start[start] == old.arrived[lane]
+    matches &= lanes[lane, STEPS] < max_episode_steps
     matches &= lanes[lane, TRAJECTORY] == (NO_ID if ids is None else ids[start])
     lane_of_row = np.full(rows, -1)
     lane_of_row[row[matches]] = lane[matches]
@@ -537,7 +545,7 @@ def _cut_into_runs(written: WrittenTransitions, *, at_rows: bool) -> Runs:
         is_ordered = bool((by_id == order).all())
         begins[0], begins[1:] = True, np.diff(trajectory[by_id]) != 0
         if begins.all():  # a frame: one transition of each environment
-            return Runs(order, order, order + 1, are_apart=True)
+            return Runs(order, order, order + 1, has_one_run_per_id=True)
         if not is_ordered:
             order, start, outcome, done = by_id, start[by_id], outcome[by_id], done[by_id]
     begins[0] = True
@@ -565,7 +573,7 @@ def _find_breaks(
     if written.trajectory is None:
         begins &= ~(written.begins[first] & (written.row_length > 1))
     if written.trajectory is not None or not begins.any():
-        is_clear = not begins.any() or (runs.are_apart and (parts.lane >= 0).sum() == len(old.lanes))
+        is_clear = not begins.any() or (runs.has_one_run_per_id and (parts.lane >= 0).sum() == len(old.lanes))
         is_break = np.zeros_like(begins) if is_clear else _has_running(written, runs, begins, old)
         return first[is_break], to_begin + int((parts.ended & ~parts.goes_on).sum())
     last = parts.last[parts.ended & ~parts.goes_on]
@@ -576,7 +584,7 @@ def _find_breaks(
 
 
 def _has_running(written: WrittenTransitions, runs: Runs, begins: np.ndarray, old: Running) -> np.ndarray:
-    """Return which runs begin an episode, of those in ``begins``, while another one with the same id is running."""
+    """Return which of the runs in ``begins`` start while another episode with the same id is running."""
     assert written.trajectory is not None
     lanes = len(old.lanes)
     ids = np.concatenate([old.lanes[:, TRAJECTORY], written.trajectory[runs.first]])

@@ -86,10 +86,3 @@ def chain_heads(previous: np.ndarray) -> np.ndarray:
     while (head[head] != head).any():  # the distance doubles
         head = head[head]
     return head
-
-
-def spread(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for the ranges from ``begin`` to ``end``, the number of the range and the value, all joined."""
-    count = end - begin
-    number = np.repeat(np.arange(len(count)), count)
-    return number, np.arange(len(number)) + (begin - np.cumsum(count) + count)[number]

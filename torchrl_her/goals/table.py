@@ -179,10 +179,10 @@ class GoalTable:
         is_new = long == 0
         long = long.copy()
         long[is_new] = numbers[np.searchsorted(slot[becomes_long], slot[is_new])]
-        run, piece = _spread(np.ones_like(becomes_long), begin[becomes_long] // PIECE)
+        run, piece = spread(np.ones_like(becomes_long), begin[becomes_long] // PIECE)
         earlier = becomes_long[run]
         rows = (start[earlier] + piece * PIECE) % self.capacity
-        of, number = _spread(np.zeros_like(begin), -(-count // PIECE))
+        of, number = spread(np.zeros_like(begin), -(-count // PIECE))
         self._grow(int(long.max()), int((begin + count - 1).max()) // PIECE)
         self._set(self.pieces, long[earlier] - 1, piece - 1, rows)
         new = begin[of] // PIECE + number - 1
@@ -414,8 +414,8 @@ def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         begin += length
 
 
-def _spread(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def spread(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for the ranges from ``begin`` to ``end``, the number of the range and the value, all joined."""
     count = end - begin
-    run = np.repeat(np.arange(len(count)), count)
-    return run, np.arange(len(run)) + (begin - np.cumsum(count) + count)[run]
+    number = np.repeat(np.arange(len(count)), count)
+    return number, np.arange(len(number)) + (begin - np.cumsum(count) + count)[number]
