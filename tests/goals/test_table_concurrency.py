@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,7 +96,8 @@ def test_a_goal_that_is_read_during_a_write_is_complete_or_not_found():
     def write():
         while not stop.is_set():
             episode = table.new_episodes(1)
-            table.publish([(episode, 0, torch.full((4, 50_000), float(episode % 2**20)))])
+            columns = np.array([[episode], [0], [4]])  # the id, the first step, the number of steps
+            table.append(*columns, torch.full((4, 50_000), float(episode % 2**20)))
             time.sleep(random.random() / 1000)
 
     writer = threading.Thread(target=write)
@@ -103,6 +105,7 @@ def test_a_goal_that_is_read_during_a_write_is_complete_or_not_found():
     read = overtaken = 0
     try:
         while read < 1000 or overtaken < 100:
+            assert writer.is_alive()
             episode = table.episode_ids[1] - torch.randint(3, (1,))
             goals, found = table.read(episode, torch.randint(4, (1,)))  # takes less time than a write
             lowest, highest = goals.aminmax(dim=1)
