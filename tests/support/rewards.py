@@ -24,6 +24,11 @@ def distance(achieved: Tensor, desired: Tensor) -> Tensor:
     return (achieved - desired).norm(dim=-1)
 
 
+def nearness(achieved: Tensor, desired: Tensor) -> Tensor:
+    """Return the negative distances ``[batch]`` between goals ``[batch, goal]``, a dense reward."""
+    return -distance(achieved, desired)
+
+
 def distance_of_row(row: TensorDictBase) -> float:
     """Return the distance between the outcome and the desired goal of one transition."""
     return math.dist(row["next", "achieved_goal"].tolist(), row["desired_goal"].tolist())
