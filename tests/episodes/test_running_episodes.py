@@ -219,9 +219,10 @@ def lines_of(action):
         lines += event == "line" and "/torchrl_her/" in frame.f_code.co_filename
         return trace
 
+    before = sys.gettrace()  # that of coverage
     sys.settrace(trace)
     action()
-    sys.settrace(None)
+    sys.settrace(before)
     return lines
 
 
