@@ -198,7 +198,7 @@ def test_flush_after_loading_ends_the_running_episodes_and_without_it_they_conti
 
 def interrupted_at(number, action, interrupt):
     """Run an action, interrupt it before the given line of the package, and return whether it has so many lines."""
-    left = number
+    left, before = number, sys.gettrace()  # that of coverage
 
     def trace(frame, event, argument):
         nonlocal left
@@ -216,7 +216,7 @@ def interrupted_at(number, action, interrupt):
     except KeyboardInterrupt:
         return True
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
         torch.set_grad_enabled(True)  # an interrupt at the exit of torch.no_grad() leaves it disabled
     return False
 
