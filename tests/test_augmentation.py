@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -179,6 +180,21 @@ def test_a_copy_for_another_process_does_not_contain_the_transitions_held_back()
     copied = copy.deepcopy(hindsight)
     assert copied.held_back == hindsight.held_back == 3
     assert pickle.loads(pickle.dumps(copied)).held_back == 3, "a deep copy is not shared"
+
+
+def test_a_copy_for_another_process_draws_goals_from_its_own_episodes():
+    """Pickled for a process, tensors of both copies share memory."""
+    hindsight = make_augmentation(strategy="random", n_sampled_goal=50, max_episode_steps=5)
+    hindsight.inv(episodes(5))
+    hindsight.share_memory_()
+    copied, world, achieved = pickle.loads(ForkingPickler.dumps(hindsight)), World(2, Goals(offset=100)), set()
+    for _ in range(3):
+        hindsight.inv(world.tensordict(world.play(0, ["go"] * 4 + ["terminated"])))
+        data = world.tensordict(world.play(1, ["go"] * 4 + ["terminated"]))
+        achieved |= set(map(tuple, data["next", "achieved_goal"].tolist()))
+        rows = copied.inv(data)
+        assert len(rows) == 5 * (1 + 50)
+        assert set(map(tuple, rows["desired_goal"][rows[RELABELLED].squeeze(-1)].tolist())) == achieved
 
 
 @pytest.mark.parametrize(("is_shared", "left"), [(True, 0), (False, 3)])

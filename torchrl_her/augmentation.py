@@ -150,7 +150,7 @@ class HindsightAugmentation(Transform):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:
-                    self._held = self._held.without_transitions()
+                    self._held, self.table = self._held.without_transitions(), None
             yield
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
@@ -359,7 +359,10 @@ class HindsightAugmentation(Transform):
     # Processes, saving
 
     def share_memory_(self) -> HindsightAugmentation:
-        """Record that processes share the buffer. TorchRL calls this. Each process holds its own transitions back."""
+        """Record that processes share the buffer. TorchRL calls this.
+
+        Each process holds its own transitions back, and draws goals from its own episodes.
+        """
         self._is_shared = True
         return self
 
@@ -375,7 +378,10 @@ class HindsightAugmentation(Transform):
         return state | {"_relabelling": self._relabelling.for_copy(), "_neighbours": None}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._state_of_copy() | ({"_held": self._held.without_transitions()} if self._is_shared else {})
+        state = self._state_of_copy()
+        if self._is_shared:  # pickled for another process, both tables would share memory, and overwrite each other
+            state |= {"_held": self._held.without_transitions(), "table": None}
+        return state
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the transitions that are held back and the goal table for ``state_dict``."""
