@@ -207,6 +207,8 @@ MUTANTS = [
         "tests/test_transform.py -k trajectory"),
     Mutant("the steps of earlier writes are lost", "episodes/lanes.py",
         "result.index_copy_(0, _index(begin[number] + step, data), kept)", "pass", MACHINE),
+    Mutant("idle episodes pile up", "episodes/lanes.py", "ended = max(ended, min(idle, too_many))", "pass",
+        "tests/episodes/test_running_episodes.py -k pile_up"),
     Mutant("waits for ever for an end without a flag", "episodes/lanes.py",
         "idle = int(np.searchsorted(seen, running.written - idle_after))", "idle = 0",
         "tests/test_augmentation.py -k silent"),

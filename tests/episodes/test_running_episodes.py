@@ -207,6 +207,15 @@ def test_a_hash_that_is_constant_changes_no_stamp(monkeypatch, layout, ids):
     assert torch.equal(*stamps)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the transitions do not continue an episode")
+def test_idle_episodes_do_not_pile_up():
+    recorded = record(size=10_000, capacity=10_000)
+    for _ in range(6):
+        recorded.play([["silent"] * 500])
+    assert recorded.rb.transform[0].report().running == 1024
+    assert recorded.check() >= 2500, "all but those of the last write are relabelled"
+
+
 # Cost
 
 

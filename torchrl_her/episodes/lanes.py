@@ -212,7 +212,7 @@ class Lanes:
         This changes nothing. The caller assigns `running` of the result once the write is complete.
 
         Args:
-            written (WrittenTransitions): the ``n`` transitions, at least one.
+            written (WrittenTransitions): the ``n`` transitions.
             data (Tensor): the data of each transition that is kept until it is published, ``[n, ...]``.
             first_episode (int): the id of the first new episode. Further new episodes get the ids that follow.
         """
@@ -570,23 +570,24 @@ def _find_breaks(
     """
     first, begins = runs.first, source < 0
     to_begin = int(written.begins.sum()) if old.to_begin is None else old.to_begin
-    if written.trajectory is None:
-        begins &= ~(written.begins[first] & (written.row_length > 1))
-    if written.trajectory is not None or not begins.any():
-        is_clear = not begins.any() or (runs.has_one_run_per_id and (parts.lane >= 0).sum() == len(old.lanes))
-        is_break = np.zeros_like(begins) if is_clear else _has_running(written, runs, begins, old)
-        return first[is_break], to_begin + int((parts.ended & ~parts.goes_on).sum())
     last = parts.last[parts.ended & ~parts.goes_on]
+    if written.trajectory is not None:
+        return first[_begin_while_running(written, runs, begins, old)], to_begin + len(last)
+    claims = begins & ~(written.begins[first] & (written.row_length > 1))
+    if not claims.any():
+        return first[:0], to_begin + len(last)
     ends = np.bincount(np.searchsorted(runs.end, last, side="right"), minlength=len(first))
-    change = np.append(to_begin, np.column_stack([-begins.astype(np.int64), ends]))
+    change = np.append(to_begin, np.column_stack([-claims.astype(np.int64), ends]))
     refused, size = queue_sizes(change, np.arange(len(change)) == 0)
     return first[refused[1::2]], int(size[-1] + change[-1])
 
 
-def _has_running(written: WrittenTransitions, runs: Runs, begins: np.ndarray, old: Running) -> np.ndarray:
+def _begin_while_running(written: WrittenTransitions, runs: Runs, begins: np.ndarray, old: Running) -> np.ndarray:
     """Return which of the runs in ``begins`` start while another episode with the same id is running."""
     assert written.trajectory is not None
     lanes = len(old.lanes)
+    if not begins.any() or (runs.has_one_run_per_id and (~begins).sum() == lanes):  # all running episodes go on
+        return np.zeros_like(begins)
     ids = np.concatenate([old.lanes[:, TRAJECTORY], written.trajectory[runs.first]])
     change = np.concatenate([np.ones(lanes, np.int64), ~written.done[runs.last] - (~begins).astype(np.int64)])
     event = np.flatnonzero(np.isin(ids, ids[lanes:][begins]))
