@@ -266,7 +266,7 @@ class HindsightAugmentation(Transform):
         table.append(ids, np.zeros_like(ids), lengths, outcomes)
         if self._relabelling.apart:
             first = torch.from_numpy(np.cumsum(lengths) - lengths).to(desired.device)
-            self._relabelling.keep_apart_of(
+            self._relabelling.keep_first_goals(
                 table, ids, rows.select(self.keys.achieved_goal, self.keys.desired_goal)[first]
             )
         return table, ids
@@ -298,7 +298,7 @@ class HindsightAugmentation(Transform):
         with self._writing():
             self._held.ended += self._held.lanes.flush()
             self._relabelling.diagnosis.continuity.loaded_lanes = 0
-            return self._held.none()
+            return self._held.empty_batch()
 
     def clear(self) -> None:
         """Drop the running episodes and the goals of past episodes. Call it together with ``rb.empty()``.
@@ -404,7 +404,7 @@ class HindsightAugmentation(Transform):
         with self._writing():
             self.table = load_table(self.table, state["table"], self.capacity, self._relabelling.apart)
             self._held.load_state_dict(state["held"])
-            self._relabelling.diagnosis.continuity.loaded_lanes = len(self._held.lanes)
+            self._relabelling.diagnosis.continuity.loaded_lanes = self._held.lanes.can_go_on
             self._episodes_begun = state["episodes"]
 
     def __repr__(self) -> str:

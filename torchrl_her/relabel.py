@@ -126,9 +126,9 @@ class Relabelling:
         if self.apart:
             first = np.flatnonzero(stamps[:, 1] == 0)
             rows = written.rows_of(tensordict.select(self.keys.achieved_goal, self.keys.desired_goal))
-            self.keep_apart_of(table, stamps[first, 0], rows[torch.from_numpy(first).to(written.goals.device)])
+            self.keep_first_goals(table, stamps[first, 0], rows[torch.from_numpy(first).to(written.goals.device)])
 
-    def keep_apart_of(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
+    def keep_first_goals(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
         """Keep goals apart, given the first transitions ``[n]`` of episodes, whose ids are ``int64 [n]``."""
         if self.apart and len(episodes):
             table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired_goal))

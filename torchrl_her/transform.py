@@ -554,7 +554,7 @@ class HERTransform(Transform):
                 check_missing(adopted.missing, self._relabelling, self.her_ratio)
             self._episodes.load_state_dict(state)
             self._adopted = adopted
-            self._relabelling.diagnosis.continuity.loaded_lanes = len(self._episodes.lanes)
+            self._relabelling.diagnosis.continuity.loaded_lanes = self._episodes.lanes.can_go_on
             self._longest_window = state["longest_window"]
             if self._n_step is not None:
                 self._n_step.may_restart = True

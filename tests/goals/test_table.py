@@ -103,6 +103,7 @@ def test_a_table_with_long_episodes_is_shared_with_all_of_their_goals():
     assert hindsight.share_memory_()(written)[RELABELLED].all()
 
 
+@pytest.mark.filterwarnings("error")
 def test_an_augmentation_can_load_a_longer_running_episode_than_its_table_holds():
     saved, world = make_augmentation(max_episode_steps=1000), World(1, Goals())
     saved.inv(world.tensordict(world.play(0, ["go"] * 150)))

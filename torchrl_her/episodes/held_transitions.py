@@ -80,7 +80,7 @@ class HeldTransitions:
                 "empty batch, rb.extend(data[:0]).",
             )
 
-    def none(self) -> TensorDict:
+    def empty_batch(self) -> TensorDict:
         """Return a tensordict ``[0]`` with the entries of the last write."""
         return self.unpack(torch.empty(0, 0 if self.layout is None else self.layout.words, dtype=WORD))
 

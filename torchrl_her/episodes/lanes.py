@@ -195,6 +195,11 @@ class Lanes:
         return 0 if self.running is None else len(self.running.lanes)
 
     @property
+    def can_go_on(self) -> int:
+        """The number of running episodes that can go on. After loading, an episode can be too long."""
+        return 0 if self.running is None else int((self.running.lanes[:, STEPS] < self.max_episode_steps).sum())
+
+    @property
     def lengths(self) -> Lengths:
         """Statistics of the lengths of ended episodes."""
         return Lengths() if self.running is None else self.running.lengths
