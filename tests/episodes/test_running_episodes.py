@@ -190,21 +190,31 @@ def test_an_episode_that_nothing_continues_for_the_capacity_is_closed():
         assert recorded.rb.transform[0].report().running == running
 
 
+ALTERNATIVES = {
+    "a constant hash": (lanes, "hash_goals", lambda goals, trajectory: np.zeros(len(goals), np.int64)),
+    "no short path": (lanes.Lanes, "_track_single_run", lambda *arguments: None),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.* of the transitions do not continue an episode")
+@pytest.mark.parametrize("alternative", ALTERNATIVES)
 @pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("envs", [1, 2, 6])
 @pytest.mark.parametrize("layout", ["flat", "time-major", "lanes", "add"])
-def test_a_hash_that_is_constant_changes_no_stamp(monkeypatch, layout, ids):
-    stamps = []
+def test_a_slower_way_to_find_episodes_gives_the_same_stamps(monkeypatch, layout, envs, ids, alternative):
+    results = []
     for _ in range(2):
-        recorded = Recorded(
-            make_buffer(ndim=2 if layout == "lanes" else 1), Oracle({"final": 1.0}, 1000), World(6, Goals()), ids
-        )
+        rb, oracle = make_buffer(ndim=2 if layout == "lanes" else 1), Oracle({"final": 1.0}, 1000)
+        recorded = Recorded(rb, oracle, World(envs, Goals()), ids)
         for moves in itertools.product(("go", "silent", "stay"), ("go", "terminated", "silent"), ("go", "stay")):
-            recorded.play([[*moves[env % 3 :], *moves[: env % 3]] for env in range(6)], layout)
-        written = recorded.rb.storage[:]["hindsight_stamp"]
-        stamps.append(written - torch.stack([written[..., 0].min(), torch.tensor(0)]))
-        monkeypatch.setattr(lanes, "hash_goals", lambda goals, trajectory: np.zeros(len(goals), np.int64))
-    assert torch.equal(*stamps)
+            recorded.play([[*moves[env % 3 :], *moves[: env % 3]] for env in range(envs)], layout)
+        recorded.play([["go"] * 4 + ["terminated"]] * envs, layout)
+        stamps, report = rb.storage[:]["hindsight_stamp"], rb.transform[0].report()
+        first = torch.stack([stamps[..., 0].min(), torch.tensor(0)])
+        results.append((stamps - first, report.episodes, report.running, report.mean_length, report.discontinuous))
+        monkeypatch.setattr(*ALTERNATIVES[alternative])
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
 
 
 @pytest.mark.filterwarnings("ignore:.* of the transitions do not continue an episode")
