@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -146,11 +146,14 @@ class HindsightAugmentation(Transform):
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
-        with exclusive(self._lock, self, "_held", "_episodes_begun", "_first_goal"):
+        held = self._held
+        of_held = (held.lanes, "running"), (held, "layout"), (held, "ended")
+        with exclusive(self._lock, *of_held, (self, "_episodes_begun"), (self, "_first_goal")):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:
-                    self._held, self.table = self._held.without_transitions(), None
+                    held.drop()
+                    self.table = None
             yield
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
@@ -202,10 +205,10 @@ class HindsightAugmentation(Transform):
         tracked = self._held.lanes.track(written, packed, first_episode=self._episodes_begun + 1)
         self._held.lanes.running = tracked.running
         self._episodes_begun += tracked.opened
-        self._held.ended += tracked.published
+        self._held.ended += tuple(tracked.published)
         return tracked
 
-    def _augment(self, ended: list[Published]) -> TensorDictBase:
+    def _augment(self, ended: Sequence[Published]) -> TensorDictBase:
         """Return the transitions of ended episodes, each followed by its copies; they leave the storage together."""
         lengths = np.concatenate([each.length for each in ended])
         device = ended[-1].data.device  # loaded episodes can be on another device
@@ -296,7 +299,7 @@ class HindsightAugmentation(Transform):
             150
         """
         with self._writing():
-            self._held.ended += self._held.lanes.flush()
+            self._held.ended += tuple(self._held.lanes.flush())
             self._relabelling.diagnosis.continuity.loaded_lanes = 0
             return self._held.empty_batch()
 
@@ -315,7 +318,7 @@ class HindsightAugmentation(Transform):
             0
         """
         with self._writing():
-            self._held = self._held.without_transitions()
+            self._held.drop()
             self._relabelling.diagnosis.continuity.loaded_lanes = 0
             if self.table is not None:
                 self.table.clear()

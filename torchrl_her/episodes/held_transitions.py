@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ class HeldTransitions:
     def __init__(self, lanes: Lanes):
         self.lanes = lanes  # they keep rows, int64 [steps, words]
         self.layout: RowLayout | None = None  # the layout of the rows; None before the first write
-        self.ended: list[Published] = []  # episodes that ended but are not stored yet
+        self.ended: tuple[Published, ...] = ()  # episodes that ended but are not stored yet
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -30,12 +29,9 @@ class HeldTransitions:
             0 if running is None else int(running.lanes[:, STEPS].sum())
         )
 
-    def __copy__(self) -> HeldTransitions:
-        """Return a copy that later changes of this object do not affect."""
-        copied = HeldTransitions.__new__(HeldTransitions)
-        vars(copied).update(vars(self))
-        copied.lanes, copied.ended = copy.copy(self.lanes), [*self.ended]
-        return copied
+    def drop(self) -> None:
+        """Drop all transitions."""
+        self.lanes.running, self.layout, self.ended = None, None, ()
 
     def without_transitions(self) -> HeldTransitions:
         """Return an empty object with the same settings, for another process."""
@@ -63,9 +59,9 @@ class HeldTransitions:
             return TensorDict(batch_size=[len(packed)])
         return self.layout.unpack(packed)
 
-    def take_ended(self) -> list[Published]:
+    def take_ended(self) -> tuple[Published, ...]:
         """Remove and return the ended episodes, which the caller stores."""
-        ended, self.ended = self.ended, []
+        ended, self.ended = self.ended, ()
         return ended
 
     def warn_if_episodes_wait(self) -> None:
@@ -98,7 +94,7 @@ class HeldTransitions:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`. It replaces all transitions."""
-        self.layout, self.ended, lanes = None, [], state["lanes"]
+        self.layout, self.ended, lanes = None, (), state["lanes"]
         if state["rows"]:
             rows = TensorDict(batch_size=[len(next(iter(state["rows"].values())))])
             for key, value in state["rows"].items():
@@ -106,9 +102,9 @@ class HeldTransitions:
             ended = [each.numpy(force=True) for each in state["ended"]]
             counts = [int(count.sum()) for _, count in ended]
             *parts, kept = self.pack(rows).split([*counts, len(rows) - sum(counts)])
-            self.ended = [
+            self.ended = tuple(
                 Published(episode, np.zeros_like(count), count, part)
                 for (episode, count), part in zip(ended, parts, strict=True)
-            ]
+            )
             lanes = lanes | {"data": kept}
         self.lanes.load_state_dict(lanes)

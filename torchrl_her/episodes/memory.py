@@ -61,12 +61,12 @@ class Episodes:
         Yields:
             bool: whether the process is new: it was forked and dropped the running episodes of its parent.
         """
-        with exclusive(self.lock, self, "lanes"):
+        with exclusive(self.lock, (self.lanes, "running")):
             is_new = self._process != os.getpid()
             if is_new:
                 self._process = os.getpid()
                 if self.lock.is_shared:
-                    self.lanes = self.lanes.without_episodes()
+                    self.lanes.running = None
             yield is_new and self.lock.is_shared
 
     def append(self, written: WrittenTransitions) -> Tracked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,24 +46,29 @@ class WriteLock:
 
 
 @contextmanager
-def exclusive(lock: WriteLock, owner: object, *names: str) -> Iterator[None]:
+def exclusive(lock: WriteLock, *attributes: tuple[object, str]) -> Iterator[None]:
     """Exclude other writers. An error or an interrupt restores attributes, so that the write can be repeated.
 
     Args:
         lock (WriteLock): the lock.
-        owner (object): the object that has the attributes.
-        *names (str): the names of attributes that the block replaces or changes. They are copied before.
+        *attributes (tuple[object, str]): objects and the names of their attributes. The block may assign new values to
+            these attributes, but must not change the old values.
     """
-    before: dict[str, Any] = {}
+    before: list[tuple[object, str, Any]] = []
     try:
         with lock:
-            before = {name: copy.copy(getattr(owner, name)) for name in names}
+            before = [(owner, name, getattr(owner, name)) for owner, name in attributes]
             try:
                 yield
             except BaseException:  # before the release, because the next writer continues the episodes
-                vars(owner).update(before)
-                before = {}
+                _restore(before)
+                before = []
                 raise
     except BaseException:  # an interrupt at the release
-        vars(owner).update(before)
+        _restore(before)
         raise
+
+
+def _restore(attributes: list[tuple[object, str, Any]]) -> None:
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
