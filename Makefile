@@ -21,6 +21,7 @@ bench: .venv/.benchmarks
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/writing.py
+	$(BIN)/python benchmarks/frames.py
 	$(BIN)/python benchmarks/where_time_goes.py
 	$(BIN)/python benchmarks/adopt.py
 	$(BIN)/python benchmarks/memory.py

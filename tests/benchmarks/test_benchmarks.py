@@ -23,6 +23,10 @@ SMALL = {  # arguments and constants; the first ones need other libraries
     "sampling": ("--sizes 1000 --rounds 5 --output .", {}),
     "growth": ("--sizes 1000 10000 --rounds 5 --file --output .", {}),
     "writing": ("--rounds 1 --episodes 1", {"ROWS": 10_000}),
+    "frames": (  # without the memory, which starts processes
+        "--rounds 20",
+        {"CHUNK": 5, "LIMITS": {1024: 3.5, 4096: 4.5}, "LOOPS": {64: 0.1}, "memory_of_hindsight": lambda *case: 1.0},
+    ),
     "where_time_goes": ("--rounds 2", {"STORED": 1000}),
     "compiled": ("--stored 1000 --rounds 2", {}),
     "strategies": ("--size 1000 --rounds 2", {}),
