@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant("an episode that ends in its only write ends none", "episodes/lanes.py", "to_begin=to_begin + 1,",
         "to_begin=to_begin,", "tests/episodes/test_running_episodes.py -k slower_way"),
     Mutant("a frame of two environments is one run", "episodes/lanes.py",
-        "if 1 < rows == old.rows or (ids", "if (ids",
+        "has_several = 1 < rows == old.rows if", "has_several = False if",
         "tests/episodes/test_running_episodes.py -k same_row"),
     Mutant("rows continue episodes that are too long", "episodes/lanes.py",
         "    matches &= lanes[lane, STEPS] < max_episode_steps\n", "",

@@ -266,7 +266,8 @@ class Lanes:
         rows = _rows_of(written)
         if (start[1:] != written.outcome[:-1]).any() or done[:-1].any() or written.begins[1:].any():
             return None
-        if 1 < rows == old.rows or (ids is not None and (ids != ids[0]).any()):  # rows that can be environments
+        has_several = 1 < rows == old.rows if ids is None else bool((ids != ids[0]).any())  # environments
+        if has_several:
             return None
         trajectory = NO_ID if ids is None else int(ids[0])
         match = np.flatnonzero(old.arrived == start[0])
