@@ -2,13 +2,13 @@
 
 from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
-from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.goal_env_check.check import check_goal_env
 from torchrl_her.goal_env_check.finding import Finding, GoalEnvReport
 from torchrl_her.goals.mixture import Mixture
 from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
 from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
 from torchrl_her.keys import HERKeys
+from torchrl_her.movement import MovementPriority
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.packed_storage.packed_storage import PackedStorage

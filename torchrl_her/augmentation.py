@@ -15,17 +15,18 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import refuse_environment, without_compiled_call
+from torchrl_her.checks.check import Sample
+from torchrl_her.checks.report import Report
 from torchrl_her.compact import check_saved_without_compact_goals
-from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.lanes import Lanes, Published, Tracked
-from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
+from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.goals.draw import Strategies, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
-from torchrl_her.neighbours import Neighbours
+from torchrl_her.order import Neighbours
 from torchrl_her.relabel import (
     RELABELLED,
     SAVED_BY_THE_OTHER,
@@ -182,7 +183,7 @@ class HindsightAugmentation(Transform):
         with self._writing():
             if written is not None and len(written.done):
                 tracked = self._hold(tensordict, written)
-                self._relabelling.diagnosis.check_tracked(tensordict, written, tracked)
+                self._relabelling.check_tracked(tensordict, written, tracked)
             if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None
@@ -196,7 +197,7 @@ class HindsightAugmentation(Transform):
             self._neighbours = neighbours
         return neighbours
 
-    def _hold(self, rows: TensorDictBase, written: WrittenTransitions) -> Tracked:
+    def _hold(self, rows: TensorDictBase, written: Write) -> Tracked:
         """Hold transitions ``[n]`` back until their episodes end, without padding."""
         rows = written.rows_of(rows)
         packed = self._held.pack(rows)
@@ -300,7 +301,6 @@ class HindsightAugmentation(Transform):
         """
         with self._writing():
             self._held.ended += tuple(self._held.lanes.flush())
-            self._relabelling.diagnosis.continuity.loaded_lanes = 0
             return self._held.empty_batch()
 
     def clear(self) -> None:
@@ -319,7 +319,6 @@ class HindsightAugmentation(Transform):
         """
         with self._writing():
             self._held.drop()
-            self._relabelling.diagnosis.continuity.loaded_lanes = 0
             if self.table is not None:
                 self.table.clear()
 
@@ -341,7 +340,7 @@ class HindsightAugmentation(Transform):
         if isinstance(tensordict, TensorDictBase):
             relabelled = tensordict.get(RELABELLED, None)
             if relabelled is not None:
-                self._relabelling.diagnosis.check_sample(tensordict, relabelled)
+                self._relabelling.check_sample(Sample(tensordict, relabelled))
         return tensordict
 
     def report(self) -> Report:
@@ -355,9 +354,8 @@ class HindsightAugmentation(Transform):
             >>> HindsightAugmentation(SparseReward(0.05)).report().transitions
             0
         """
-        return self._relabelling.diagnosis.report(
-            self, self._held.lanes, self.n_sampled_goal / (self.n_sampled_goal + 1)
-        )
+        her_ratio = self.n_sampled_goal / (self.n_sampled_goal + 1)
+        return self._relabelling.report(self, her_ratio, self._held.lanes)
 
     # Processes, saving
 
@@ -407,7 +405,6 @@ class HindsightAugmentation(Transform):
         with self._writing():
             self.table = load_table(self.table, state["table"], self.capacity, self._relabelling.apart)
             self._held.load_state_dict(state["held"])
-            self._relabelling.diagnosis.continuity.loaded_lanes = self._held.lanes.can_go_on
             self._episodes_begun = state["episodes"]
 
     def __repr__(self) -> str:

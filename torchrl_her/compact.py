@@ -45,6 +45,8 @@ class CompactGoals(Transform):
         True
     """
 
+    leaves_out_entries = True  # the order of transforms depends on it
+
     def __init__(self, *, keys: HERKeys | None = None):
         super().__init__()
         if keys is not None:

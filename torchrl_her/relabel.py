@@ -11,15 +11,18 @@ from typing import Any, TypeAlias, TypeVar
 import gymnasium
 import numpy as np
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import call_with_buffer
-from torchrl_her.diagnosis.diagnosis import Diagnosis
-from torchrl_her.episodes.transitions import THIS_WRITE, RowNames, WrittenTransitions, map_goals, read_transitions
+from torchrl_her.checks.all_checks import make_checks
+from torchrl_her.checks.check import Sample
+from torchrl_her.checks.report import Report
+from torchrl_her.episodes.lanes import Lanes, Tracked
+from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, map_goals
 from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
 from torchrl_her.goals.strategies import Future
 from torchrl_her.goals.strategy import DESIRED, goals_apart
@@ -47,9 +50,20 @@ class Relabelling:
         strategy (str, GoalStrategy or Mapping): as in `HERTransform`.
         keys (HERKeys): the keys of the entries.
         goal_fn (Callable[[Tensor], Tensor] or None): as in `HERTransform`.
+
+    Keyword Args:
+        relabels_all (bool): whether all sampled transitions are relabelled. Default: False.
     """
 
-    def __init__(self, reward: Reward, strategy: AnyStrategy, keys: HERKeys, goal_fn: GoalMap | None):
+    def __init__(
+        self,
+        reward: Reward,
+        strategy: AnyStrategy,
+        keys: HERKeys,
+        goal_fn: GoalMap | None,
+        *,
+        relabels_all: bool = False,
+    ):
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
         check_keys(keys)
@@ -69,25 +83,36 @@ class Relabelling:
                 "steps to the goal, which transitions with their original goal lack. Replace ReachedReward with "
                 "GoalReward(reward_fn, recompute_all=True), or leave recompute_all out."
             )
+        # Whether samples contain stored and computed rewards, which should agree.
+        self._compares_rewards = not (self.one_step.recompute_all or (self.reads_steps and relabels_all))
+        self._begin(compares_rewards=self._compares_rewards)
+
+    def _begin(self, *, compares_rewards: bool) -> None:
+        self._has_written = False  # a collector's dummy does not count
         self._is_checked = False  # whether the first write was checked for the entries to replace
-        self.diagnosis = Diagnosis(
+        self.checks = make_checks(
             self.reward,
-            keys,
-            compares_rewards=not self.one_step.recompute_all,
-            goal_fn=goal_fn,
-            replaced=frozenset(key for pair in self.extra_keys for key in pair),
+            self.keys,
+            compares_rewards=compares_rewards,
+            goal_fn=self.goal_fn,
+            replaced=self.extra_replaced,
         )
+
+    @property
+    def extra_replaced(self) -> frozenset[NestedKey]:
+        """The keys of the additional goals, at the root and under ``"next"``."""
+        return frozenset(key for pair in self.extra_keys for key in pair)
 
     def restarted(self, *, compares_rewards: bool) -> Relabelling:
         """Return a copy in which nothing was written or sampled."""
         new = copy.copy(self)
-        new.diagnosis, new._is_checked = self.diagnosis.restarted(compares_rewards=compares_rewards), False
+        new._begin(compares_rewards=compares_rewards and self._compares_rewards)
         return new
 
     def for_copy(self) -> Relabelling:
         """Return the object of a copied transform, in which nothing was sampled."""
         new = copy.copy(self)
-        new.diagnosis = self.diagnosis.for_copy()
+        new.checks = [check.for_copy() for check in self.checks]
         return new
 
     def read(
@@ -96,13 +121,13 @@ class Relabelling:
         earlier_goals: Tensor | None,
         later: Iterable[Transform] | None,
         names: RowNames = THIS_WRITE,
-    ) -> WrittenTransitions:
+    ) -> Write:
         """Check and read transitions ``[*batch]``.
 
         ``earlier_goals [n, *goal]`` are goals of earlier writes, if any. The ``later`` transforms can rewrite copies of
         the desired goal in samples; with None, the write is not searched for copies.
         """
-        written = read_transitions(tensordict, self.keys, self.goal_fn, earlier_goals, names)
+        written = Write.read(tensordict, self.keys, self.goal_fn, earlier_goals, names)
         if (relabelled := tensordict.get(RELABELLED, None)) is not None and bool(relabelled.any()):
             first = names.name(int(relabelled.reshape(-1).nonzero()[0]))
             raise ValueError(
@@ -116,12 +141,29 @@ class Relabelling:
                 get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
             check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
-        self.diagnosis.check_write(tensordict, written, later)
+        if self._has_written or not written.is_dummy:
+            for check in self.checks:
+                check.on_write(tensordict, written, later)
         return written
 
-    def keep_apart(
-        self, table: GoalTable, tensordict: TensorDictBase, written: WrittenTransitions, stamps: np.ndarray
-    ) -> None:
+    def check_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
+        """Check written transitions ``[*batch]`` whose episodes are known."""
+        if self._has_written or not written.is_dummy:
+            self._has_written = True
+            for check in self.checks:
+                check.on_tracked(tensordict, written, tracked)
+
+    def check_sample(self, sample: Sample) -> None:
+        """Check a sampled batch."""
+        for check in self.checks:
+            check.on_sample(sample)
+
+    def report(self, transform: Transform, her_ratio: float, lanes: Lanes, table: GoalTable | None = None) -> Report:
+        """Return the report of a transform."""
+        counts = {name: value for check in self.checks for name, value in check.report().items()}
+        return Report.of_episodes(repr(transform), her_ratio, lanes, table, **counts)
+
+    def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, stamps: np.ndarray) -> None:
         """Keep the goals of new episodes that strategies need apart from outcomes; ``stamps`` are ``int64 [n, 2]``."""
         if self.apart:
             first = np.flatnonzero(stamps[:, 1] == 0)

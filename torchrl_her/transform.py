@@ -15,17 +15,18 @@ from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import ids_around, refuse_environment, warn_user, without_compiled_call
+from torchrl_her.checks.check import Sample
+from torchrl_her.checks.report import Report
 from torchrl_her.compact import check_saved_without_compact_goals
-from torchrl_her.diagnosis.report import Report
 from torchrl_her.episodes.memory import Episodes
 from torchrl_her.episodes.stamps import STAMP, add_padding, read_stamps
-from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Draw, Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
-from torchrl_her.neighbours import Neighbours
 from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
 from torchrl_her.offline.data_set import DataSet, MissingEntries
+from torchrl_her.order import Neighbours
 from torchrl_her.relabel import (
     RELABELLED,
     SAVED_BY_THE_OTHER,
@@ -139,10 +140,8 @@ class HERTransform(Transform):
         if sequence_length is not None:
             sequence_length = check_at_least(1, "sequence_length", sequence_length)
         super().__init__()
-        relabelling = self._relabelling = Relabelling(reward, strategy, keys, goal_fn)
+        relabelling = self._relabelling = Relabelling(reward, strategy, keys, goal_fn, relabels_all=her_ratio == 1)
         self.reward, self.keys, self.goal_fn = relabelling.reward, relabelling.keys, relabelling.goal_fn
-        if relabelling.reads_steps and her_ratio == 1:
-            relabelling.diagnosis.rewards.compares = False  # samples contain no stored rewards
         self.info = bool(info)
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity, self.sequence_length = capacity, sequence_length
@@ -193,9 +192,7 @@ class HERTransform(Transform):
         stamps = torch.from_numpy(self._append(tensordict, written, n_step)).to(written.goals.device)
         return tensordict.set(STAMP, stamps.view(*batch, 2))
 
-    def _append(
-        self, tensordict: TensorDictBase, written: WrittenTransitions, n_step: NStepReward | None
-    ) -> np.ndarray:
+    def _append(self, tensordict: TensorDictBase, written: Write, n_step: NStepReward | None) -> np.ndarray:
         """Add transitions ``[*batch]`` to the episodes; return their stamps, ``int64 [n, 2]``."""
         with self._writing():
             if n_step is not None:
@@ -208,7 +205,7 @@ class HERTransform(Transform):
             if tracked.cut and self._splits_silently:
                 self._splits_silently = False
                 self._warn_of_split(max(tracked.cut, self._episodes.lanes.max_episode_steps + 1))
-            self._relabelling.diagnosis.check_tracked(tensordict, written, tracked, table)
+            self._relabelling.check_tracked(tensordict, written, tracked)
             self._n_step = n_step or self._n_step
         return add_padding(tracked.stamps, written.mask, step=self.capacity)
 
@@ -302,7 +299,6 @@ class HERTransform(Transform):
             self._episodes.flush()
 
     def _forget_waiting_steps(self) -> None:
-        self._relabelling.diagnosis.continuity.loaded_lanes = 0
         if self._n_step is not None:
             self._n_step.flush()
 
@@ -358,9 +354,8 @@ class HERTransform(Transform):
         relabelling = self._relabelling.restarted(compares_rewards=not any(missing))
         episodes = self._episodes.empty_like(data_set.count)
         adopted = data_set.with_stamps(add_goals(data_set, episodes, relabelling))
-        if self.her_ratio and not missing.goals:
-            relabelling.diagnosis.search_later(data_set.rows_to_search())
-        self._episodes, self._relabelling, self._adopted = episodes, relabelling, AdoptedData(missing)
+        to_search = data_set.rows_to_search() if self.her_ratio and not missing.goals else None
+        self._episodes, self._relabelling, self._adopted = episodes, relabelling, AdoptedData(missing, to_search)
         self._neighbours = self._ids_around = None  # the next sample checks the other transforms
         return adopted
 
@@ -413,9 +408,8 @@ class HERTransform(Transform):
         rewards.recompute(batch, torch.ones_like(relabelled) if self._creates_goals else relabelled)
         if relabelling.reads_steps and not self.info:
             batch.data.del_(STEPS_TO_GOAL)
-        relabelling.diagnosis.check_sample(
-            batch.data, relabelled, counted if her_ratio else None, table, rewards is relabelling.one_step
-        )
+        has_returns = rewards is not relabelling.one_step
+        relabelling.check_sample(Sample(batch.data, relabelled, counted if her_ratio else None, table, has_returns))
         return batch.data.set(RELABELLED, relabelled)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -459,7 +453,7 @@ class HERTransform(Transform):
             >>> report.episodes, report.transitions, report.mean_length
             (1, 50, 50.0)
         """
-        return self._relabelling.diagnosis.report(self, self._episodes.lanes, self.her_ratio, self._episodes.table)
+        return self._relabelling.report(self, self.her_ratio, self._episodes.lanes, self._episodes.table)
 
     def _rewards_of(self, tensordict: TensorDictBase) -> OneStepReward | NStepReward:
         """Return the object that recomputes the rewards of sampled transitions."""
@@ -554,7 +548,6 @@ class HERTransform(Transform):
                 check_missing(adopted.missing, self._relabelling, self.her_ratio)
             self._episodes.load_state_dict(state)
             self._adopted = adopted
-            self._relabelling.diagnosis.continuity.loaded_lanes = self._episodes.lanes.can_go_on
             self._longest_window = state["longest_window"]
             if self._n_step is not None:
                 self._n_step.may_restart = True

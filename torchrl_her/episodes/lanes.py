@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_her.episodes.matching import chain_heads, first_in_first_out, hash_goals, queue_sizes, rank_goals
-from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.episodes.write import Write
 from torchrl_her.goals.table import PIECE, spread
 
 # The columns of running episodes: the trajectory id or NO_ID; the episode id; the number of steps so far; the first
@@ -89,6 +89,7 @@ class Running(NamedTuple):
     longest_wait: int = 0  # the longest wait of a lane that was continued, in transitions written meanwhile
     to_begin: int | None = None  # the number of episodes expected to begin; None before the first write
     lengths: Lengths = Lengths()
+    loaded: int = 0  # the number of loaded episodes that can go on; 0 after the first write
 
     def without_lanes(self) -> Running:
         """Return the state without running episodes, with the same counters."""
@@ -100,6 +101,7 @@ class Running(NamedTuple):
             pool=pool,
             rows=0,
             rows_are_lanes=False,
+            loaded=0,
         )
 
     def take_lanes(self, lane: np.ndarray) -> np.ndarray:
@@ -158,6 +160,7 @@ class Tracked(NamedTuple):
     breaks: np.ndarray  # int64, the positions of transitions that begin an episode although no other had ended
     ambiguous: int  # the number of runs that could continue several episodes
     cut: int  # the largest known number of steps of an episode that `max_episode_steps` cut; 0 if it cut none
+    loaded: int = 0  # the number of running episodes that were loaded, in the first write after loading
 
 
 class Lanes:
@@ -195,11 +198,6 @@ class Lanes:
         return 0 if self.running is None else len(self.running.lanes)
 
     @property
-    def can_go_on(self) -> int:
-        """The number of running episodes that can go on. After loading, an episode can be too long."""
-        return 0 if self.running is None else int((self.running.lanes[:, STEPS] < self.max_episode_steps).sum())
-
-    @property
     def lengths(self) -> Lengths:
         """Statistics of the lengths of ended episodes."""
         return Lengths() if self.running is None else self.running.lengths
@@ -211,13 +209,13 @@ class Lanes:
 
     # Writing
 
-    def track(self, written: WrittenTransitions, data: Tensor, first_episode: int) -> Tracked:
+    def track(self, written: Write, data: Tensor, first_episode: int) -> Tracked:
         """Assign the transitions of a write to episodes.
 
         This changes nothing. The caller assigns `running` of the result once the write is complete.
 
         Args:
-            written (WrittenTransitions): the ``n`` transitions.
+            written (Write): the ``n`` transitions.
             data (Tensor): the data of each transition that is kept until it is published, ``[n, ...]``.
             first_episode (int): the id of the first new episode. Further new episodes get the ids that follow.
         """
@@ -226,8 +224,14 @@ class Lanes:
         if not len(written.done):
             return Tracked(old, none.reshape(0, 2), [], 0, 0, none, 0, 0)
         tracked = self._track_single_run(written, data, old, first_episode)
-        if tracked is not None:
-            return tracked
+        if tracked is None:
+            tracked = self._track_runs(written, data, old, first_episode)
+        if old.loaded:
+            tracked = tracked._replace(running=tracked.running._replace(loaded=0), loaded=old.loaded)
+        return tracked
+
+    def _track_runs(self, written: Write, data: Tensor, old: Running, first_episode: int) -> Tracked:
+        """Track any write."""
         lane_of_row, rows_are_lanes = _match_rows(written, old, self.max_episode_steps)
         runs = _cut_into_runs(written, at_rows=rows_are_lanes)
         source, ambiguous = self._find_sources(written, runs, old, lane_of_row, rows_are_lanes)
@@ -255,9 +259,7 @@ class Lanes:
         opened = len(parts.lane) - len(continued)
         return Tracked(new, stamps, published + idle, opened, int((source >= 0).sum()), breaks, ambiguous, parts.cut)
 
-    def _track_single_run(
-        self, written: WrittenTransitions, data: Tensor, old: Running, first_episode: int
-    ) -> Tracked | None:
+    def _track_single_run(self, written: Write, data: Tensor, old: Running, first_episode: int) -> Tracked | None:
         """Track a write in which one episode goes on within its piece, or a whole one; return None for any other write.
 
         Without this short path, the general one gives the same result, but takes twice as long for one transition.
@@ -298,7 +300,7 @@ class Lanes:
         return Tracked(new, _stamps(episode, before, steps), idle, 0, 1, match[:0], 0, 0)
 
     def _track_whole_episode(
-        self, written: WrittenTransitions, data: Tensor, old: Running, trajectory: int, episode: int
+        self, written: Write, data: Tensor, old: Running, trajectory: int, episode: int
     ) -> Tracked:
         """Track a write that is a whole episode."""
         length = np.array([len(written.done)])
@@ -319,7 +321,7 @@ class Lanes:
         stamps = _stamps(episode, 0, len(written.done))
         return Tracked(new, stamps, [published, *idle], 1, 0, np.flatnonzero([is_break]), 0, 0)
 
-    def _running_for(self, written: WrittenTransitions, data: Tensor) -> Running:
+    def _running_for(self, written: Write, data: Tensor) -> Running:
         """Return the running episodes, with a pool for data like ``[n, ...]``."""
         old, none = self.running, np.empty(0, np.int64)
         if old is None:
@@ -334,7 +336,7 @@ class Lanes:
         return old
 
     def _find_sources(
-        self, written: WrittenTransitions, runs: Runs, old: Running, lane_of_row: np.ndarray, rows_are_lanes: bool
+        self, written: Write, runs: Runs, old: Running, lane_of_row: np.ndarray, rows_are_lanes: bool
     ) -> tuple[np.ndarray, int]:
         """Return what each run continues, ``int64 [runs]``, and the number of runs for which several episodes match.
 
@@ -374,9 +376,7 @@ class Lanes:
         source[place[run]] = place[found]
         return source, int((waiting[event >= puts] > 1).sum())
 
-    def _make_parts(
-        self, written: WrittenTransitions, runs: Runs, source: np.ndarray, old: Running, first_episode: int
-    ) -> Parts:
+    def _make_parts(self, written: Write, runs: Runs, source: np.ndarray, old: Running, first_episode: int) -> Parts:
         """Join the runs of each episode, and cut episodes after ``max_episode_steps``."""
         begin, end, lane, longest = runs.begin, runs.end, source, self.max_episode_steps
         count = end - begin
@@ -406,9 +406,7 @@ class Lanes:
         ended = written.done[last] | is_cut
         return Parts(order, begin, count, lane, before, steps, last, ended, goes_on, int(known[is_cut].max(initial=0)))
 
-    def _add(
-        self, written: WrittenTransitions, data: Tensor, old: Running, parts: Parts
-    ) -> tuple[Running, list[Published]]:
+    def _add(self, written: Write, data: Tensor, old: Running, parts: Parts) -> tuple[Running, list[Published]]:
         """Add the parts of a write to the running episodes. Return these, and the steps that are published."""
         ended, steps, published = parts.ended, parts.steps, []
         until = np.where(ended, steps, steps // PIECE * PIECE if self.publish_running else 0)
@@ -520,6 +518,7 @@ class Lanes:
             longest_wait=state["longest_wait"],
             to_begin=(to_begin or 0) + int(is_long.sum()) if is_long.any() else to_begin,
             lengths=self.lengths,
+            loaded=int((~is_long).sum()),
         )
 
 
@@ -536,12 +535,12 @@ def _waiting(lanes: np.ndarray) -> np.ndarray:
     return lanes
 
 
-def _rows_of(written: WrittenTransitions) -> int:
+def _rows_of(written: Write) -> int:
     """Return the number of rows of a write if each can be an environment, otherwise 0."""
     return len(written.done) // written.row_length if written.row_length else 0
 
 
-def _match_rows(written: WrittenTransitions, old: Running, max_episode_steps: int) -> tuple[np.ndarray, bool]:
+def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[np.ndarray, bool]:
     """Return the lane that each row of a write continues, and whether the rows are known to be environments.
 
     Without trajectory ids, only goals identify an episode, and they can be ambiguous: one environment can start where
@@ -572,7 +571,7 @@ def _match_rows(written: WrittenTransitions, old: Running, max_episode_steps: in
     return (lane_of_row, True) if are_lanes else (none, False)
 
 
-def _cut_into_runs(written: WrittenTransitions, *, at_rows: bool) -> Runs:
+def _cut_into_runs(written: Write, *, at_rows: bool) -> Runs:
     """Return the runs of a write.
 
     A run ends before a transition that does not continue the previous one and, if ``at_rows``, at the end of a row.
@@ -602,9 +601,7 @@ def _cut_into_runs(written: WrittenTransitions, *, at_rows: bool) -> Runs:
     return Runs(order, begin, end, len(begin) == trajectories)
 
 
-def _find_breaks(
-    written: WrittenTransitions, runs: Runs, source: np.ndarray, old: Running, parts: Parts
-) -> tuple[np.ndarray, int]:
+def _find_breaks(written: Write, runs: Runs, source: np.ndarray, old: Running, parts: Parts) -> tuple[np.ndarray, int]:
     """Return the positions where an episode begins although none could, and the number of episodes expected to begin.
 
     An episode can begin with a new trajectory id, in a new row, or after the end of another one: each end allows one
@@ -624,7 +621,7 @@ def _find_breaks(
     return first[refused[1::2]], int(size[-1] + change[-1])
 
 
-def _begin_while_running(written: WrittenTransitions, runs: Runs, begins: np.ndarray, old: Running) -> np.ndarray:
+def _begin_while_running(written: Write, runs: Runs, begins: np.ndarray, old: Running) -> np.ndarray:
     """Return which of the runs in ``begins`` start while another episode with the same id is running."""
     assert written.trajectory is not None
     lanes = len(old.lanes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 
 from torchrl_her.episodes.lanes import STEPS, Lanes, Tracked
-from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.episodes.write import Write
 from torchrl_her.goals.table import PIECE, SHARED_PIECES, GoalTable, load_table
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 
@@ -69,7 +69,7 @@ class Episodes:
                     self.lanes.running = None
             yield is_new and self.lock.is_shared
 
-    def append(self, written: WrittenTransitions) -> Tracked:
+    def append(self, written: Write) -> Tracked:
         """Assign the transitions of a write to episodes, and add the goals of ended and complete pieces to the table.
 
         Call it in `writing`.

@@ -10,13 +10,14 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_her.checks.goal_copies import GoalCopies, warn_if_goal_is_copied
 from torchrl_her.episodes.memory import Episodes
 from torchrl_her.episodes.stamps import add_padding
-from torchrl_her.episodes.transitions import map_goals
+from torchrl_her.episodes.write import map_goals
 from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import get_entry
-from torchrl_her.neighbours import Neighbours
 from torchrl_her.offline.data_set import DataSet, MissingEntries
+from torchrl_her.order import Neighbours
 from torchrl_her.relabel import Relabelling
 
 
@@ -36,7 +37,7 @@ def add_goals(data_set: DataSet, episodes: Episodes, relabelling: Relabelling) -
         tracked = episodes.append(written)
         assert episodes.table is not None
         relabelling.keep_apart(episodes.table, piece.data, written, tracked.stamps)
-        relabelling.diagnosis.check_tracked(piece.data, written, tracked, episodes.table)
+        relabelling.check_tracked(piece.data, written, tracked)
         stamps[piece.rows] = add_padding(tracked.stamps, written.mask, step=episodes.capacity)
     if is_empty:
         raise ValueError(
@@ -48,11 +49,21 @@ def add_goals(data_set: DataSet, episodes: Episodes, relabelling: Relabelling) -
 
 
 class AdoptedData:
-    """A data set that a transform has adopted, and the entries that it lacks, which sampling creates."""
+    """A data set that a transform has adopted, and the entries that it lacks, which sampling creates.
 
-    def __init__(self, missing: MissingEntries):
+    Args:
+        missing (MissingEntries): the entries that it lacks.
+        to_search (TensorDictBase, optional): some of its transitions ``[n]``, which the first sample searches for
+            copies of the desired goal.
+    """
+
+    def __init__(self, missing: MissingEntries, to_search: TensorDictBase | None = None):
         self.missing = missing
+        self._to_search = to_search
         self._has_checked_stamps = False  # whether a sample without desired goals has passed the check
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_to_search": None}  # copies and saved files stay small
 
     def check_neighbours(self, neighbours: Neighbours, relabelling: Relabelling) -> None:
         """Check the other transforms of the buffer, which were unknown when the data set was adopted."""
@@ -68,7 +79,9 @@ class AdoptedData:
                 "they would be sampled uniformly. Remove it, or write the data set with rb.extend instead of adopting "
                 "it."
             )
-        relabelling.diagnosis.search(neighbours.after)
+        rows, self._to_search = self._to_search, None
+        if rows is not None:
+            warn_if_goal_is_copied(rows, relabelling.keys, neighbours.after, GoalCopies(), relabelling.extra_replaced)
 
     def create(
         self,

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_her.episodes.stamps import STAMP
-from torchrl_her.episodes.transitions import RowNames, check_single_steps, flatten_entry, map_goals
+from torchrl_her.episodes.write import RowNames, check_single_steps, flatten_entry, map_goals
 from torchrl_her.keys import MASK, HERKeys, get_entry
 from torchrl_her.relabel import GoalMap
 

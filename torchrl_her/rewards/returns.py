@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.envs import MultiStepTransform
 
 from torchrl_her._private import drop_waiting_steps, has_forward_hooks
-from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.episodes.write import Write
 from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.rewards.goal_reward import GoalReward
@@ -147,7 +147,7 @@ class NStepReward:
 
     # Writing
 
-    def check_write(self, written: WrittenTransitions, batch: torch.Size) -> None:
+    def check_write(self, written: Write, batch: torch.Size) -> None:
         """Check that each row of transitions ``[*rows, steps]`` continues the same row of the last write.
 
         After the end of an episode, a row can begin a new one.

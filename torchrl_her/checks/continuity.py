@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
+from torchrl_her.checks.check import Check, ratio
 from torchrl_her.episodes.lanes import Tracked
-from torchrl_her.episodes.transitions import WrittenTransitions
+from torchrl_her.episodes.write import Write
 from torchrl_her.keys import HERKeys
 
 WARM_UP = 100  # the first transitions are not judged, because each environment starts an episode in them
@@ -30,7 +33,7 @@ CAUSES = {
 Goals = tuple[np.ndarray, np.ndarray]  # void [n] each, the bytes of the goals at the root and under "next"
 
 
-class ContinuityCheck:
+class ContinuityCheck(Check):
     """Warns if many transitions neither continue an episode nor follow the end of one.
 
     Episodes then have one or two steps, and relabelling can only offer the transitions' own outcomes as goals.
@@ -40,25 +43,30 @@ class ContinuityCheck:
         breaks (int): the number of transitions that do not continue an episode.
         ambiguous (int): the number of transitions that could continue several running episodes.
         is_broken (bool | None): whether many transitions do not continue an episode; None before enough were judged.
-        loaded_lanes (int): the number of running episodes that were loaded; 0 after the next write.
     """
 
-    def __init__(self) -> None:
-        self.transitions = self.breaks = self.ambiguous = self.loaded_lanes = 0
+    def __init__(self, keys: HERKeys):
+        self._keys = keys
+        self.transitions = self.breaks = self.ambiguous = 0
         self._counted = self._counted_breaks = 0
         self.is_broken: bool | None = None
         self._has_warned_of_ambiguous = False
         self._last: Goals | None = None  # the last goals of the last write; None if it had no breaks
 
-    def check(self, tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions, tracked: Tracked) -> None:
-        """Count the transitions ``[*batch]`` of a write."""
+    def report(self) -> dict[str, Any]:  # noqa: D102
+        return {
+            "transitions": self.transitions,
+            "discontinuous": ratio(self.breaks, self.transitions),
+            "ambiguous": ratio(self.ambiguous, self.transitions),
+        }
+
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
         count, first = len(written.done), WARM_UP - self.transitions
         if not count:
             return
         self.transitions += count
         self.breaks += len(tracked.breaks)
         self.ambiguous += tracked.ambiguous
-        self._warn_if_loaded_lanes_stop(tracked)
         self._warn_if_ambiguous()
         if self.is_broken:
             return
@@ -71,20 +79,11 @@ class ContinuityCheck:
             self.is_broken = share >= SHARE
             if self.is_broken:
                 such_as = f" (such as {written.name(int(breaks.min()))})" if len(breaks) else ""
-                _warn_of_breaks(share, such_as, _likely_causes(goals, _are_close(tensordict, keys, written)))
+                _warn_of_breaks(share, such_as, _likely_causes(goals, _are_close(tensordict, self._keys, written)))
             self._counted = self._counted_breaks = 0
         self._last = None
         if len(tracked.breaks) and not self.is_broken:
             self._last = goals[0][-ROWS:].copy(), goals[1][-ROWS:].copy()
-
-    def _warn_if_loaded_lanes_stop(self, tracked: Tracked) -> None:
-        if self.loaded_lanes and not tracked.continued:
-            warn_user(
-                f"The loaded buffer has {self.loaded_lanes} running episode(s), and the first write after loading "
-                "continues none of them. If the environments were reset, call flush() after loading: it ends these "
-                "episodes, so that their transitions are relabelled."
-            )
-        self.loaded_lanes = 0
 
     def _warn_if_ambiguous(self) -> None:
         share = self.ambiguous / self.transitions
@@ -96,7 +95,7 @@ class ContinuityCheck:
                 "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
             )
 
-    def _after_last(self, written: WrittenTransitions) -> Goals:
+    def _after_last(self, written: Write) -> Goals:
         """Return the kept goals of the last write, followed by the goals of this write."""
         if self._last is None:
             return written.start, written.outcome
@@ -130,7 +129,7 @@ def _likely_causes(goals: Goals, close: np.ndarray) -> list[str]:
     return [CAUSES[cause] for cause in (*found, "left out")]
 
 
-def _are_close(tensordict: TensorDictBase, keys: HERKeys, written: WrittenTransitions) -> np.ndarray:
+def _are_close(tensordict: TensorDictBase, keys: HERKeys, written: Write) -> np.ndarray:
     """Return which achieved goals nearly equal the previous ones under ``"next"``, ``bool [n - 1]``."""
     rows = written.rows_of(tensordict.select(keys.achieved_goal, keys.next_achieved_goal))
     goals = rows.get(keys.achieved_goal)[1:], rows.get(keys.next_achieved_goal)[:-1]

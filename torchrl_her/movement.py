@@ -62,6 +62,8 @@ class MovementPriority(Transform):
         True
     """
 
+    sets_movement = True  # the order of transforms depends on it
+
     def __init__(
         self,
         far: float,

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_her._private import warn_user
-from torchrl_her.diagnosis.async_copy import AsyncCopy
+from torchrl_her.checks.async_copy import AsyncCopy, is_capturing
+from torchrl_her.checks.check import Check, Sample, ratio
+from torchrl_her.checks.reward_check import RewardCheck
+from torchrl_her.checks.waiting import is_waiting
+from torchrl_her.episodes.lanes import Tracked
+from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Draw
 from torchrl_her.goals.table import GoalTable
+from torchrl_her.keys import HERKeys
 
 FIRST = 2048  # all samples are counted until this many transitions were sampled
 EVERY = 64  # one later sample in this many is counted
 ENOUGH = 500  # transitions selected for relabelling before the share of lost goals is judged
 SHARE_LEFT = 0.2  # of the goals of transitions whose goals have been in the table
 SHARE_LOST = 0.5  # for one of the other reasons
-SAMPLES_WITHOUT_WRITE = 50  # samples without a write after which running episodes should have ended
-LOOK_EVERY = 10  # one sample in this many checks for new writes
-SHARE_WAITING = 0.5
 SHARE_MIXED = 0.5
-
-
-class Sample(NamedTuple):
-    """A sampled batch after relabelling."""
-
-    relabelled: Tensor  # bool [*batch, 1]
-    reward: Tensor  # [*batch, ...]
-    draw: Draw | None = None  # None if transitions are relabelled when they are written
 
 
 class Counts(NamedTuple):
@@ -51,13 +47,28 @@ class Counts(NamedTuple):
     in_sequences: float = 0.0  # transitions of sequences whose last transition was relabelled
 
 
-class SampleCounts:
+class Counted(NamedTuple):
+    """The parts of a sample that are counted."""
+
+    relabelled: Tensor  # bool [*batch, 1]
+    reward: Tensor  # [*batch, ...]
+    draw: Draw | None
+    table: GoalTable | None
+
+
+class SampleCounts(Check):
     """Counts sampled transitions on their device, and warns if many are not relabelled.
 
     All of the first samples are counted, then one in 64. Counts on a GPU are copied asynchronously and read later.
+
+    Args:
+        keys (HERKeys): the keys of the entries.
+        rewards (RewardCheck): knows the reward of a reached goal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: HERKeys, rewards: RewardCheck):
+        self._keys = keys
+        self._rewards = rewards
         self._transitions = self._samples = 0
         self._totals: Tensor | None = None  # float64 [counts]
         self._copy: AsyncCopy | None = None  # of the totals
@@ -65,20 +76,42 @@ class SampleCounts:
         self._judged = dict.fromkeys(("left", "running", "foreign"), Counts())
         self._warned: set[str] = set()
         self._full_since: int | None = None  # the number of goals written when running episodes were judged last
-        self._has_warned_of_waiting = self._has_warned_of_sequences = False
-        self._writes = self._since_write = 0  # the number of writes, and of samples since the last one
-        self._waiting: AsyncCopy | None = None  # the share of transitions whose episodes are running
+        self._has_warned_of_sequences = False
+        self._has_sampled_returns = False
+        self._compiled: Counted | None = None  # the sample of the last compiled call, counted later
 
-    def is_due(self, transitions: int) -> bool:
+    def for_copy(self) -> SampleCounts:  # noqa: D102
+        return SampleCounts(self._keys, self._rewards)
+
+    def on_sample(self, sample: Sample) -> None:  # noqa: D102
+        if torch.compiler.is_compiling():
+            self._compiled = self._counted(sample)
+            return
+        if is_capturing(sample.relabelled):  # replays of a CUDA graph are not counted
+            return
+        self._has_sampled_returns |= sample.has_returns
+        if self._is_due(sample.relabelled.numel()) and sample.data.get(self._keys.next_reward, None) is not None:
+            self._count(self._counted(sample))
+
+    def _counted(self, sample: Sample) -> Counted:
+        return Counted(sample.relabelled, sample.data.get(self._keys.next_reward), sample.draw, sample.table)
+
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
+        """Count the last compiled sample."""
+        sample, self._compiled = self._compiled, None
+        if sample is not None:
+            self._count(sample)
+
+    def _is_due(self, transitions: int) -> bool:
         """Return whether to count the next sample."""
         is_early = self._transitions < FIRST
         self._samples += 1
         self._transitions += transitions
         return transitions > 0 and (is_early or self._samples % EVERY == 0)
 
-    def count(self, sample: Sample, reached_reward: float | None, table: GoalTable | None = None) -> None:
+    def _count(self, sample: Counted) -> None:
         """Add a sample to the totals, and warn if many goals are lost."""
-        sums = _sums(sample, reached_reward, table)
+        sums, table = _sums(sample, self._rewards.reached_reward), sample.table
         self._totals = sums if self._totals is None else self._totals.to(sums.device) + sums
         if table is None:
             return
@@ -90,9 +123,24 @@ class SampleCounts:
             self._warn_if_foreign(Counts(*values))
             self._warn_if_sequences_are_mixed(Counts(*values))
 
-    def totals(self) -> Counts:
-        """Return the counts so far."""
-        return Counts() if self._totals is None else Counts(*self._totals.tolist())
+    def report(self) -> dict[str, Any]:  # noqa: D102
+        if self._compiled is not None:
+            self._count(self._compiled)
+            self._compiled = None
+        counts = Counts() if self._totals is None else Counts(*self._totals.tolist())
+        sampled = counts.original + counts.relabelled
+        knows_reached = self._rewards.reached_reward is not None and not self._has_sampled_returns
+        return {
+            "sampled": int(sampled),
+            "relabelled": ratio(counts.relabelled, sampled),
+            "episode_running": ratio(counts.running, counts.to_relabel),
+            "left": ratio(counts.left, counts.to_relabel),
+            "foreign": ratio(counts.foreign, counts.to_relabel),
+            "original_reward": ratio(counts.original_reward, counts.original),
+            "original_reached": ratio(counts.original_reached, counts.original_judged) if knows_reached else None,
+            "relabelled_reward": ratio(counts.relabelled_reward, counts.relabelled),
+            "relabelled_reached": ratio(counts.relabelled_reached, counts.relabelled_judged) if knows_reached else None,
+        }
 
     def _since(self, reason: str, counts: Counts) -> Counts:
         """Return the counts since a reason for lost goals was judged last."""
@@ -166,36 +214,8 @@ class SampleCounts:
                 "with a SliceSampler whose slice_len equals sequence_length."
             )
 
-    def check_waiting(self, draw: Draw, table: GoalTable) -> None:
-        """Warn if at least half of a sample waits for the end of its episodes long after the last write."""
-        if self._samples % LOOK_EVERY or self._has_warned_of_waiting:
-            return
-        writes = table.writes
-        self._since_write = self._since_write + LOOK_EVERY if writes == self._writes else 0
-        self._writes = writes
-        if self._since_write < SAMPLES_WITHOUT_WRITE or not len(draw.step):
-            return
-        waiting = self._waiting = self._waiting or AsyncCopy(_is_waiting(draw, table).double().mean().reshape(1))
-        if (values := waiting.read()) is None:
-            return
-        self._waiting, self._since_write = None, 0
-        if values[0] >= SHARE_WAITING:
-            self._has_warned_of_waiting = True
-            warn_user(
-                f"{values[0]:.0%} of the sampled transitions wait for the end of their episode, and nothing was "
-                f"written during the last {SAMPLES_WITHOUT_WRITE} samples. They are relabelled once it has ended. If "
-                "no more transitions follow, as with a data set, call flush() of HERTransform."
-            )
 
-
-def _is_waiting(draw: Draw, table: GoalTable) -> Tensor:
-    """Return which transitions have goals that are not in the table yet, ``bool [n]``."""
-    first, last = table.episode_ids
-    known = (draw.episode >= max(first, last - table.capacity + 1)) & (draw.episode <= last)
-    return known & (draw.step >= draw.length)
-
-
-def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None) -> Tensor:
+def _sums(sample: Counted, reached_reward: float | None) -> Tensor:
     """Return the counts of a sample, ``float64 [counts]``."""
     relabelled = sample.relabelled.reshape(-1)
     reward = sample.reward.reshape(len(relabelled), -1).mean(1, dtype=torch.float64)
@@ -205,13 +225,13 @@ def _sums(sample: Sample, reached_reward: float | None, table: GoalTable | None)
         reached, judged = ((reward - reached_reward).abs() < 1e-6).double(), ones
     values = torch.stack([ones, reward, reached, judged], dim=1)  # [n, 4]
     of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 4]
-    draw = sample.draw
+    draw, table = sample.draw, sample.table
     if draw is None or table is None:
         return torch.cat([of_groups.new_zeros(5), of_groups.flatten(), of_groups.new_zeros(1)])
     first, last = table.episode_ids
     missing = draw.to_relabel & ~draw.relabelled
     foreign = missing & ((draw.episode < first) | (draw.episode > last))
-    running = missing & _is_waiting(draw, table)
+    running = missing & is_waiting(draw, table)
     left = missing & ~foreign & ~running & table.has_wrapped
     of_draw = torch.stack([draw.to_relabel, running, left, foreign, foreign & (draw.episode == 0)]).sum(1)
     length = len(relabelled) // max(1, len(draw.step))  # of a sequence

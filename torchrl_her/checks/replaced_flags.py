@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_her._private import warn_user
-from torchrl_her.diagnosis.async_copy import AsyncCopy
+from torchrl_her.checks.async_copy import AsyncCopy, is_capturing
+from torchrl_her.checks.check import Check, Sample
 
 SAMPLES = 32  # the number of first samples that are compared
 
 
-class ReplacedFlagsCheck:
+class ReplacedFlagsCheck(Check):
     """Warns if ``terminated`` of relabelled transitions is overwritten after the transform has returned a sample.
 
     TensorDict buffers with a slice sampler overwrite it. Each sample is compared when the next one is drawn.
 
     Args:
         terminated (NestedKey): the key of the flag.
+
+    Keyword Args:
+        is_recomputed (bool): whether the reward module writes the flag.
     """
 
-    def __init__(self, terminated: NestedKey):
-        self.terminated = terminated
-        self._left = SAMPLES
+    def __init__(self, terminated: NestedKey, *, is_recomputed: bool):
+        self.terminated, self.is_recomputed = terminated, is_recomputed
+        self._left = SAMPLES if is_recomputed else 0
         self._last: tuple[TensorDictBase, Tensor] | None = None  # a sample, and its recomputed flags
         self._lost: AsyncCopy | None = None
 
-    def check(self, sample: TensorDictBase) -> None:
-        """Compare the flags of the previous sample, and keep this one, ``[*batch]``, for the next call."""
+    def for_copy(self) -> ReplacedFlagsCheck:  # noqa: D102
+        return ReplacedFlagsCheck(self.terminated, is_recomputed=self.is_recomputed)
+
+    def on_sample(self, sample: Sample) -> None:
+        """Compare the flags of the previous sample, and keep this one for the next call."""
+        is_eager = not (torch.compiler.is_compiling() or is_capturing(sample.relabelled))
+        if is_eager and self.is_recomputed and sample.draw is not None:
+            self._compare(sample.data)
+
+    def _compare(self, sample: TensorDictBase) -> None:
         pending, last = self._lost, self._last  # other threads may sample at the same time
         if pending is not None and (lost := pending.read()) is not None:
             self._lost = None

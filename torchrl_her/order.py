@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.envs import (
@@ -14,8 +14,6 @@ from torchrl.envs import (
 )
 
 from torchrl_her._private import transforms_around
-from torchrl_her.compact import CompactGoals
-from torchrl_her.episodes.movement import MovementPriority
 from torchrl_her.keys import HERKeys
 
 Kind = TypeVar("Kind", bound=Transform)
@@ -38,14 +36,14 @@ class Neighbours(NamedTuple):
         return next(iter(_of_kind(MultiStepTransform, self.before)), None)
 
     @property
-    def compact_goals(self) -> CompactGoals | None:
-        """The transform that leaves redundant entries out of the storage, or None."""
-        return next(iter(_of_kind(CompactGoals, self.before)), None)
+    def compact_goals(self) -> Any:
+        """The `CompactGoals` that leaves redundant entries out of the storage, or None."""
+        return next(iter(_marked("leaves_out_entries", self.before)), None)
 
     @property
-    def movement_priority(self) -> MovementPriority | None:
-        """The transform that computes priorities from the movement of the achieved goal, or None."""
-        return next(iter(_of_kind(MovementPriority, self.before)), None)
+    def movement_priority(self) -> Any:
+        """The `MovementPriority`, or None."""
+        return next(iter(_marked("sets_movement", self.before)), None)
 
     def check_write(self, tensordict: TensorDictBase) -> None:
         """Check that transforms before, which see written transitions later, will accept transitions ``[*batch]``."""
@@ -72,7 +70,7 @@ class Neighbours(NamedTuple):
         # Samples lack these entries until CompactGoals restores them.
         left_out = set() if self.compact_goals is None else {*self.compact_goals.left_out}
         for transform in self.before:
-            if isinstance(transform, CompactGoals):
+            if transform is self.compact_goals:
                 left_out = set()
             reads, writes = {*(transform.in_keys or ())}, {*(transform.out_keys or ())}
             if isinstance(transform, DTypeCastTransform) and reads == writes:
@@ -117,7 +115,7 @@ class Neighbours(NamedTuple):
 
     def _check_all(self, keys: HERKeys) -> None:
         """Check that no other transform relabels or sums rewards, and that ``CompactGoals`` comes first."""
-        if any(getattr(transform, "relabels", False) for transform in self.before + self.after):
+        if _marked("relabels", self.before + self.after):
             raise ValueError(
                 "Two transforms of the buffer would relabel the same transitions: keep one HERTransform, or one "
                 "HindsightAugmentation."
@@ -127,12 +125,12 @@ class Neighbours(NamedTuple):
                 "Reward2GoTransform sums the rewards of the original goals when transitions are written, but "
                 "relabelling replaces goals and rewards. Remove Reward2GoTransform."
             )
-        if _of_kind(CompactGoals, self.after):
+        if _marked("leaves_out_entries", self.after):
             raise ValueError(
                 "CompactGoals comes after the hindsight transform and would drop the goal under 'next' before it "
                 "is read. Place CompactGoals first: Compose(CompactGoals(), HERTransform(...))."
             )
-        if len(_of_kind(CompactGoals, self.before)) > 1:
+        if len(_marked("leaves_out_entries", self.before)) > 1:
             raise ValueError("Several CompactGoals transforms would drop the same entries: keep one.")
         if self.compact_goals is not None:
             self.compact_goals.check_keys(keys)
@@ -140,3 +138,8 @@ class Neighbours(NamedTuple):
 
 def _of_kind(kind: type[Kind], transforms: list[Transform]) -> list[Kind]:
     return [transform for transform in transforms if isinstance(transform, kind)]
+
+
+def _marked(attribute: str, transforms: list[Transform]) -> list[Transform]:
+    """Return the transforms of this package whose class sets an attribute to True. This module imports none of them."""
+    return [transform for transform in transforms if getattr(transform, attribute, False)]

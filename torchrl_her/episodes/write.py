@@ -1,4 +1,4 @@
-"""Reads and validates the transitions of a write."""
+"""The transitions of a write, checked once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowNames(NamedTuple):
 THIS_WRITE = RowNames()
 
 
-class WrittenTransitions(NamedTuple):
+class Write(NamedTuple):
     """The transitions of one write without padding, in the order of writing."""
 
     goals: Tensor  # [n, *goal], the achieved goals under "next"
@@ -43,6 +43,63 @@ class WrittenTransitions(NamedTuple):
     trajectory: np.ndarray | None  # int64 [n], the trajectory ids
     mask: np.ndarray | None  # bool [rows of the write], False for padding; None without padding
     names: RowNames = THIS_WRITE
+
+    @classmethod
+    def read(
+        cls,
+        tensordict: TensorDictBase,
+        keys: HERKeys,
+        goal_fn: Callable[[Tensor], Tensor] | None,
+        earlier_goals: Tensor | None,
+        names: RowNames = THIS_WRITE,
+    ) -> Write:
+        """Validate transitions ``[*batch]`` and flatten them, in the order of writing.
+
+        It runs before any state changes, so a refused write leaves no trace.
+
+        Args:
+            tensordict (TensorDictBase): transitions ``[*batch]``; with several dimensions, the last one is time.
+            keys (HERKeys): the keys of the entries.
+            goal_fn (Callable[[Tensor], Tensor] or None): maps achieved entries ``[n, *state]`` to goals ``[n, *goal]``.
+            earlier_goals (Tensor or None): goals ``[n, *goal]`` of earlier writes, whose shape and dtype must match.
+            names (RowNames): the names of the rows in error messages.
+
+        Raises:
+            ValueError: if goals, flags or ids have a wrong shape or dtype, or if an achieved goal is NaN or was lost.
+            TypeError: if an entry is not a tensor.
+            KeyError: if an entry is missing.
+        """
+        check_single_steps(tensordict)
+        batch, count = tensordict.batch_size, tensordict.batch_size.numel()
+        achieved, next_achieved = _get_goals(tensordict, "achieved", keys.achieved_goal, keys.next_achieved_goal)
+        desired, next_desired = _get_goals(tensordict, "desired", keys.desired_goal, keys.next_desired_goal)
+        states = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
+        exact = map_goals(states, goal_fn).detach()  # [n, *goal]
+        _check_shapes(exact.shape[1:], desired.shape[len(batch) :], desired.dtype, earlier_goals)
+        goals = exact.to(desired.dtype)
+
+        done = flatten_entry(tensordict, keys.next_done, np.bool_, "done")
+        trajectory = mask = None
+        if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
+            trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory")
+        if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
+            mask = flatten_entry(tensordict, keys.mask, np.bool_, "mask")
+        joined = _join(count, achieved, desired, next_achieved, next_desired)
+        start, outcome = _halves(joined)
+        begins = np.arange(count) % (batch[-1] if len(batch) > 1 else count) == 0
+        _check_last_steps(tensordict, keys, outcome, done if mask is None else done & mask, names)
+        if goal_fn is not None or not joined.is_floating_point() or _has_nan(joined):
+            achieved_goals = [achieved, next_achieved] if goal_fn is None else [exact]
+            _check_not_nan({"desired": [desired, next_desired], "achieved": achieved_goals}, count, mask, names)
+        if mask is not None:
+            on_device = torch.from_numpy(mask).to(goals.device)
+            goals, exact = goals[on_device], exact[on_device]
+            start, outcome, done, begins = start[mask], outcome[mask], done[mask], begins[mask]
+            trajectory = None if trajectory is None else trajectory[mask]
+        row_length = 0 if mask is not None else batch[-1] if len(batch) > 1 else 1
+        written = cls(goals, start, outcome, done, begins, row_length, trajectory, mask, names)
+        _check_representable(exact, written)
+        return written
 
     def name(self, position: int) -> str:
         """Return the name of a transition in error messages, given its position among the transitions."""
@@ -60,62 +117,6 @@ class WrittenTransitions(NamedTuple):
         """Return the transitions ``[*batch]`` of the write as ``[n]``, flattened and without padding."""
         rows = tensordict.reshape(-1)
         return rows if self.mask is None else rows[torch.from_numpy(self.mask).to(self.goals.device)]
-
-
-def read_transitions(
-    tensordict: TensorDictBase,
-    keys: HERKeys,
-    goal_fn: Callable[[Tensor], Tensor] | None,
-    earlier_goals: Tensor | None,
-    names: RowNames = THIS_WRITE,
-) -> WrittenTransitions:
-    """Validate transitions ``[*batch]`` and flatten them, in the order of writing.
-
-    It runs before any state changes, so a refused write leaves no trace.
-
-    Args:
-        tensordict (TensorDictBase): transitions ``[*batch]``; with several dimensions, the last one is time.
-        keys (HERKeys): the keys of the entries.
-        goal_fn (Callable[[Tensor], Tensor] or None): maps achieved entries ``[n, *state]`` to goals ``[n, *goal]``.
-        earlier_goals (Tensor or None): goals ``[n, *goal]`` of earlier writes, whose shape and dtype must match.
-        names (RowNames): the names of the rows in error messages.
-
-    Raises:
-        ValueError: if goals, flags or ids have a wrong shape or dtype, or if an achieved goal is NaN or was lost.
-        TypeError: if an entry is not a tensor.
-        KeyError: if an entry is missing.
-    """
-    check_single_steps(tensordict)
-    batch, count = tensordict.batch_size, tensordict.batch_size.numel()
-    achieved, next_achieved = _get_goals(tensordict, "achieved", keys.achieved_goal, keys.next_achieved_goal)
-    desired, next_desired = _get_goals(tensordict, "desired", keys.desired_goal, keys.next_desired_goal)
-    states = next_achieved.reshape(count, *next_achieved.shape[len(batch) :])  # [n, *state]
-    exact = map_goals(states, goal_fn).detach()  # [n, *goal]
-    _check_shapes(exact.shape[1:], desired.shape[len(batch) :], desired.dtype, earlier_goals)
-    goals = exact.to(desired.dtype)
-
-    done = flatten_entry(tensordict, keys.next_done, np.bool_, "done")
-    trajectory = mask = None
-    if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
-        trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory")
-    if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
-        mask = flatten_entry(tensordict, keys.mask, np.bool_, "mask")
-    joined = _join(count, achieved, desired, next_achieved, next_desired)
-    start, outcome = _halves(joined)
-    begins = np.arange(count) % (batch[-1] if len(batch) > 1 else count) == 0
-    _check_last_steps(tensordict, keys, outcome, done if mask is None else done & mask, names)
-    if goal_fn is not None or not joined.is_floating_point() or _has_nan(joined):
-        achieved_goals = [achieved, next_achieved] if goal_fn is None else [exact]
-        _check_not_nan({"desired": [desired, next_desired], "achieved": achieved_goals}, count, mask, names)
-    if mask is not None:
-        on_device = torch.from_numpy(mask).to(goals.device)
-        goals, exact = goals[on_device], exact[on_device]
-        start, outcome, done, begins = start[mask], outcome[mask], done[mask], begins[mask]
-        trajectory = None if trajectory is None else trajectory[mask]
-    row_length = 0 if mask is not None else batch[-1] if len(batch) > 1 else 1
-    written = WrittenTransitions(goals, start, outcome, done, begins, row_length, trajectory, mask, names)
-    _check_representable(exact, written)
-    return written
 
 
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -218,7 +219,7 @@ def _check_shapes(
         )
 
 
-def _check_representable(exact: Tensor, written: WrittenTransitions) -> None:
+def _check_representable(exact: Tensor, written: Write) -> None:
     """Check that the dtype of desired goals can represent the achieved goals."""
     goals = written.goals
     if exact.is_floating_point() and not goals.is_floating_point() and not torch.equal(goals.to(exact.dtype), exact):

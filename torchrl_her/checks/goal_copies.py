@@ -12,11 +12,35 @@ from torch import Tensor
 from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
 from torchrl_her._private import warn_user
+from torchrl_her.checks.check import Check
+from torchrl_her.episodes.write import Write
 from torchrl_her.keys import HERKeys
 
 ROWS = 64  # rows that are searched in each write
 GOALS = 8  # an entry that equals this many different goals is a copy
 WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
+
+
+class GoalCopiesCheck(Check):
+    """Warns if written entries contain a copy of the desired goal.
+
+    Args:
+        keys (HERKeys): the keys of the entries.
+        replaced (frozenset[NestedKey]): entries that relabelling replaces besides the goals.
+    """
+
+    def __init__(self, keys: HERKeys, replaced: frozenset[NestedKey]):
+        self._keys = keys
+        self._replaced = replaced
+        self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
+
+    def on_write(  # noqa: D102
+        self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None
+    ) -> None:
+        copies = self._copies  # which another thread may set to None
+        if copies is not None and later is not None:
+            copies = warn_if_goal_is_copied(tensordict, self._keys, later, copies, self._replaced)
+            self._copies = None if self._copies is None else copies
 
 
 class GoalCopies(NamedTuple):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.envs import Transform
 
 from torchrl_her._private import warn_user
-from torchrl_her.diagnosis.reach import ReachCheck, is_better
-from torchrl_her.episodes.transitions import WrittenTransitions, map_goals
+from torchrl_her.checks.check import Check
+from torchrl_her.checks.continuity import ContinuityCheck
+from torchrl_her.checks.reach import ReachCheck, is_better
+from torchrl_her.episodes.lanes import Tracked
+from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.env_reward import EnvReward
@@ -32,7 +37,7 @@ GOAL_CHANGES = (
 )
 
 
-class RewardCheck:
+class RewardCheck(Check):
     """Compares the reward module with stored rewards, until enough reached and missed goals have been compared.
 
     A goal counts as reached if the stored reward equals the module's reward with the transition's own outcome as its
@@ -51,19 +56,22 @@ class RewardCheck:
         self,
         reward: TensorDictModuleBase,
         keys: HERKeys,
+        continuity: ContinuityCheck,
         *,
-        compares: bool = True,
-        goal_fn: Callable[[Tensor], Tensor] | None = None,
+        compares: bool,
+        goal_fn: Callable[[Tensor], Tensor] | None,
     ):
         self.reward = reward
         self.keys = keys
+        self._continuity = continuity
         self.goal_fn = goal_fn
         self.reached_reward: float | None = None
         self._is_over = False
         self.compares = compares
         self.reach = ReachCheck()
         self.recomputes_ends = keys.next_terminated in reward.out_keys
-        self._is_learned = not compares or any(each.requires_grad for each in reward.parameters())
+        is_learned = any(each.requires_grad for each in reward.parameters())
+        self._is_learned = is_learned or bool(getattr(reward, "recompute_all", False))
         self._checks_ends = not self.recomputes_ends  # until it is known whether episodes end on success
         self._reached = self._missed = 0  # compared transitions
         self._can_miss = False  # whether another goal than its own outcome gave a transition a worse reward
@@ -74,7 +82,7 @@ class RewardCheck:
         self._range = (math.inf, -math.inf)  # of stored rewards
         self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
 
-    def check(self, tensordict: TensorDictBase, written: WrittenTransitions) -> None:
+    def on_write(self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None) -> None:
         """Compare some of the written transitions ``[*batch]``, and warn about differences.
 
         Raises:
@@ -105,7 +113,7 @@ class RewardCheck:
         self._next = 2 * self._written if self._written >= ROWS else 0
         self._range = min(low, self._range[0]), max(high, self._range[1])
 
-    def _check_reach(self, tensordict: TensorDictBase, written: WrittenTransitions) -> None:
+    def _check_reach(self, tensordict: TensorDictBase, written: Write) -> None:
         moved = (written.start != written.outcome).nonzero()[0]
         if len(moved):
             index = torch.from_numpy(moved[:: -(-len(moved) // ROWS)]).to(written.goals.device)
@@ -258,11 +266,16 @@ class RewardCheck:
         else:
             warn_user(message)
 
-    def warn_if_waiting(self, *, are_continuous: bool) -> None:
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Issue the warning that waits until it is known whether transitions continue each other, if they do."""
+        if self._continuity.is_broken is None:
+            return
         message, self._waiting = self._waiting, None
-        if message is not None and are_continuous:
+        if message is not None and not self._continuity.is_broken:
             warn_user(message)
+
+    def report(self) -> dict[str, Any]:  # noqa: D102
+        return {"step_length": self.reach.step}
 
     def _advice(self, rows: TensorDictBase) -> str:
         for key in getattr(self.reward, "info_keys", ()):
