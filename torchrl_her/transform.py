@@ -404,7 +404,8 @@ class HERTransform(Transform):
             is_relabelled = draw.relabelled & whole.repeat_interleave(self.sequence_length)
         relabelled = is_relabelled.view(*tensordict.batch_size, 1)
         relabelling.set_goals(batch, draw.goals, relabelled)
-        self._set_info(batch, draw, relabelled, steps_to_goal(draw, episode, step))
+        if self.info or relabelling.reads_steps:
+            self._set_info(batch, draw, relabelled, steps_to_goal(draw, episode, step))
         rewards.recompute(batch, torch.ones_like(relabelled) if self._creates_goals else relabelled)
         if relabelling.reads_steps and not self.info:
             batch.data.del_(STEPS_TO_GOAL)
@@ -505,10 +506,9 @@ class HERTransform(Transform):
 
     def _set_info(self, batch: Batch, draw: Draw, relabelled: Tensor, ahead: Tensor) -> None:
         """Set the entries with the number of steps ``ahead``, ``int64 [n]``, and the index of the mixture's member."""
-        if self.info or self._relabelling.reads_steps:
-            ahead = torch.where(relabelled, ahead.view_as(relabelled), -1)
-            # A created goal is the transition's own outcome, zero steps ahead.
-            batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead, 0) if self._creates_goals else ahead)
+        ahead = torch.where(relabelled, ahead.view_as(relabelled), -1)
+        # A created goal is the transition's own outcome, zero steps ahead.
+        batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead, 0) if self._creates_goals else ahead)
         if self.info and draw.member is not None:
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
