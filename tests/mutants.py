@@ -20,6 +20,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parents[1]
 NEEDED = ("torchrl_her", "tests", "examples", "benchmarks", "conftest.py", "pyproject.toml")
 MACHINE = "tests/test_state_machine.py"
+SELECTION = "tests/test_goal_selection.py"
 TIMEOUT = 600  # seconds; a mutant can loop for ever
 
 
@@ -435,6 +436,27 @@ MUTANTS = [
     Mutant("a compiled transform does not count its samples", "checks/sample_counts.py",
         "self._compiled = self._counted(sample)", "pass",
         "tests/integration/test_compile.py -k still_warns"),
+    # GoalSelection
+    Mutant("rewards of selected goals are those of the environment", "goal_selection.py",
+        "after.set(keys.reward, where(selected, computed, stored))", "pass", SELECTION + " -k stored_rewards"),
+    Mutant("goals that are not allowed are selected", "goal_selection.py", "selected = has_any & (torch.rand",
+        "selected = (torch.rand", SELECTION + " -k no_candidate"),
+    Mutant("an episode goes on after the environment has ended", "goal_selection.py",
+        "after.get(keys.truncated) | (stored & ~terminated)", "after.get(keys.truncated)",
+        SELECTION + " -k episode_ends"),
+    Mutant("candidates outside the box", "goal_selection.py",
+        "allowed &= ((candidates >= low) & (candidates <= high)).flatten(2).all(-1)", "pass", SELECTION + " -k beyond"),
+    Mutant("every environment gets a new goal", "goal_selection.py", "row = resets.nonzero().flatten()",
+        "resets = torch.ones_like(resets); row = resets.nonzero().flatten()", SELECTION + " -k saved_selection"),
+    Mutant("the frequent goal is selected", "goal_selectors.py", "density.argmin(1)", "density.argmax(1)",
+        SELECTION + " -k lowest_density"),
+    Mutant("the cutoff has no lower bound", "goal_selectors.py", "max(self.lowest, self.cutoff + change)",
+        "self.cutoff + change", SELECTION + " -k cutoff"),
+    Mutant("own goals are kept at random", "goal_selection.py", "share = 1 - self._kept_share if self.towards_desired",
+        "share = 0.5 if self.towards_desired", SELECTION + " -k achieves_such"),
+    Mutant("a shared table is copied with its environment", "goals/table.py",
+        "if self.is_shared and get_spawning_popen() is not None:", "if False:",
+        SELECTION + " -m slow -k another_process_needs"),
     # check_goal_env and environments
     Mutant("steps that agree are not compared with the next goal", "goal_env_check/reward.py",
         "for rows in (differs, ~differs)", "for rows in (differs,)",

@@ -42,6 +42,7 @@ TIERS = [
     {"relabel", "order", "compact", "movement"},
     {"offline"},
     {"transform", "augmentation"},
+    {"goal_selectors", "goal_selection"},
     {"goal_env_check", "envs", "__main__"},
 ]
 ALONE = {  # the only modules and folders that these import
@@ -50,7 +51,7 @@ ALONE = {  # the only modules and folders that these import
     "goal_env_check": {"goal_env_check", "rewards", "keys", "_private"},  # HERKeys is an argument of check_goal_env
 }
 # Names with an underscore that are public API: methods of NamedTuple and extension points of transforms.
-PUBLIC = {"_replace", "_asdict", "_fields", "_inv_call"}
+PUBLIC = {"_replace", "_asdict", "_fields", "_inv_call", "_reset", "_step"}
 PRIVATE = re.compile(r"_[a-z]")
 
 

@@ -398,6 +398,13 @@ class Hindsight(Writes):
         stored = self.rb.storage[:]
         return torch.stack(stored).clone() if isinstance(stored, list) else stored.clone()
 
+    @rule()
+    def draw_goals_for_selection(self):
+        outcomes = {row.outcome for part in self.oracle.parts if not part.lost for row in part.rows}
+        goals = self.hindsight.random_goals(20)
+        assert (goals is None) == (not self.hindsight.table_size)
+        assert goals is None or {*map(tuple, self.config.goals.pairs(goals).tolist())} <= outcomes
+
     # The state of the transform
 
     @rule()

@@ -4,6 +4,8 @@ from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
 from torchrl_her.goal_env_check.check import check_goal_env
 from torchrl_her.goal_env_check.finding import Finding, GoalEnvReport
+from torchrl_her.goal_selection import GoalSelection
+from torchrl_her.goal_selectors import Feasible, GoalSelector, LowestDensity, Uniform
 from torchrl_her.goals.mixture import Mixture
 from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
 from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
@@ -25,16 +27,20 @@ __all__ = [
     "Current",
     "EnvReward",
     "Episode",
+    "Feasible",
     "Final",
     "Finding",
     "Future",
     "Geometric",
     "GoalEnvReport",
     "GoalReward",
+    "GoalSelection",
+    "GoalSelector",
     "GoalStrategy",
     "HERKeys",
     "HERTransform",
     "HindsightAugmentation",
+    "LowestDensity",
     "Mixture",
     "MovementPriority",
     "PackedStorage",
@@ -44,6 +50,7 @@ __all__ = [
     "SparseReward",
     "Subgoal",
     "Transitions",
+    "Uniform",
     "call_transform",
     "check_goal_env",
     "load_minari",

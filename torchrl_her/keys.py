@@ -18,6 +18,9 @@ STEPS_TO_GOAL = ("hindsight", "steps_to_goal")
 # The index of the mixture's member that selected the goal, int64 [*batch, 1]; -1 if the transition is not relabelled.
 MEMBER = ("hindsight", "member")
 
+# The entry of `GoalSelection`, which has the environment's own goal.
+SELECTION = "goal_selection"
+
 
 @dataclass(frozen=True, repr=False)
 class HERKeys:

@@ -433,6 +433,40 @@ class HERTransform(Transform):
         self._check_neighbours()
         super().compile(*args, **kwargs)
 
+    def random_goals(self, count: int) -> Tensor | None:
+        """Return goals that were achieved at random steps, uniformly over the goal table.
+
+        Args:
+            count (int): the number of goals.
+
+        Returns:
+            Tensor | None: the goals, ``[count, *goal]``; the same goal can occur several times. None if there are none
+                yet.
+
+        Examples:
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> from torchrl.envs import GymEnv
+            >>> import torchrl_her.envs
+            >>> from torchrl_her import EnvReward, HERTransform
+            >>> env = GymEnv("torchrl_her/PointReach-v0")
+            >>> her = HERTransform(EnvReward(env), capacity=1000)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her)
+            >>> _ = rb.extend(env.rollout(50))
+            >>> her.random_goals(8).shape
+            torch.Size([8, 2])
+        """
+        return self._episodes.random_goals(count)
+
+    @property
+    def table_size(self) -> int:
+        """The number (int) of goals in the goal table."""
+        return self._episodes.table_size
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether goals that are written now reach this object: False in a copy for another process."""
+        return self._episodes.is_up_to_date
+
     def report(self) -> Report:
         """Summarize the transitions that were written and sampled so far.
 

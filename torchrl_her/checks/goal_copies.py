@@ -14,8 +14,9 @@ from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 from torchrl_her._private import warn_user
 from torchrl_her.checks.check import Check
 from torchrl_her.episodes.write import Write
-from torchrl_her.keys import HERKeys
+from torchrl_her.keys import SELECTION, HERKeys
 
+OWN_GOAL = (SELECTION, "desired_goal")
 ROWS = 64  # rows that are searched in each write
 GOALS = 8  # an entry that equals this many different goals is a copy
 WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
@@ -73,7 +74,7 @@ def warn_if_goal_is_copied(
     places: dict[NestedKey, set[int]] = {}
     for key in leaves:
         pair = (key, unravel_key(("next", key)))
-        if key in (keys.achieved_goal, keys.desired_goal) or rewritten.issuperset(pair):
+        if key in (keys.achieved_goal, keys.desired_goal, OWN_GOAL) or rewritten.issuperset(pair):
             continue
         found = _places(tensordict, pair, desired, stride)
         if copies.places is not None:

@@ -97,6 +97,29 @@ class Episodes:
 
     # Sampling
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether goals that are written now reach this object: not in a copy for another process."""
+        return self.lock.is_shared or self._process == os.getpid()
+
+    @property
+    def table_size(self) -> int:
+        """The number of goals in the table."""
+        return 0 if self.table is None else int(self.table.size)
+
+    def random_goals(self, count: int) -> Tensor | None:
+        """Return the goals in random rows of the table, ``[count, *goal]``, or None if it is empty."""
+        if self.table is None or not self.table_size:
+            return None
+        goals, found = self.table.read(*self.table.any_goal((count,)))
+        if not found.all():  # other processes write at the same time
+            row = torch.arange(count, device=found.device)
+            places = found.nonzero().flatten()
+            if not len(places):
+                return None
+            goals = goals[torch.where(found, row, places[row % len(places)])]
+        return goals
+
     def table_for(self, desired: Tensor, dimensions: int) -> GoalTable:
         """Return the table on the device of sampled goals, ``[*batch, *goal]``.
 

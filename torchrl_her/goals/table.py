@@ -6,6 +6,8 @@ import math
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -299,12 +301,16 @@ class GoalTable:
         """Whether processes share the table."""
         return self.counters.is_shared()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any] | bytes:
         # Pickled as views, names and goals would no longer share memory.
-        return {name: value for name, value in vars(self).items() if name not in ("names", "goals", "_counts")}
+        state = {name: value for name, value in vars(self).items() if name not in ("names", "goals", "_counts")}
+        if self.is_shared and get_spawning_popen() is not None:
+            # Collectors pickle environments with cloudpickle, which would copy shared tensors.
+            return bytes(ForkingPickler.dumps(state))
+        return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def __setstate__(self, state: dict[str, Any] | bytes) -> None:
+        vars(self).update(ForkingPickler.loads(state) if isinstance(state, bytes) else state)
         self._make_views()
 
     def state_dict(self) -> dict[str, Any]:

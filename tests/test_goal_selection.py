@@ -1,0 +1,384 @@
+"""GoalSelection: achieved goals replace the desired goals of environments, and the rewards follow."""
+
+import copy
+import math
+from functools import partial
+
+import gymnasium
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.envs import (
+    Compose,
+    GymEnv,
+    GymWrapper,
+    ParallelEnv,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+    check_env_specs,
+)
+
+import torchrl_her.envs
+from torchrl_her import (
+    EnvReward,
+    Feasible,
+    GoalSelection,
+    GoalSelector,
+    HERTransform,
+    LowestDensity,
+    ReachedReward,
+    SparseReward,
+    Uniform,
+)
+from torchrl_her.goal_selectors import Density
+
+POINT = "torchrl_her.envs:torchrl_her/PointReach-v0"  # also registers it in other processes
+BITS = partial(gymnasium.make, "torchrl_her/BitFlipping-v0", n_bits=4)
+point = partial(GymEnv, POINT)
+ENVS = {"one": point, "serial": partial(SerialEnv, 3, point), "parallel": partial(ParallelEnv, 2, point)}
+
+
+class Seen(GoalSelector):
+    """Selects the first candidate, and remembers what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given, self.fitted = [], []
+
+    def fit(self, goals):
+        self.fitted.append(goals)
+
+    def select(self, candidates, observation):
+        self.given.append((candidates, observation))
+        return candidates[:, 0]
+
+
+def make_hindsight(reward=None, goals=0, **arguments):
+    """Return the transform of a buffer that holds some goals, and the buffer."""
+    hindsight = HERTransform(reward or EnvReward(POINT), capacity=10_000, **arguments)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), transform=hindsight, batch_size=64)
+    if goals:
+        rb.extend(point().rollout(goals, break_when_any_done=False))
+        hindsight.flush()
+    return hindsight, rb
+
+
+def collect(env, frames, total):
+    collector = Collector(env, None, frames_per_batch=frames, total_frames=total)
+    yield from (data.clone() for data in collector)
+    collector.shutdown(close_env=False)
+
+
+def _minus_distance(observation):
+    """Return the value of goals of which only those within 0.15 are feasible at first."""
+    return -20 * (observation["desired_goal"] - observation["achieved_goal"]).norm(dim=-1)
+
+
+def distance(one, other):
+    return math.dist(one.flatten().tolist(), other.flatten().tolist())
+
+
+@pytest.mark.parametrize("kind", ENVS)
+def test_stored_rewards_are_those_of_the_stored_goals(kind):
+    hindsight, rb = make_hindsight()
+    near = Feasible(_minus_distance, gamma=0.98, episode_steps=50)
+    selection = GoalSelection(hindsight, Uniform(), start=60, share=0.7, feasible=near)
+    env = TransformedEnv(ENVS[kind](), selection)
+    check_env_specs(env)
+    torch.manual_seed(0)
+    env.set_seed(0)
+    achieved, steps_at_goal = set(), {}
+    for data in collect(env, 60, 1200):
+        for row in data.reshape(-1).unbind(0):
+            own, goal = row["goal_selection", "desired_goal"], row["desired_goal"]
+            trajectory = int(row["collector", "traj_ids"])
+            selected = bool(row["goal_selection", "selected"])
+            assert torch.equal(row["next", "desired_goal"], goal)
+            assert torch.equal(row["next", "goal_selection", "desired_goal"], own)
+            assert bool(row["next", "goal_selection", "selected"]) == selected
+            reached = distance(row["next", "achieved_goal"], goal) <= 0.05
+            assert float(row["next", "reward"]) == float(reached) - 1
+            steps_at_goal[trajectory] = steps_at_goal.get(trajectory, 0) + (selected and reached)
+            assert int(row["next", "goal_selection", "steps_at_goal"]) == steps_at_goal[trajectory]
+            assert selected == (not torch.equal(own, goal))
+            assert not selected or tuple(goal.tolist()) in achieved
+        rb.extend(data.reshape(-1))
+        achieved.update(map(tuple, data["next", "achieved_goal"].reshape(-1, 2).tolist()))
+    report = selection.report()
+    assert report.selected >= 2
+    assert hindsight.report().discontinuous == 0
+    assert max(steps_at_goal.values()) > 0
+    env.close(raise_if_closed=False)
+
+
+def test_candidates_are_in_the_goal_table_and_observations_belong_to_the_reset():
+    hindsight, rb = make_hindsight(goals=300)
+    selector = Seen()
+    env = TransformedEnv(SerialEnv(3, point), GoalSelection(hindsight, selector, share=1.0, start=1, candidates=20))
+    data = env.rollout(120, break_when_any_done=False)
+    goals = {tuple(goal) for goal in rb.storage[:]["next", "achieved_goal"].tolist()}
+    assert len(selector.given) == 3  # at the first reset and after 50 and 100 steps
+    for candidates, observation in selector.given:
+        assert candidates.shape == (3, 20, 2)
+        assert {tuple(goal) for goal in candidates.reshape(-1, 2).tolist()} <= goals
+        assert observation.batch_size == (3,)
+    assert torch.equal(data["observation"][:, 50], selector.given[1][1]["observation"])
+    assert torch.equal(data["desired_goal"][:, 50], selector.given[1][0][:, 0])
+    assert data["goal_selection", "selected"].all()
+    assert len(selector.fitted) == 1
+
+
+def test_only_environments_that_reset_get_a_new_goal():
+    hindsight, _ = make_hindsight(goals=300)
+    lengths = [3, 5]
+    envs = [partial(_limited, length) for length in lengths]
+    env = TransformedEnv(SerialEnv(2, envs), GoalSelection(hindsight, Uniform(), share=1.0, start=1))
+    data = env.rollout(30, break_when_any_done=False)
+    for number, length in enumerate(lengths):
+        goals = data["desired_goal"][number]
+        changes = [step for step in range(1, 30) if not torch.equal(goals[step], goals[step - 1])]
+        assert changes == list(range(length, 30, length))
+
+
+def _limited(steps):
+    return TransformedEnv(point(), StepCounter(max_steps=steps))
+
+
+def test_without_selection_a_rollout_is_bit_for_bit_the_one_without_the_transform():
+    hindsight, _ = make_hindsight(goals=600)
+    selection, rollouts = GoalSelection(hindsight, Uniform(), share=0.0), []
+    for each in (TransformedEnv(SerialEnv(2, point), selection), SerialEnv(2, point)):
+        torch.manual_seed(0)
+        each.set_seed(0)
+        rollouts.append(each.rollout(120, break_when_any_done=False))
+    with_transform = rollouts[0].exclude("goal_selection", ("next", "goal_selection"))
+    assert set(with_transform.keys(True, True)) == set(rollouts[1].keys(True, True))
+    assert (with_transform == rollouts[1]).all()
+
+
+def test_nothing_is_selected_before_the_table_has_enough_goals():
+    hindsight, rb = make_hindsight()
+    env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=101))
+    selected = []
+    for _ in range(5):
+        rollout = env.rollout(50)
+        selected.append(bool(rollout["goal_selection", "selected"][0]))
+        rb.extend(rollout)
+    assert selected == [False, False, False, True, True]
+
+
+def test_an_episode_ends_at_the_selected_goal_and_is_truncated_at_the_goal_of_the_environment():
+    hindsight = HERTransform(EnvReward(BITS), capacity=1000)
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
+    env = GymWrapper(BITS(), categorical_action_encoding=True)
+    rb.extend(env.rollout(200, break_when_any_done=False))
+    hindsight.flush()
+    data = TransformedEnv(env, GoalSelection(hindsight, Uniform(), share=1.0, start=1)).rollout(
+        600, break_when_any_done=False
+    )
+    ends = {"selected": 0, "own": 0}
+    for row in data.unbind(0):
+        if not row["goal_selection", "selected"]:
+            continue
+        at_goal = torch.equal(row["next", "achieved_goal"], row["desired_goal"])
+        at_own = torch.equal(row["next", "achieved_goal"], row["goal_selection", "desired_goal"])
+        assert bool(row["next", "terminated"]) == at_goal
+        assert bool(row["next", "truncated"]) >= (at_own and not at_goal)
+        assert bool(row["next", "done"]) == bool(row["next", "terminated"] | row["next", "truncated"])
+        ends["selected"] += at_goal
+        ends["own"] += at_own and not at_goal
+    assert min(ends.values()) > 3
+
+
+def test_the_density_is_a_mean_of_gaussians():
+    torch.manual_seed(0)
+    fitted, at = torch.randn(40, 2, 3).double() * 5 + 1, torch.randn(7, 2, 3).double() * 5
+    mean, std = fitted.mean(0), fitted.std(0, correction=0)
+
+    def oracle(goal):
+        total = sum(math.exp(-float((((goal - each) / std / 0.5) ** 2).sum()) / 2) for each in fitted)
+        return math.log(total / len(fitted))
+
+    density = Density(fitted, bandwidth=0.5)
+    assert density.log_density(at).tolist() == pytest.approx([oracle(goal) for goal in at])
+    assert torch.allclose(density.mean, mean.flatten())
+
+
+def test_the_candidate_with_the_lowest_density_is_selected():
+    selector = LowestDensity()
+    frequent = torch.randint(10, (1000, 1)) / 10
+    selector.fit(torch.cat([frequent, torch.tensor([[5.0]])]))
+    candidates = frequent[:12].reshape(3, 4, 1).clone()
+    candidates[1, 2] = 5.0
+    assert selector.select(candidates, None)[1] == 5.0
+    with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
+        LowestDensity(bandwidth=0)
+
+
+def test_the_cutoff_follows_the_success_at_selected_goals():
+    feasible = Feasible(lambda td: td["value"], gamma=0.98, episode_steps=50)
+    lowest = -(1 - 0.98**40) / 0.02
+    cutoffs = []
+    for reached in [9, 7, 5, 3, 10, 10, 0, 0, 0, *[10] * 40]:
+        feasible.update(attempts=4, reached=min(reached, 4))
+        feasible.update(attempts=6, reached=max(reached - 4, 0))
+        cutoffs.append(feasible.cutoff)
+    assert cutoffs[:9] == [-4, -5, -5, -4, -5, -6, -5, -4, -3]
+    assert min(cutoffs) == pytest.approx(lowest)
+    values = TensorDict({"value": torch.tensor([lowest - 1, lowest + 0.1, 0.0])}, batch_size=3)
+    assert feasible(values).tolist() == [False, True, True]
+    with pytest.raises(ValueError, match=r"one value per row, \(3,\) or \(3, 1\), but returned \(\)"):
+        Feasible(lambda td: td["value"].sum(), gamma=1, episode_steps=1)(values)
+
+
+def test_candidates_beyond_the_environments_goals_or_the_agents_reach_are_left_out():
+    hindsight, _ = make_hindsight(goals=2000)
+    selector = Seen()
+    feasible = Feasible(lambda td: -10.0 * (td["desired_goal"][:, 0] > 0), gamma=0.98, episode_steps=50)
+    selection = GoalSelection(hindsight, selector, share=1.0, start=1, within_desired=True, feasible=feasible)
+    env = TransformedEnv(point(), selection)
+    own = torch.stack([env.rollout(1)["goal_selection", "desired_goal"][0] for _ in range(8)])
+    for number, (candidates, _) in enumerate(selector.given):
+        seen = own[: number + 1] if number else own[:1]
+        allowed = (candidates >= seen.amin(0)).all(-1) & (candidates <= seen.amax(0)).all(-1)
+        assert number < 3 or (allowed & (candidates[..., 0] <= 0)).all()
+    assert selection.report().selected > 0
+
+
+def test_the_environments_own_goal_is_kept_if_no_candidate_is_allowed():
+    hindsight, _ = make_hindsight(goals=600)
+    never = Feasible(lambda td: torch.full((len(td),), -1e9), gamma=0.98, episode_steps=50)
+    env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=1, feasible=never))
+    rollout = env.rollout(200, break_when_any_done=False)
+    assert not rollout["goal_selection", "selected"].any()
+    assert torch.equal(rollout["desired_goal"], rollout["goal_selection", "desired_goal"])
+
+
+@pytest.mark.parametrize("achieves_desired", [False, True])
+def test_the_environments_own_goal_is_kept_once_the_agent_achieves_such_goals(achieves_desired):
+    hindsight, rb = make_hindsight()
+    rollout = point().rollout(2000, break_when_any_done=False)
+    if not achieves_desired:  # all achieved goals are close to one point
+        for key in ("achieved_goal", ("next", "achieved_goal")):
+            rollout[key] *= 0.01
+    rb.extend(rollout)
+    hindsight.flush()
+    env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), start=1, towards_desired=True))
+    first = env.rollout(500, break_when_any_done=False)  # desired goals become known
+    later = env.rollout(2000, break_when_any_done=False)
+    assert first["goal_selection", "selected"].any()
+    share = later["goal_selection", "selected"].double().mean()
+    assert share == 0 if achieves_desired else share > 0.8
+
+
+def test_a_saved_selection_goes_on_as_if_it_had_not_stopped():
+    hindsight, _ = make_hindsight(goals=600)
+    feasible = partial(Feasible, lambda td: -td["desired_goal"].norm(dim=-1), gamma=0.98, episode_steps=50)
+
+    def make():
+        selector = LowestDensity()
+        arguments = {"share": 0.6, "start": 1, "within_desired": True, "feasible": feasible()}
+        return TransformedEnv(point(), GoalSelection(hindsight, selector, **arguments))
+
+    env, other = make(), make()
+    env.rollout(250, break_when_any_done=False)
+    other.load_state_dict(env.state_dict())
+    rollouts = []
+    for each in (env, other):
+        torch.manual_seed(1)
+        each.set_seed(1)
+        rollouts.append(each.rollout(900, break_when_any_done=False))
+    assert (rollouts[0] == rollouts[1]).all()
+    assert env.transform.report() == other.transform.report()
+    assert env.transform.report().episodes > 20
+
+
+def test_a_copy_reads_the_same_goals():
+    hindsight, rb = make_hindsight()
+    selection = copy.deepcopy(GoalSelection(hindsight, Uniform(), share=1.0, start=50))
+    rb.extend(point().rollout(50))
+    assert selection.hindsight is hindsight
+    assert TransformedEnv(point(), selection).rollout(3)["goal_selection", "selected"].all()
+
+
+def test_wrong_arguments_are_refused():
+    hindsight, _ = make_hindsight()
+    with pytest.raises(TypeError, match="must be the HERTransform of the buffer, got a ReplayBuffer"):
+        GoalSelection(ReplayBuffer(), Uniform())
+    with pytest.raises(TypeError, match="selector must be a GoalSelector"):
+        GoalSelection(hindsight, Uniform)
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\], got 1.5"):
+        GoalSelection(hindsight, Uniform(), share=1.5)
+    with pytest.raises(ValueError, match="candidates must be at least 1, got 0"):
+        GoalSelection(hindsight, Uniform(), candidates=0)
+    with pytest.raises(ValueError, match="replace ReachedReward with"):
+        GoalSelection(HERTransform(ReachedReward(), capacity=9), Uniform())
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=GoalSelection(hindsight, Uniform()), batch_size=2)
+    rb.extend(point().rollout(3))
+    with pytest.raises(ValueError, match="is a transform of environments"):
+        rb.sample()
+
+
+def test_misuse_in_an_environment_is_refused():
+    hindsight, _ = make_hindsight(goals=100)
+
+    class Wrong(GoalSelector):
+        def select(self, candidates, observation):
+            return candidates
+
+    with pytest.raises(ValueError, match=r"one goal for each environment, \(1, 2\), but returned \(1, 500, 2\)"):
+        TransformedEnv(point(), GoalSelection(hindsight, Wrong(), start=1)).reset()
+    env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), start=1))
+    env.reset()
+    with pytest.raises(KeyError, match="of the previous step at the root"):
+        env.step(TensorDict({"action": torch.zeros(2)}))
+    with pytest.raises(KeyError, match="has no desired goal 'desired_goal'"):
+        check_env_specs(TransformedEnv(GymEnv("Pendulum-v1"), GoalSelection(hindsight, Uniform())))
+
+
+def test_an_environment_that_changes_its_goal_within_an_episode_is_refused():
+    class Moving(torchrl_her.envs.PointReach):
+        def step(self, action):
+            self.goal = self.goal + 0.1
+            return super().step(action)
+
+    hindsight, _ = make_hindsight(SparseReward(0.05))
+    env = TransformedEnv(GymWrapper(Moving()), GoalSelection(hindsight, Uniform()))
+    with pytest.raises(ValueError, match="changed its desired goal within an episode"):
+        env.rollout(3)
+
+
+def _in_worker(hindsight):
+    return TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=50))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_collector_of_another_process_needs_a_shared_goal_table(shared):
+    spec = {"goal_spec": point().observation_spec["achieved_goal"]} if shared else {}
+    hindsight = HERTransform(EnvReward(POINT), capacity=10_000, **spec)
+    storage = LazyTensorStorage(10_000, shared_init=shared)
+    rb = ReplayBuffer(storage=storage, transform=hindsight, shared=shared)
+    make_collector = partial(MultiSyncCollector, [partial(_in_worker, hindsight)], None, frames_per_batch=100)
+    if not shared:
+        with pytest.raises(RuntimeError, match=r"their goal table is not shared.*Create the buffer with shared=True"):
+            make_collector(total_frames=600)
+        return
+    collector = make_collector(total_frames=600)
+    selected = []
+    for data in collector:
+        rb.extend(data.reshape(-1))
+        selected.append(bool(data["goal_selection", "selected"].any()))
+    assert not selected[0]
+    assert selected[-1]
+    collector.shutdown()
+
+
+def test_other_transforms_come_after():
+    hindsight, _ = make_hindsight(goals=600)
+    env = TransformedEnv(point(), Compose(GoalSelection(hindsight, Uniform(), share=1.0, start=1), StepCounter(7)))
+    check_env_specs(env)
+    assert (env.rollout(20, break_when_any_done=False)["step_count"] < 7).all()

@@ -1,0 +1,372 @@
+"""Goals for the next episode that the agent has achieved before."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite, TensorSpec, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_her.episodes.write import map_goals
+from torchrl_her.goal_selectors import Density, Feasible, GoalSelector
+from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
+from torchrl_her.rewards.comparisons import agree
+from torchrl_her.rewards.returns import where
+from torchrl_her.transform import HERTransform
+
+MOST_CANDIDATES = 20_000  # for all environments that reset together
+FITTED = 10_000  # goals from which a selector learns
+FIT_EVERY = 10  # resets
+DESIRED_KEPT = 1_000  # the last desired goals of the environment, for the comparison with achieved goals
+OFFSET = -3.0  # of the comparison
+
+
+@dataclass(frozen=True)
+class SelectionReport:
+    """Counts of episodes, as returned by ``report()`` of `GoalSelection`.
+
+    Attributes:
+        episodes (int): the number of episodes that have begun.
+        selected (int): the number of ended episodes with a selected goal.
+        reached (int): the number of these episodes in which the goal was reached.
+        cutoff (float | None): the present cutoff of `Feasible`, or None without it.
+    """
+
+    episodes: int
+    selected: int
+    reached: int
+    cutoff: float | None
+
+
+class GoalSelection(Transform):
+    """Let the agent choose its goals: at a reset, an achieved goal can replace the environment's desired goal.
+
+    Environments can ask for goals that are far beyond what an agent can do. Goals at the frontier of what it has
+    achieved teach it more, and hindsight has collected them already. The idea is that of MEGA
+    ([Pitis et al., 2020](https://arxiv.org/abs/2007.02832)).
+
+    This is a transform of environments. Append it to the environments that collect, single or batched, before
+    transforms that copy the desired goal (``CatTensors``), and pass it the `HERTransform` of the buffer. Environments
+    for evaluation do not need it.
+
+    A selected goal replaces the desired goal at the root and under ``"next"``, and the rewards are recomputed. If the
+    reward module writes ``terminated``, so do the done flags: an episode that the environment itself terminates before
+    the selected goal is reached is truncated. These entries are added, at the root and under ``"next"``:
+
+    - ``("goal_selection", "desired_goal")``: the environment's own goal.
+    - ``("goal_selection", "selected")``, ``bool [*batch, 1]``: whether it was replaced.
+    - ``("goal_selection", "steps_at_goal")``, ``int64 [*batch, 1]``: the number of steps so far at the selected goal.
+
+    Args:
+        hindsight (HERTransform): the transform of the buffer that stores the transitions. Its keys and its reward are
+            used. In a collector of another process, its goal table must be shared: create the buffer with
+            ``shared=True`` first.
+        selector (GoalSelector): selects one of the candidates: `LowestDensity`, `Uniform`, or your own.
+
+    Keyword Args:
+        share (float): the probability that a goal is selected at a reset. Default: 0.5.
+        candidates (int): the number of candidates for each environment, drawn from the goal table; fewer if more than
+            40 environments reset at the same time. Default: 500.
+        within_desired (bool): whether candidates outside the bounding box of the environment's goals so far are left
+            out. Without this, the goals of `LowestDensity` include objects that fell off a table. Default: False.
+        feasible (Feasible, optional): leaves out candidates that the agent is not expected to reach.
+        towards_desired (bool): whether the environment's own goal is kept more often as the achieved goals approach the
+            environment's goals (OMEGA): with the probability 1 / max(KL - 3, 1), where KL is the divergence of the
+            achieved goals from the desired goals, instead of 1 - ``share``. Default: False.
+        start (int): no goal is selected before the goal table has this many goals. Default: 500.
+
+    Raises:
+        TypeError: if ``hindsight`` is not a `HERTransform`, or ``selector`` not a `GoalSelector`.
+        ValueError: if an argument is out of range, if the reward is not a function of the goals, if a selector returns
+            goals of the wrong shape, or if the environment changes its desired goal within an episode.
+        RuntimeError: in another process, if the goal table is not shared.
+        KeyError: if the environment has no goals, or a step lacks the entries of the previous one.
+
+    Examples:
+        >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+        >>> from torchrl.envs import GymEnv, TransformedEnv
+        >>> import torchrl_her.envs
+        >>> from torchrl_her import EnvReward, GoalSelection, HERTransform, LowestDensity
+        >>> env = GymEnv("torchrl_her/PointReach-v0")
+        >>> her = HERTransform(EnvReward(env), capacity=10_000)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10_000), transform=her)
+        >>> env = TransformedEnv(env, GoalSelection(her, LowestDensity(), start=50))
+        >>> for _ in range(20):
+        ...     _ = rb.extend(env.rollout(50))
+        >>> env.transform.report().episodes
+        20
+    """
+
+    def __init__(
+        self,
+        hindsight: HERTransform,
+        selector: GoalSelector,
+        *,
+        share: float = 0.5,
+        candidates: int = 500,
+        within_desired: bool = False,
+        feasible: Feasible | None = None,
+        towards_desired: bool = False,
+        start: int = 500,
+    ):
+        if not isinstance(hindsight, HERTransform):
+            raise TypeError(f"hindsight must be the HERTransform of the buffer, got a {type(hindsight).__name__}.")
+        if not isinstance(selector, GoalSelector):
+            raise TypeError(f"selector must be a GoalSelector, such as LowestDensity(), got {selector!r}.")
+        if not 0 <= share <= 1:
+            raise ValueError(f"share is a probability and must be in [0, 1], got {share!r}.")
+        for name, value in (("candidates", candidates), ("start", start)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}.")
+        if STEPS_TO_GOAL in hindsight.reward.in_keys:
+            raise ValueError(
+                "GoalSelection needs a reward that is computed from the goals, but this one reads the number of steps "
+                "to the goal: replace ReachedReward with GoalReward(reward_fn), SparseReward or EnvReward."
+            )
+        super().__init__()
+        self._hindsight = (hindsight,)  # a tuple: the transform of the buffer is not a part of this module
+        self.selector, self.feasible = selector, feasible
+        self.share, self.candidates, self.start = share, candidates, start
+        self.within_desired, self.towards_desired = within_desired, towards_desired
+        self._kept_share = 0.0  # the probability that the environment's own goal is kept; used if `towards_desired`
+        self._resets_to_fit = 0  # the number of resets before the selector learns again
+        self._box: tuple[Tensor, Tensor] | None = None  # the smallest and largest desired goals, [*goal] each
+        self._desired: Tensor | None = None  # the last desired goals of the environment, [m, *goal]
+        none = torch.zeros(0, dtype=torch.bool)
+        self._selected = none  # bool [n], whether the goal of each environment is selected
+        self._reached = none  # bool [n], whether it was reached
+        self._counts = {"episodes": 0, "selected": 0, "reached": 0}
+
+    @property
+    def hindsight(self) -> HERTransform:
+        """The transform of the buffer."""
+        return self._hindsight[0]
+
+    def report(self) -> SelectionReport:
+        """Count the episodes and selected goals so far.
+
+        Returns:
+            SelectionReport: the numbers of episodes, of selected goals and of reached ones.
+        """
+        return SelectionReport(**self._counts, cutoff=None if self.feasible is None else self.feasible.cutoff)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Raise an error: this is not a transform of replay buffers."""
+        raise ValueError(
+            "GoalSelection is a transform of environments, not of replay buffers: pass it to "
+            "TransformedEnv(env, GoalSelection(...))."
+        )
+
+    def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
+        """Add the entries of this transform to the spec of observations."""
+        key = self.hindsight.keys.desired_goal
+        spec = observation_spec.get(key, None) if isinstance(observation_spec, Composite) else None
+        if spec is None:
+            raise KeyError(f"The environment has no desired goal {key!r}: pass its key to the HERTransform.")
+        shape, device = observation_spec.shape, observation_spec.device
+        goal = Unbounded(spec.shape, dtype=spec.dtype, device=device)
+        observation_spec[key] = goal  # an achieved goal can be outside the bounds of desired goals
+        observation_spec[SELECTION] = Composite(
+            desired_goal=goal.clone(),
+            selected=Unbounded((*shape, 1), dtype=torch.bool, device=device),
+            steps_at_goal=Unbounded((*shape, 1), dtype=torch.int64, device=device),
+            shape=shape,
+            device=device,
+        )
+        return observation_spec
+
+    # Resets
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """Select the goals of the environments that reset, in ``tensordict_reset``, ``[*batch]``."""
+        self._check_process()
+        key, batch = self.hindsight.keys.desired_goal, tensordict_reset.batch_size
+        own = tensordict_reset.get(key)  # [*batch, *goal]
+        flags = tensordict.get("_reset", None)
+        resets = torch.ones(batch.numel(), dtype=torch.bool, device=own.device) if flags is None else flags.reshape(-1)
+        row = resets.nonzero().flatten()
+        goals = own.reshape(batch.numel(), *own.shape[len(batch) :]).clone()  # [n, *goal]
+        self._count_ended(resets)
+        selected = torch.zeros_like(resets)
+        if len(row):
+            self._note_desired(goals[row])
+            selected[row], goals[row] = self._select(tensordict_reset.reshape(-1)[row], goals[row])
+        self._selected = torch.where(resets, selected, self._selected)
+        self._reached = self._reached & ~resets
+        tensordict_reset.set(key, goals.view_as(own))
+        selection = {
+            "desired_goal": own,
+            "selected": selected.view(*batch, 1),
+            "steps_at_goal": torch.zeros(*batch, 1, dtype=torch.int64, device=own.device),
+        }
+        return tensordict_reset.set(SELECTION, TensorDict(selection, batch_size=batch, device=tensordict_reset.device))
+
+    def _check_process(self) -> None:
+        if not self.hindsight.is_up_to_date:
+            raise RuntimeError(
+                "GoalSelection is in another process than the replay buffer, and their goal table is not shared, so no "
+                "goal that the agent achieves would arrive. Create the buffer with shared=True, a storage that is "
+                'shared, and HERTransform(..., goal_spec=env.observation_spec["achieved_goal"]), before the '
+                "collector. Or append GoalSelection to the batched environment, TransformedEnv(ParallelEnv(...), "
+                "GoalSelection(...)), in the process of the buffer."
+            )
+
+    def _count_ended(self, resets: Tensor) -> None:
+        """Count the episodes that end because their environments reset, ``bool [n]``."""
+        if len(self._selected) != len(resets):  # the first reset
+            self._selected = self._reached = torch.zeros_like(resets)
+        ended = self._selected & resets
+        attempts, reached = int(ended.sum()), int((ended & self._reached).sum())
+        self._counts["episodes"] += int(resets.sum())
+        self._counts["selected"] += attempts
+        self._counts["reached"] += reached
+        if self.feasible is not None:
+            self.feasible.update(attempts, reached)
+
+    def _note_desired(self, goals: Tensor) -> None:
+        """Remember desired goals of the environment, ``[n, *goal]``."""
+        low, high = goals.amin(0), goals.amax(0)
+        if self._box is not None:
+            low, high = torch.minimum(low, self._box[0]), torch.maximum(high, self._box[1])
+        self._box = low, high
+        if self.towards_desired:
+            earlier = goals[:0] if self._desired is None else self._desired
+            self._desired = torch.cat([earlier, goals])[-DESIRED_KEPT:]
+
+    def _select(self, states: TensorDictBase, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which goals are selected, ``bool [n]``, and the goals of environments in ``states [n]``."""
+        count, none = len(own), torch.zeros(len(own), dtype=torch.bool, device=own.device)
+        if not (self.share or self.towards_desired) or self.hindsight.table_size < self.start:
+            return none, own
+        drawn = self.hindsight.random_goals(count * max(1, min(self.candidates, MOST_CANDIDATES // count)))
+        if drawn is None:
+            return none, own
+        self._fit()
+        candidates = drawn.unflatten(0, (count, -1)).to(own.device)  # [n, candidates, *goal]
+        allowed = self._allowed(candidates, states)
+        has_any = allowed.any(1)
+        # Candidates that are left out are replaced with copies of others.
+        chosen = torch.where(has_any[:, None], allowed, True).double().multinomial(candidates.shape[1], True)
+        row = torch.arange(count, device=own.device)
+        goals = self.selector.select(candidates[row[:, None], chosen], states)
+        if not isinstance(goals, Tensor) or goals.shape != own.shape:
+            got = tuple(goals.shape) if isinstance(goals, Tensor) else type(goals).__name__
+            raise ValueError(
+                f"{self.selector!r} must select one goal for each environment, {tuple(own.shape)}, but returned {got}."
+            )
+        share = 1 - self._kept_share if self.towards_desired else self.share
+        selected = has_any & (torch.rand(count, device=own.device) < share)
+        return selected, torch.where(selected.view(-1, *[1] * (own.ndim - 1)), goals.to(own.dtype), own)
+
+    def _fit(self) -> None:
+        """Let the selector learn from achieved goals, and compare them with desired goals, every few resets."""
+        self._resets_to_fit -= 1
+        if self._resets_to_fit > 0:
+            return
+        self._resets_to_fit = FIT_EVERY
+        goals = self.hindsight.random_goals(FITTED)
+        if goals is None:
+            return
+        self.selector.fit(goals)
+        if self.towards_desired and self._desired is not None:
+            density, desired = Density(goals, bandwidth=0.1), self._desired.to(goals.device)
+            # The divergence, estimated at the desired goals.
+            excess = density.log_density(desired, at=desired) - density.log_density(desired)
+            self._kept_share = 1 / max(OFFSET + float(excess.mean()), 1.0)
+
+    def _allowed(self, candidates: Tensor, states: TensorDictBase) -> Tensor:
+        """Return which candidates, ``[n, candidates, *goal]``, are allowed, ``bool [n, candidates]``."""
+        allowed = torch.ones(candidates.shape[:2], dtype=torch.bool, device=candidates.device)
+        if self.within_desired and self._box is not None:
+            low, high = self._box
+            allowed &= ((candidates >= low) & (candidates <= high)).flatten(2).all(-1)
+        if self.feasible is not None:
+            with_goals = states.unsqueeze(1).expand(*candidates.shape[:2]).reshape(-1).clone()
+            with_goals.set(self.hindsight.keys.desired_goal, candidates.flatten(0, 1))
+            allowed &= self.feasible(with_goals).view(candidates.shape[:2])
+        return allowed
+
+    # Steps
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Set the goal of each environment in ``next_tensordict``, ``[*batch]``, and recompute its rewards."""
+        keys = self.hindsight.keys
+        selection, goal = tensordict.get(SELECTION, None), tensordict.get(keys.desired_goal, None)
+        if selection is None or goal is None:
+            raise KeyError(
+                f"GoalSelection needs the entries {SELECTION!r} and {keys.desired_goal!r} of the previous step at the "
+                "root: pass the tensordict that reset() or step() returned, with the action added."
+            )
+        own, selected = next_tensordict.get(keys.desired_goal), selection.get("selected")
+        if not own.is_cuda and not torch.equal(own, selection.get("desired_goal")):
+            raise ValueError(
+                "The environment changed its desired goal within an episode, so a selected goal could not be kept. "
+                "Draw goals only in reset(); check_goal_env(env) shows what is wrong with the environment."
+            )
+        steps = selection.get("steps_at_goal")
+        if selected.is_cuda or bool(selected.any()):
+            next_tensordict.set(keys.desired_goal, where(selected, goal, own))
+            steps = steps + (selected & self._recompute(tensordict, next_tensordict, selected)).long()
+            self._reached = (steps > 0).reshape(-1)
+        added = {"desired_goal": own, "selected": selected, "steps_at_goal": steps}
+        return next_tensordict.set(
+            SELECTION,
+            TensorDict(added, batch_size=next_tensordict.batch_size, device=next_tensordict.device),
+        )
+
+    def _recompute(self, tensordict: TensorDictBase, after: TensorDictBase, selected: Tensor) -> Tensor:
+        """Recompute the rewards, and the done flags if the reward module writes them, where goals are selected.
+
+        Returns:
+            Tensor: whether each transition reaches its goal, ``bool [*batch, 1]``. It does if its reward is that of a
+            transition whose goal is its own outcome.
+        """
+        hindsight = self.hindsight
+        keys, reward = hindsight.keys, hindsight.reward
+        states = after.get(keys.achieved_goal)
+        batch = after.batch_size
+        outcomes = map_goals(states.reshape(-1, *states.shape[len(batch) :]), hindsight.goal_fn)
+        stored, results = after.get(keys.reward), []
+        for goal in (after.get(keys.desired_goal), outcomes.view(*batch, *outcomes.shape[1:])):
+            given = tensordict.exclude("next").set(keys.desired_goal, goal)
+            given.set("next", after.copy().set(keys.desired_goal, goal))
+            with torch.no_grad():
+                results.append(reward(given))
+        computed, best = (each.get(keys.next_reward) for each in results)
+        after.set(keys.reward, where(selected, computed, stored))
+        if keys.next_terminated in reward.out_keys:
+            self._set_flags(after, selected, results[0].get(keys.next_terminated))
+        return agree(computed, best).reshape(*batch, -1).all(-1, keepdim=True)
+
+    def _set_flags(self, after: TensorDictBase, selected: Tensor, terminated: Tensor) -> None:
+        keys = self.hindsight.keys
+        stored = after.get(keys.terminated)
+        terminated = where(selected, terminated, stored)
+        # The environment has ended for its own goal, so the episode is cut.
+        truncated = after.get(keys.truncated) | (stored & ~terminated)
+        after.set(keys.terminated, terminated).set(keys.truncated, truncated)
+        after.set(keys.done, terminated | truncated)
+
+    # Copies, saving
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GoalSelection:
+        memo[id(self.hindsight)] = self.hindsight  # a copy reads the same goal table
+        copied: GoalSelection = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the desired goals and counts so far for ``state_dict``."""
+        names = ("_kept_share", "_resets_to_fit", "_box", "_desired", "_selected", "_reached", "_counts")
+        return {name: copy.deepcopy(getattr(self, name)) for name in names}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `get_extra_state`."""
+        for name, value in state.items():
+            setattr(self, name, copy.deepcopy(value))

@@ -1,0 +1,213 @@
+"""Selectors: which achieved goal an environment pursues next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+CHUNK = 2**22  # distances that are computed at a time
+FEW, MANY = 0.3, 0.7  # shares of reached goals below and above which the cutoff changes
+ATTEMPTS = 10  # episodes with a selected goal after which the cutoff can change
+HIGHEST = -3.0  # the first and the highest cutoff
+
+
+class Density:
+    """A Gaussian kernel density estimate of goals, which are normalized to zero mean and unit variance.
+
+    Args:
+        goals (Tensor): the goals, ``[m, *goal]``.
+        bandwidth (float): the standard deviation of the kernels, in standard deviations of the goals.
+    """
+
+    def __init__(self, goals: Tensor, bandwidth: float):
+        goals = _flat(goals)
+        self.mean, self.std = goals.mean(0), goals.std(0, correction=0).clamp_min(1e-6)
+        self.bandwidth = bandwidth
+        self.goals = self._normalize(goals)  # [m, features]
+
+    def _normalize(self, goals: Tensor) -> Tensor:
+        return (goals - self.mean) / self.std / self.bandwidth
+
+    def log_density(self, goals: Tensor, at: Tensor | None = None) -> Tensor:
+        """Return logarithms of densities at goals ``[n, *goal]``, up to a constant, ``[n]``.
+
+        ``at``, ``[k, *goal]``, are the centres of the kernels. By default, they are the goals of this estimate.
+        """
+        centres = self.goals if at is None else self._normalize(_flat(at))
+        rows = self._normalize(_flat(goals))
+        parts = rows.split(max(1, CHUNK // len(centres)))
+        sums = [torch.logsumexp(-torch.cdist(part, centres).square() / 2, dim=1) for part in parts]
+        return torch.cat(sums) - torch.log(torch.tensor(float(len(centres)), device=rows.device))
+
+
+class GoalSelector(nn.Module):
+    """Base class of selectors, which select a goal for each environment that resets.
+
+    Examples:
+        A selector of the candidate that is farthest from what the environment has achieved at its reset:
+
+        >>> from torchrl_her import GoalSelector
+        >>> class Farthest(GoalSelector):
+        ...     def select(self, candidates, observation):
+        ...         here = observation["achieved_goal"].unsqueeze(1)  # [n, 1, goal]
+        ...         best = (candidates - here).norm(dim=-1).argmax(1)
+        ...         return candidates[range(len(candidates)), best]
+    """
+
+    def fit(self, goals: Tensor) -> None:
+        """Learn from achieved goals ``[m, *goal]``. `GoalSelection` calls this every few resets. Default: nothing."""
+
+    def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:
+        """Select one goal for each environment.
+
+        Args:
+            candidates (Tensor): achieved goals for each environment, ``[n, candidates, *goal]``. Some can be equal.
+            observation (TensorDictBase): what the environments returned at the reset, ``[n]``.
+
+        Returns:
+            Tensor: a goal for each environment, ``[n, *goal]``.
+        """
+        raise NotImplementedError
+
+
+class Uniform(GoalSelector):
+    """Any achieved goal, uniformly over the steps of the goal table.
+
+    Examples:
+        >>> from torchrl_her import Uniform
+        >>> Uniform()
+        Uniform()
+    """
+
+    def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:  # noqa: D102
+        return candidates[:, 0]
+
+
+class LowestDensity(GoalSelector):
+    """The candidate where achieved goals have the lowest density: the frontier of what the agent can do.
+
+    The selector of MEGA ([Pitis et al., 2020](https://arxiv.org/abs/2007.02832)). The density is a Gaussian kernel
+    density estimate of 10,000 achieved goals.
+
+    Keyword Args:
+        bandwidth (float): the standard deviation of the kernels, in standard deviations of the goals. Default: 0.1.
+
+    Raises:
+        ValueError: if ``bandwidth`` is not positive.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_her import LowestDensity
+        >>> selector = LowestDensity()
+        >>> selector.fit(torch.tensor([[0.0], [0.1], [0.2], [3.0]]))
+        >>> selector.select(torch.tensor([[[0.1], [3.0]]]), None)
+        tensor([[3.]])
+    """
+
+    def __init__(self, *, bandwidth: float = 0.1):
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth must be positive, got {bandwidth!r}.")
+        super().__init__()
+        self.bandwidth = bandwidth
+        self.density: Density | None = None  # None before the first `fit`
+        self._fitted: Tensor | None = None  # [m, *goal]
+
+    def fit(self, goals: Tensor) -> None:  # noqa: D102
+        self._fitted, self.density = goals, Density(goals, self.bandwidth)
+
+    def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:  # noqa: D102
+        assert self.density is not None
+        density = self.density.log_density(candidates.flatten(0, 1)).view(candidates.shape[:2])
+        return candidates[torch.arange(len(candidates), device=candidates.device), density.argmin(1)]
+
+    def get_extra_state(self) -> Any:
+        """Return the goals of the density estimate."""
+        return self._fitted
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load the result of `get_extra_state`."""
+        if state is not None:
+            self.fit(state)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"bandwidth={self.bandwidth}"
+
+
+class Feasible(nn.Module):
+    """Leaves out candidates that the agent is not expected to reach: their value is below a cutoff.
+
+    The cutoff adapts to the agent ([Pitis et al., 2020](https://arxiv.org/abs/2007.02832)). It starts at -3. After ten
+    episodes with a selected goal, it decreases by 1 if the goal was reached in at least 70% of them, and increases by 1
+    if it was reached in at most 30%. It is at most -3, and at least the value of reaching the goal after 80% of an
+    episode, with a reward of -1 per step.
+
+    Args:
+        value_fn (Callable[[TensorDictBase], Tensor]): maps observations ``[n]``, whose desired goals are the
+            candidates, to the values of their states, ``[n]`` or ``[n, 1]``, such as
+            ``lambda td: critic(actor(td))["state_action_value"]``. It is called without gradients.
+
+    Keyword Args:
+        gamma (float): the discount of the values, from 0 to 1.
+        episode_steps (int): the number of steps of an episode.
+
+    Raises:
+        ValueError: if ``gamma`` or ``episode_steps`` is out of range; when called, if the values have another shape.
+
+    Examples:
+        >>> from torchrl_her import Feasible
+        >>> feasible = Feasible(lambda td: -td["desired_goal"].norm(dim=-1), gamma=0.98, episode_steps=50)
+        >>> feasible.cutoff
+        -3.0
+        >>> feasible.update(attempts=10, reached=8)
+        >>> feasible.cutoff
+        -4.0
+    """
+
+    def __init__(self, value_fn: Callable[[TensorDictBase], Tensor], *, gamma: float, episode_steps: int):
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma is a discount and must be in [0, 1], got {gamma!r}.")
+        if episode_steps < 1:
+            raise ValueError(f"episode_steps must be at least 1, got {episode_steps!r}.")
+        super().__init__()
+        self.value_fn = (value_fn,)  # a tuple: the networks belong to the agent, not to this module
+        gamma = min(gamma, 0.99)
+        self.lowest = min(HIGHEST, -(1 - gamma ** (0.8 * episode_steps)) / (1 - gamma))
+        self.cutoff = HIGHEST
+        self._attempts = self._reached = 0  # since the cutoff changed last
+
+    def update(self, attempts: int, reached: int) -> None:
+        """Adapt the cutoff after ``attempts`` episodes with a selected goal, of which ``reached`` were successful."""
+        self._attempts, self._reached = self._attempts + attempts, self._reached + reached
+        if self._attempts < ATTEMPTS:
+            return
+        share = self._reached / self._attempts
+        change = -1.0 if share >= MANY else 1.0 if share <= FEW else 0.0
+        self.cutoff = min(HIGHEST, max(self.lowest, self.cutoff + change))
+        self._attempts = self._reached = 0
+
+    def forward(self, observation: TensorDictBase) -> Tensor:
+        """Return which observations ``[n]`` have a feasible desired goal, ``bool [n]``."""
+        count = len(observation)
+        with torch.no_grad():
+            values = self.value_fn[0](observation)
+        if not isinstance(values, Tensor) or values.shape not in ((count,), (count, 1)):
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"value_fn must return one value per row, {(count,)} or {(count, 1)}, but returned {got}.")
+        return values.reshape(count) >= self.cutoff
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the cutoff and the counts since it changed."""
+        return {"cutoff": self.cutoff, "attempts": self._attempts, "reached": self._reached}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `get_extra_state`."""
+        self.cutoff, self._attempts, self._reached = state["cutoff"], state["attempts"], state["reached"]
+
+
+def _flat(goals: Tensor) -> Tensor:
+    """Return goals ``[n, *goal]`` as ``[n, features]``, in a floating-point dtype."""
+    return goals.reshape(len(goals), -1).to(torch.promote_types(goals.dtype, torch.float32))
