@@ -447,7 +447,7 @@ MUTANTS = [
     Mutant("candidates outside the box", "goal_selection.py",
         "allowed &= ((candidates >= low) & (candidates <= high)).flatten(2).all(-1)", "pass", SELECTION + " -k beyond"),
     Mutant("every environment gets a new goal", "goal_selection.py", "row = resets.nonzero().flatten()",
-        "resets = torch.ones_like(resets); row = resets.nonzero().flatten()", SELECTION + " -k saved_selection"),
+        "resets = torch.ones_like(resets); row = resets.nonzero().flatten()", SELECTION + " -k only_environments"),
     Mutant("the frequent goal is selected", "goal_selectors.py", "density.argmin(1)", "density.argmax(1)",
         SELECTION + " -k lowest_density"),
     Mutant("the cutoff has no lower bound", "goal_selectors.py", "max(self.lowest, self.cutoff + change)",

@@ -135,12 +135,19 @@ def test_only_environments_that_reset_get_a_new_goal():
     hindsight, _ = make_hindsight(goals=300)
     lengths = [3, 5]
     envs = [partial(_limited, length) for length in lengths]
-    env = TransformedEnv(SerialEnv(2, envs), GoalSelection(hindsight, Uniform(), share=1.0, start=1))
-    data = env.rollout(30, break_when_any_done=False)
+    selection = GoalSelection(hindsight, Uniform(), share=0.5, start=1)
+    data = TransformedEnv(SerialEnv(2, envs), selection).rollout(90, break_when_any_done=False)
+    selected, steps = data["goal_selection", "selected"], data["next", "goal_selection", "steps_at_goal"]
+    ended = []
     for number, length in enumerate(lengths):
         goals = data["desired_goal"][number]
-        changes = [step for step in range(1, 30) if not torch.equal(goals[step], goals[step - 1])]
-        assert changes == list(range(length, 30, length))
+        changes = [step for step in range(1, 90) if not torch.equal(goals[step], goals[step - 1])]
+        assert changes == list(range(length, 90, length))
+        ended += [(bool(selected[number, end - 1]), bool(steps[number, end - 1] > 0)) for end in changes]
+    report = selection.report()
+    assert report.episodes == len(ended) + len(lengths)
+    assert report.selected == sum(is_selected for is_selected, _ in ended)
+    assert report.reached == sum(is_selected and is_reached for is_selected, is_reached in ended)
 
 
 def _limited(steps):
