@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import pkgutil
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,15 @@ from torchrl.envs.transforms import ClipTransform, Compose, DoubleToFloat, Multi
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
-from torchrl_her import EnvReward, HERKeys, HERTransform, HindsightAugmentation, MovementPriority, PackedStorage
+from torchrl_her import (
+    EnvReward,
+    HERKeys,
+    HERTransform,
+    HindsightAugmentation,
+    MovementPriority,
+    NormalizedInputs,
+    PackedStorage,
+)
 
 with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # hides a notice about Adroit
     import gymnasium_robotics  # noqa: F401 (registers Fetch, PointMaze and other robots)
@@ -80,46 +89,18 @@ def make_reward(config: Env) -> EnvReward:
 # Networks
 
 
-class Inputs(TensorDictModuleBase):
-    """Sets ``"inputs"``, the vector that networks read: observation and goals, concatenated, normalized and clipped.
+def make_keys(config: Env) -> HERKeys:
+    """Make the keys of the goals."""
+    return HERKeys(achieved_goal=config.achieved_goal, desired_goal=config.desired_goal)
 
-    It is the first layer of the policy, for raw observations, and a transform of the buffer, after hindsight.
 
-    Normalization follows Plappert et al. 2018 (arXiv:1802.09464). Environments and buffer keep the raw values, from
-    which rewards are computed.
-    """
-
-    def __init__(self, config: Settings, env: EnvBase):
-        super().__init__()
-        self.config, self.in_keys, self.out_keys = config, list(config.inputs), ["inputs"]
-        self.goal_fn = load_function(config.env.goal_fn) or nn.Identity()
-        self.width = sum(env.observation_spec[key].shape.numel() for key in config.inputs)
-        self.register_buffer("sums", torch.zeros(3, self.width, dtype=torch.float64))  # count, sum and sum of squares
-        self.register_buffer("mean", torch.zeros(self.width, device=config.device))
-        self.register_buffer("scale", torch.ones(self.width, device=config.device))
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set the inputs at the root and, in transitions, under ``"next"``."""
-        for data in (tensordict, tensordict.get("next", None)):
-            if data is not None:
-                inputs = torch.cat([data[key].reshape(*data.shape, -1).float() for key in self.in_keys], -1)
-                if self.config.normalization.enabled:
-                    clip = self.config.normalization.clip
-                    inputs = ((inputs - self.mean) / self.scale).clamp(-clip, clip)
-                data.set("inputs", inputs)
-        return tensordict
-
-    def update(self, data: TensorDictBase) -> None:
-        """Update the statistics with transitions ``[*batch]``. Achieved goals also count as desired goals."""
-        env = self.config.env
-        data = data["next"].select(*self.in_keys, env.achieved_goal, env.desired_goal).flatten()  # [n]
-        at_goal = data.copy().set(env.desired_goal, self.goal_fn(data[env.achieved_goal]))
-        data = torch.cat([data, at_goal])  # [2 n]
-        values = torch.cat([data[key].reshape(len(data), -1).to(self.sums) for key in self.in_keys], 1)  # [2 n, width]
-        self.sums += torch.stack([torch.ones_like(values), values, values.square()]).sum(1)
-        mean, mean_square = self.sums[1:] / self.sums[0]
-        self.mean.copy_(mean)
-        self.scale.copy_((mean_square - mean.square()).clamp_min(1e-4).sqrt())  # at least 0.01
+def make_inputs(config: Settings, env: EnvBase) -> NormalizedInputs:
+    """Make the first layer of the policy. If normalization is disabled, never update it: it then only concatenates."""
+    normalization, goal_fn = config.normalization, load_function(config.env.goal_fn)
+    clip = normalization.clip if normalization.enabled else math.inf
+    inputs = NormalizedInputs(config.inputs, keys=make_keys(config.env), goal_fn=goal_fn, clip=clip)
+    inputs(env.fake_tensordict())  # sets the number of features
+    return inputs.to(config.device)
 
 
 def speed_up(update: Function, speedup: Speedup) -> Function:
@@ -145,7 +126,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     hindsight, reward = config.hindsight, make_reward(config.env)
     arguments: dict[str, Any] = {
         "strategy": hindsight.strategy.name, "goal_fn": load_function(config.env.goal_fn),
-        "keys": HERKeys(achieved_goal=config.env.achieved_goal, desired_goal=config.env.desired_goal),
+        "keys": make_keys(config.env),
     }  # fmt: skip
     if hindsight.enabled and hindsight.when == When.writing:
         return HindsightAugmentation(reward, n_sampled_goal=hindsight.copies, **arguments)
@@ -153,7 +134,7 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     return HERTransform(reward, her_ratio=her_ratio, capacity=config.buffer.size, **arguments)
 
 
-def make_replay_buffer(config: Settings, hindsight: Any, inputs: Inputs) -> TensorDictReplayBuffer:
+def make_replay_buffer(config: Settings, hindsight: Any, inputs: NormalizedInputs) -> TensorDictReplayBuffer:
     """Make a buffer whose samples are relabelled and contain the inputs of the networks."""
     buffer, env, priority = config.buffer, config.env, config.buffer.prioritized
     transforms = [MultiStepTransform(buffer.n_steps, config.gamma)] if buffer.n_steps > 1 else []

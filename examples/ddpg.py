@@ -16,10 +16,10 @@ import hydra
 import torch
 from common import (
     Evaluation,
-    Inputs,
     make_adam,
     make_collector,
     make_hindsight,
+    make_inputs,
     make_replay_buffer,
     make_reward,
     speed_up,
@@ -36,6 +36,8 @@ from torchrl.envs import EnvBase
 from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
+
+from torchrl_her import NormalizedInputs
 
 # Configuration
 
@@ -67,10 +69,11 @@ def check_rewards(config: Config, env: EnvBase) -> None:
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
-    actor = MLP(inputs.width, spec.shape[-1], num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
+    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
+    actor = MLP(len(inputs.mean), spec.shape[-1], **layers)
     actor = TensorDictModule(actor, ["inputs"], ["action"])
     return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
 
@@ -126,11 +129,11 @@ def train(config: Config, folder: Path) -> Checkpoints:
         check_rewards(config, env)
 
     set_up(config)
-    inputs = Inputs(config, env)
+    inputs = make_inputs(config, env)
     policy = make_policy(config, env, inputs)
     actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples already contain
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
+    critic = ValueOperator(MLP(len(inputs.mean) + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
     averaged = TensorDictSequential(inputs, *deepcopy(actor))  # the policy that is evaluated and saved
     weights, average = TensorDict.from_module(actor).data, TensorDict.from_module(averaged[1:]).data
 
@@ -169,7 +172,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(data)
-        inputs.update(data)
+        if config.normalization.enabled:
+            inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer
             for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):

@@ -15,10 +15,10 @@ from pathlib import Path
 import hydra
 from common import (
     Evaluation,
-    Inputs,
     make_adam,
     make_collector,
     make_hindsight,
+    make_inputs,
     make_replay_buffer,
     speed_up,
 )
@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
+
+from torchrl_her import NormalizedInputs
 
 # Configuration
 
@@ -57,10 +59,10 @@ ConfigStore.instance().store("dqn", Config)
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy: action values, then the best action."""
     spec = env.action_spec.to(config.device)
-    values = MLP(inputs.width, spec.n, num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
+    values = MLP(len(inputs.mean), spec.n, num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
     return TensorDictSequential(inputs, TensorDictModule(values, ["inputs"], ["action_value"]), QValueModule(spec=spec))
 
 
@@ -72,7 +74,7 @@ def train(config: Config, folder: Path) -> Checkpoints:
     env = check_env(config, discrete=True)
 
     set_up(config)
-    inputs = Inputs(config, env)
+    inputs = make_inputs(config, env)
     policy = make_policy(config, env, inputs)
 
     loss = DQNLoss(
@@ -110,7 +112,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(data)
-        inputs.update(data)
+        if config.normalization.enabled:
+            inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer
             for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):

@@ -16,10 +16,10 @@ from pathlib import Path
 import hydra
 from common import (
     Evaluation,
-    Inputs,
     make_adam,
     make_collector,
     make_hindsight,
+    make_inputs,
     make_replay_buffer,
     speed_up,
 )
@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
+
+from torchrl_her import NormalizedInputs
 
 # Configuration
 
@@ -60,14 +62,14 @@ ConfigStore.instance().store("sac", Config)
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
     low, high = bound(spec.space.low), bound(spec.space.high)
     actor = ProbabilisticActor(
         TensorDictSequential(
-            TensorDictModule(MLP(inputs.width, 2 * spec.shape[-1], **layers), ["inputs"], ["features"]),
+            TensorDictModule(MLP(len(inputs.mean), 2 * spec.shape[-1], **layers), ["inputs"], ["features"]),
             TensorDictModule(NormalParamExtractor(), ["features"], ["loc", "scale"]),
         ),
         in_keys=["loc", "scale"],
@@ -98,11 +100,11 @@ def train(config: Config, folder: Path) -> Checkpoints:
     env = check_env(config)
 
     set_up(config)
-    inputs = Inputs(config, env)
+    inputs = make_inputs(config, env)
     policy, actions = make_policy(config, env, inputs), env.action_spec.shape[-1]
     outputs = config.quantiles if config.loss == Loss.tqc else 1
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    critic = ValueOperator(MLP(inputs.width + actions, outputs, **layers), in_keys=["inputs", "action"])
+    critic = ValueOperator(MLP(len(inputs.mean) + actions, outputs, **layers), in_keys=["inputs", "action"])
 
     arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
     if config.loss == Loss.tqc:
@@ -143,7 +145,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(data)
-        inputs.update(data)
+        if config.normalization.enabled:
+            inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer
             for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):

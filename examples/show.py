@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, Inputs, load_function, make_env
+from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env, make_inputs
 from episode_plots import draw_episodes, draw_frames
 from omegaconf import OmegaConf
 from plots import save
@@ -52,7 +52,7 @@ def load_policy(config: Settings, checkpoint: Path) -> TensorDictModuleBase:
     if damage := damage_of(checkpoint):
         raise SystemExit(f"{checkpoint} is damaged ({damage}): name another one with --step.")
     env = make_env(config.env)
-    policy = importlib.import_module(config.algorithm).make_policy(config, env, Inputs(config, env))
+    policy = importlib.import_module(config.algorithm).make_policy(config, env, make_inputs(config, env))
     Checkpoint(policy=policy).load(checkpoint, components=["policy"], map_location=config.device)
     return policy
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from common import Inputs, make_env, make_hindsight, make_replay_buffer
+from common import make_env, make_hindsight, make_inputs, make_replay_buffer
 from gymnasium import spaces
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
@@ -179,7 +179,7 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
             f"Observations of {name} have no {sorted(missing)}, only {sorted(entries)}: set inputs, "
             "env.achieved_goal, env.desired_goal and env.clip_observation."
         )
-    if config.hindsight.enabled and goal not in config.inputs:
+    if goal not in config.inputs:
         raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goal!r}.")
     space = env.action_space
     is_box = isinstance(space, spaces.Box) and space.is_bounded() and len(space.shape) == 1
@@ -217,7 +217,7 @@ def play_on_trial(config: Settings, env: EnvBase) -> None:
         )
     trial = replace(config, buffer=replace(config.buffer, size=steps + 1))  # the last episode may go on
     try:
-        buffer = make_replay_buffer(trial, make_hindsight(trial), Inputs(trial, env))
+        buffer = make_replay_buffer(trial, make_hindsight(trial), make_inputs(trial, env))
         buffer.extend(data)
         buffer.sample(config.batch_size)
     except Exception as error:

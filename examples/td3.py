@@ -16,10 +16,10 @@ from pathlib import Path
 import hydra
 from common import (
     Evaluation,
-    Inputs,
     make_adam,
     make_collector,
     make_hindsight,
+    make_inputs,
     make_replay_buffer,
     speed_up,
 )
@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
+
+from torchrl_her import NormalizedInputs
 
 # Configuration
 
@@ -54,10 +56,11 @@ ConfigStore.instance().store("td3", Config)
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: Inputs) -> TensorDictSequential:
+def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
-    actor = MLP(inputs.width, spec.shape[-1], num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
+    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
+    actor = MLP(len(inputs.mean), spec.shape[-1], **layers)
     actor = TensorDictModule(actor, ["inputs"], ["action"])
     return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
 
@@ -70,10 +73,10 @@ def train(config: Config, folder: Path) -> Checkpoints:
     env = check_env(config)
 
     set_up(config)
-    inputs = Inputs(config, env)
+    inputs = make_inputs(config, env)
     policy, spec = make_policy(config, env, inputs), env.action_spec.to(config.device)
     layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    critic = ValueOperator(MLP(inputs.width + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
+    critic = ValueOperator(MLP(len(inputs.mean) + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
 
     loss = TD3Loss(
         policy[1:], critic, action_spec=spec, policy_noise=config.target_noise, noise_clip=config.target_noise_clip,
@@ -119,7 +122,8 @@ def train(config: Config, folder: Path) -> Checkpoints:
     losses: dict[str, Tensor] = {}
     for data in collector:
         replay_buffer.extend(data)
-        inputs.update(data)
+        if config.normalization.enabled:
+            inputs.update(data)
         progress.add(data)
         for count in progress.updates_due():  # several batches in one call of the buffer
             batches = replay_buffer.sample(count * config.batch_size).split(config.batch_size)

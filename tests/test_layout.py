@@ -39,7 +39,7 @@ TIERS = [
     {"episodes"},
     {"rewards"},
     {"checks"},
-    {"relabel", "order", "compact", "movement"},
+    {"relabel", "order", "compact", "movement", "normalize"},
     {"offline"},
     {"transform", "augmentation"},
     {"goal_selectors", "goal_selection"},

@@ -11,6 +11,7 @@ from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geomet
 from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
 from torchrl_her.keys import HERKeys
 from torchrl_her.movement import MovementPriority
+from torchrl_her.normalize import NormalizedInputs
 from torchrl_her.offline.minari import load_minari
 from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.packed_storage.packed_storage import PackedStorage
@@ -43,6 +44,7 @@ __all__ = [
     "LowestDensity",
     "Mixture",
     "MovementPriority",
+    "NormalizedInputs",
     "PackedStorage",
     "PastDesired",
     "Random",

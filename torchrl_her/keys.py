@@ -141,7 +141,8 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, name: str) -> Tensor:
     Args:
         tensordict (TensorDictBase): transitions ``[*batch]``.
         key (NestedKey): the key of the entry, from the root.
-        name (str): the field of `HERKeys` that sets the key, or ``"info_keys"``, for the error message.
+        name (str): the field of `HERKeys` that sets the key, or ``"info_keys"`` or ``"in_keys"``, for the error
+            message.
 
     Raises:
         KeyError: if there is no such entry. The message lists the entries that are present.
@@ -156,8 +157,9 @@ def get_entry(tensordict: TensorDictBase, key: NestedKey, name: str) -> Tensor:
             advice = "Concatenate the parts of the goal with CatTensors in the environment, and pass the new key."
         raise TypeError(f"The entry {key!r} must be a tensor, got a {type(value).__name__}. {advice}")
     found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
-    advice = f"Set {'info_keys=[...]' if name == 'info_keys' else f'keys=HERKeys({name}=...)'} to the correct key"
-    if "goal" in name and key[0] == "next" and tensordict.get(key[1:], None) is not None:
+    argument = f"{name}=[...]" if name in ("info_keys", "in_keys") else f"keys=HERKeys({name}=...)"
+    advice = f"Set {argument} to the correct key"
+    if ("goal" in name or name == "in_keys") and key[0] == "next" and tensordict.get(key[1:], None) is not None:
         advice = (
             "It exists only at the root: a collector with compact_obs=True leaves it out (use False), and so does "
             "NextObservationDelta (pass it in_keys without the goals)"

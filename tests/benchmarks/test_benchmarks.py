@@ -32,6 +32,7 @@ SMALL = {  # arguments and constants; the first ones need other libraries
     "strategies": ("--size 1000 --rounds 2", {}),
     "check_envs": ("torchrl_her/PointReach-v0", {}),
     "checks": ("--rounds 60", {"EPISODES": 5}),
+    "migration": ("--seeds 0 --steps 600", {"EPISODES": 2}),
     "updates": ("--algorithms td3 --updates 30", {}),
     "both_ways": ("--seeds 1 --output .", {"STEPS": 500, "TASKS": {"DQN": ("dqn", ["evaluation.episodes=2"])}}),
 }

@@ -144,9 +144,9 @@ def test_the_average_of_the_policy_is_saved(tmp_path):
 def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
     config = configure("ddpg", "gamma=0.9")
     env = common.make_env(config.env)
-    inputs = common.Inputs(config, env)
+    inputs = common.make_inputs(config, env)
     actor = ddpg.make_policy(config, env, inputs)[1:]
-    critic = ddpg.ValueOperator(ddpg.MLP(inputs.width + 2, 1, num_cells=[16]), in_keys=["inputs", "action"])
+    critic = ddpg.ValueOperator(ddpg.MLP(len(inputs.mean) + 2, 1, num_cells=[16]), in_keys=["inputs", "action"])
     torch.nn.init.constant_(list(critic.parameters())[-1], bias)  # of the value itself
     batch = inputs(env.rollout(50))
     clipped, free, penalized = (
@@ -172,7 +172,7 @@ def test_inputs_are_normalized_alike_when_acting_and_at_both_ends_of_sampled_tra
     names = ["desired_goal", "observation"]
     config = configure("ddpg", "buffer.size=300", f"inputs=[{','.join(names)}]", "normalization.clip=1.5")
     env = common.make_env(config.env)
-    inputs = common.Inputs(config, env)
+    inputs = common.make_inputs(config, env)
     buffer = common.make_replay_buffer(config, common.make_hindsight(config), inputs)
     data = torch.cat([env.rollout(50) for _ in range(4)])
     buffer.extend(data)

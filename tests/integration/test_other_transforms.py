@@ -23,6 +23,7 @@ from torchrl.envs import (
 from support import tape
 from support.factories import make_transform, seeded_sample
 from support.tape import collected, image_reward, in_double_precision, with_images
+from torchrl_her import NormalizedInputs
 
 NEXT_GOAL, NEXT_OBSERVATION, NEXT_REWARD = ("next", "desired_goal"), ("next", "observation"), ("next", "reward")
 OUTCOME = ("next", "achieved_goal")
@@ -74,6 +75,13 @@ AFTER = {
             "both": torch.cat([batch["desired_goal"], batch["observation"]], dim=-1),
             ("next", "both"): torch.cat([batch[NEXT_GOAL], batch[NEXT_OBSERVATION]], dim=-1),
             **dict.fromkeys(["observation", "desired_goal"]),
+        },
+    ),
+    "NormalizedInputs": (
+        lambda: [NormalizedInputs(clip=100)],  # statistics of later updates: tests/test_normalize.py
+        lambda batch: {
+            "inputs": torch.cat([batch["observation"], batch["desired_goal"]], dim=-1).clamp(max=100),
+            ("next", "inputs"): torch.cat([batch[NEXT_OBSERVATION], batch[NEXT_GOAL]], dim=-1).clamp(max=100),
         },
     ),
     "RewardScaling": (

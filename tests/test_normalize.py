@@ -1,0 +1,432 @@
+"""NormalizedInputs: statistics are compared with NumPy, in float64."""
+
+import copy
+import math
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import multiprocessing
+from torch._dynamo.testing import CompileCounter
+from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import Compose, GymEnv, MultiStepTransform, ParallelEnv, TransformedEnv
+from torchrl.modules import MLP, ValueOperator
+from torchrl.objectives import DDPGLoss
+
+import torchrl_her.envs  # noqa: F401  # registers the environments
+from support.factories import (
+    WAYS_TO_COPY,
+    check_refused,
+    make_augmentation,
+    make_transform,
+    same,
+    start_processes_from_a_server,
+)
+from support.tape import collected, make_serial, make_tape
+from torchrl_her import EnvReward, HERKeys, HERTransform, NormalizedInputs, PackedStorage
+
+processes_from_a_server = pytest.fixture(scope="module")(start_processes_from_a_server)
+PLAIN, NESTED = HERKeys(), HERKeys(("robot", "tip"), ("task", "target"), mask="kept")
+IN_KEYS = {PLAIN: ["observation", "desired_goal"], NESTED: [("robot", "state"), ("task", "target")]}
+
+
+def transitions(batch, seed=0, dtype=torch.float32, goal=(2,), keys=PLAIN, state=None):
+    """Return random transitions; ``state`` is the shape of the achieved entry, by default that of the goal."""
+    random = torch.Generator().manual_seed(seed)
+    data = TensorDict(batch_size=batch)
+    shapes = {IN_KEYS[keys][0]: (3,), keys.desired_goal: goal, keys.achieved_goal: state or goal}
+    for place in (data, data.setdefault("next", TensorDict(batch_size=batch))):
+        for number, (key, shape) in enumerate(shapes.items(), 1):
+            values = torch.randn((*batch, *shape), generator=random, dtype=torch.float64)
+            place[key] = (values * 10 * number + 100 * number).to(dtype)
+    if keys.mask == "kept":
+        data["kept"] = torch.rand(batch, generator=random) < 0.5
+    return data
+
+
+def statistics(writes, keys=PLAIN, goal_fn=lambda states: states):
+    """Return mean and standard deviation of each feature, at least 0.01, from all steps one by one, in NumPy."""
+    features = []
+    for key in IN_KEYS[keys]:
+        rows = []
+        for data in writes:
+            for step in data.reshape(-1) if data.batch_size.numel() else ():
+                if keys.mask != "kept" or step["kept"]:
+                    rows.append(step["next", key])
+                    rows += [goal_fn(step["next", keys.achieved_goal][None])[0]] if key == keys.desired_goal else []
+        values = np.stack([row.numpy().astype(np.float64).reshape(-1) for row in rows])
+        features.append((values.mean(0), values.std(0).clip(0.01)))
+    return [np.concatenate(parts) for parts in zip(*features, strict=True)]
+
+
+def check(inputs, writes, keys=PLAIN, **options):
+    for found, expected in zip((inputs.mean, inputs.scale), statistics(writes, keys, **options), strict=True):
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+
+
+def make_buffer(*after, before=(), storage=LazyTensorStorage, size=1000, **options):
+    hindsight = make_transform(capacity=1000, **{name: options.pop(name) for name in ("goal_spec",) if name in options})
+    transform = Compose(*before, hindsight, *after)
+    return TensorDictReplayBuffer(storage=storage(size), transform=transform, batch_size=200, **options)
+
+
+def make_policy(inputs, features=6, actions=2):
+    return TensorDictSequential(inputs, TensorDictModule(MLP(features, actions, num_cells=[]), ["inputs"], ["action"]))
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.float16])
+@pytest.mark.parametrize("goal", [(2,), (2, 3)])
+@pytest.mark.parametrize("keys", [PLAIN, NESTED], ids=["default keys", "nested keys and a mask"])
+def test_the_statistics_are_those_of_all_steps_and_goals_also_count_the_achieved_ones(dtype, goal, keys):
+    inputs = NormalizedInputs(IN_KEYS[keys], keys=keys)
+    batches = [(40,), (3, 7), (2, 1, 5), (), (0,)]
+    writes = [transitions(batch, seed, dtype, goal, keys) for seed, batch in enumerate(batches)]
+    for number, data in enumerate(writes):
+        inputs.update(data)
+        check(inputs, writes[: number + 1], keys)
+
+
+def test_padding_of_a_collector_does_not_count():
+    inputs, data = NormalizedInputs(), transitions((2, 10))
+    data["collector", "mask"] = torch.arange(10).expand(2, 10) < torch.tensor([[10], [4]])
+    data[1, 4:] = torch.nan * data[1, 4:].exclude("collector")
+    inputs.update(data)
+    check(inputs, [data[0], data[1, :4]])
+    data["collector", "mask"].zero_()
+    inputs.update(data)
+    check(inputs, [data[0], data[1, :4]])
+
+
+def test_achieved_goals_are_mapped_by_goal_fn():
+    inputs, data = NormalizedInputs(goal_fn=lambda states: states[:, :2] * 2), transitions((30,), state=(5,))
+    inputs.update(data)
+    check(inputs, [data], goal_fn=inputs.goal_fn)
+
+
+def test_sums_stay_in_double_precision_after_casts_of_the_policy():
+    inputs, data = NormalizedInputs(), transitions((1000,))
+    data["next"].apply_(lambda value: value + 1000)
+    policy = make_policy(inputs, 5)
+    policy(data)
+    for cast in (policy.half, policy.double, policy.float):
+        cast()
+        inputs.update(data)
+        assert inputs.scale.dtype == policy(data)["inputs"].dtype == next(policy.parameters()).dtype
+    check(inputs, [data])
+
+
+def test_the_scale_of_a_constant_feature_is_a_hundredth():
+    inputs, data = NormalizedInputs(), transitions((30,))
+    data["next", "observation"][:, 0] = 7.0
+    inputs.update(data)
+    assert inputs.scale[0] == pytest.approx(0.01)
+    assert inputs(data)["next", "inputs"][:, 0].abs().max() < 1e-3
+
+
+# Inputs
+
+
+def check_inputs(inputs, batch, writes):
+    """Check the inputs of a batch at the root and under "next", from the raw entries."""
+    mean, scale = statistics(writes)
+    for place in (batch, batch["next"]):
+        raw = np.concatenate([place[key].double().numpy() for key in IN_KEYS[PLAIN]], -1)
+        expected = (raw - mean) / scale
+        assert (np.abs(expected) > inputs.clip).any()
+        np.testing.assert_allclose(place["inputs"], expected.clip(-inputs.clip, inputs.clip), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_samples_have_normalized_and_clipped_inputs_of_relabelled_goals_as_the_policy_has(storage, n_steps):
+    inputs = NormalizedInputs(clip=1.5)
+    before = [MultiStepTransform(n_steps, 0.9)] if n_steps > 1 else []
+    rb = make_buffer(inputs, before=before, storage=storage)
+    data = collected(300)
+    rb.extend(data)
+    for write in (data[:100], data[100:]):
+        inputs.update(write)
+    batch = rb.sample()
+    assert 0.5 < batch["hindsight", "relabelled"].float().mean() < 1
+    check_inputs(inputs, batch, [data])
+    for place in (batch, batch["next"]):
+        acting = inputs(place.select("observation", "desired_goal"))
+        assert torch.equal(acting["inputs"], place["inputs"])
+        assert "next" not in acting
+
+
+def test_before_the_first_update_inputs_are_concatenated_and_clipped():
+    data = transitions((4,))
+    expected = torch.cat([data["desired_goal"], data["observation"]], -1)
+    assert torch.equal(NormalizedInputs(["desired_goal", "observation"], clip=math.inf)(data)["inputs"], expected)
+    inputs = NormalizedInputs(["desired_goal", "observation"], ("agent", "inputs"), clip=110)
+    assert torch.equal(inputs(data)["agent", "inputs"], expected.clamp(-110, 110))
+    assert inputs.out_keys == [("agent", "inputs")]
+    assert ("next", "agent", "inputs") in data.keys(True)
+
+
+def test_an_evaluation_may_come_before_the_first_update():
+    inputs = NormalizedInputs()
+    with torch.inference_mode():
+        inputs(collected().clone())
+    inputs.update(collected())
+    check(inputs, [collected()])
+
+
+@pytest.mark.parametrize("kind", ["serial", pytest.param("parallel", marks=pytest.mark.slow)])
+def test_a_collector_of_several_environments_acts_with_it(kind, recwarn):
+    env = make_serial(0, 1) if kind == "serial" else ParallelEnv(2, make_tape)
+    inputs = NormalizedInputs(clip=1.5)
+    rb = make_buffer(inputs)
+    writes = []
+    for data in Collector(env, make_policy(inputs), frames_per_batch=100, total_frames=600):
+        acting = torch.cat([data["observation"], data["desired_goal"]], -1)
+        scale = 1 if inputs.scale is None else inputs.scale
+        torch.testing.assert_close(data["inputs"], ((acting - inputs.mean) / scale).clamp(-1.5, 1.5))
+        rb.extend(data.reshape(-1))
+        inputs.update(data)
+        writes.append(data)
+    check(inputs, writes)
+    check_inputs(inputs, rb.sample(), writes)
+    assert not [each for each in recwarn if "copy of the desired goal" in str(each.message)]
+
+
+def test_samples_of_stored_copies_have_inputs():
+    inputs = NormalizedInputs(clip=1.5)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000), transform=Compose(make_augmentation(), inputs), batch_size=200
+    )
+    rb.extend(collected())
+    inputs.update(collected())
+    check_inputs(inputs, rb.sample(), [collected()])
+
+
+@pytest.mark.filterwarnings("ignore:No target network updater")
+def test_no_loss_holds_the_statistics_and_it_learns_from_samples():
+    inputs = NormalizedInputs()
+    rb, policy = make_buffer(inputs), make_policy(inputs)
+    rb.extend(collected())
+    inputs.update(collected())
+    critic = ValueOperator(MLP(8, 1, num_cells=[]), in_keys=["inputs", "action"])
+    loss = DDPGLoss(policy[1], critic, delay_actor=True, delay_value=True)
+    batch = rb.sample()
+    values = loss(batch)
+    (values["loss_actor"] + values["loss_value"]).backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in loss.parameters())
+    assert not any(isinstance(each, NormalizedInputs) for each in loss.modules())
+    assert not any("mean" in name or "scale" in name for name in loss.state_dict())
+
+
+def test_it_compiles_into_one_graph_with_the_hindsight_transform():
+    inputs = NormalizedInputs()
+    rb = make_buffer(inputs)
+    rb.extend(collected())
+    inputs.update(collected())
+    counter, rows = CompileCounter(), rb.storage[:]
+    compiled = torch.compile(rb.transform, backend=counter, fullgraph=True)
+    for update in range(3):  # statistics are not constants of the graph
+        batch = compiled(rows.clone())
+        torch.testing.assert_close(
+            inputs(batch.clone())["next", "inputs"], batch["next", "inputs"], rtol=1e-5, atol=1e-5
+        )
+        inputs.update(collected()[update * 9 :])
+    assert counter.frame_count == 1
+
+
+# Copies and processes
+
+
+@pytest.mark.parametrize("way", WAYS_TO_COPY)
+@pytest.mark.parametrize("called", [False, True], ids=["new twin", "called twin"])
+def test_copies_of_a_buffer_continue_its_statistics(way, called, tmp_path):
+    inputs, twin_inputs = NormalizedInputs(), NormalizedInputs()
+    rb, twin = make_buffer(inputs), make_buffer(twin_inputs)
+    rb.extend(collected())
+    inputs.update(collected()[:20])
+    if called:
+        twin_inputs.update(collected()[:7])
+    twin = WAYS_TO_COPY[way](rb, twin, tmp_path)
+    copied = twin.transform[1]
+    assert torch.equal(copied.mean, inputs.mean)
+    assert torch.equal(copied.scale, inputs.scale)
+    copied.update(collected()[20:])
+    check(copied, [collected()])
+    check(inputs, [collected()[:20]])
+
+
+def test_a_policy_is_saved_with_its_statistics_and_keeps_its_memory_when_it_is_loaded():
+    inputs, twin_inputs = NormalizedInputs(), NormalizedInputs()
+    policy, twin = make_policy(inputs), make_policy(twin_inputs)
+    empty = copy.deepcopy(policy.state_dict())
+    inputs.update(collected())
+    twin_inputs(collected().clone())
+    mean = twin_inputs.mean
+    twin.load_state_dict(policy.state_dict())
+    assert twin_inputs.mean is mean
+    assert torch.equal(twin(collected().clone())["action"], policy(collected().clone())["action"])
+    twin.load_state_dict(empty)
+    assert not mean.any()
+    assert (twin_inputs.scale == 1).all()
+
+
+def test_copies_of_a_policy_do_not_contain_the_buffer():
+    inputs = NormalizedInputs()
+    policy, rb = make_policy(inputs), make_buffer(inputs, size=100_000)
+    rb.extend(collected())
+    inputs.update(collected())
+    assert len(pickle.dumps(policy)) < 10_000
+    twin = copy.deepcopy(policy)
+    twin[0].update(collected()[:20])
+    check(inputs, [collected()])
+    check(twin[0], [collected(), collected()[:20]])
+
+
+def update_often(inputs, data, times):
+    for _ in range(times):
+        inputs.update(data)
+
+
+def test_processes_share_the_statistics_of_a_shared_buffer(processes_from_a_server):
+    inputs = NormalizedInputs()
+    with pytest.raises(RuntimeError, match=r"only after its first call.*fake_tensordict"):
+        make_buffer(inputs, shared=True, goal_spec=make_tape().observation_spec["achieved_goal"])
+    inputs(make_tape().fake_tensordict())
+    rb = make_buffer(inputs, shared=True, goal_spec=make_tape().observation_spec["achieved_goal"])
+    rb.share()
+    writes = [transitions((50,), seed, goal=(3,)) for seed in range(2)]
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=update_often, args=(rb.transform[1], data, 200)) for data in writes]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    check(inputs, writes)
+    assert inputs.get_extra_state()["sums"][0].tolist() == 3 * [20_000] + 3 * [40_000]
+
+
+@pytest.mark.slow
+def test_collectors_in_other_processes_get_the_statistics_with_the_weights():
+    inputs = NormalizedInputs(clip=math.inf)
+    inputs(make_tape().fake_tensordict())
+    collector = MultiSyncCollector(
+        [make_tape] * 2, make_policy(inputs), frames_per_batch=40, total_frames=120, update_at_each_batch=False
+    )
+    for data in collector:
+        acting = (torch.cat([data["observation"], data["desired_goal"]], -1) - inputs.mean) / inputs.scale
+        torch.testing.assert_close(data["inputs"], acting)
+        inputs.update(data)
+        collector.update_policy_weights_()
+    collector.shutdown()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"in_keys": "observation"}, TypeError, "in_keys must be a list of keys"),
+        ({"in_keys": ["desired_goal", 3]}, TypeError, "in_keys must be a list of keys"),
+        ({"out_key": None}, TypeError, "out_key a key"),
+        ({"out_key": "observation"}, ValueError, "must differ from each other"),
+        ({"in_keys": ["desired_goal", "desired_goal"]}, ValueError, "must differ from each other"),
+        ({"in_keys": ["observation"]}, ValueError, r"must include the desired goal, 'desired_goal'.*HERKeys"),
+        ({"in_keys": ["observation", "target"]}, ValueError, r"If it has another key, pass keys=HERKeys"),
+        ({"keys": {"desired_goal": "target"}}, TypeError, "keys must be HERKeys"),
+        ({"clip": 0}, ValueError, "clip must be positive, got 0"),
+        ({"clip": math.nan}, ValueError, "clip must be positive, got nan"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        NormalizedInputs(**arguments)
+
+
+def test_the_default_entries_follow_the_keys():
+    assert NormalizedInputs(keys=HERKeys(desired_goal="target")).in_keys == ["observation", "target"]
+
+
+# By name: entries under "next" of the second write, or None without the entry, and the error of the update.
+FULL = partial(torch.full, (60, 3))
+WRONG = {
+    "a missing entry": ({"observation": None}, KeyError, r"no entry \('next', 'observation'\).*only at the root"),
+    "a missing goal": ({"achieved_goal": None}, KeyError, r"no entry \('next', 'achieved_goal'\).*only at the root"),
+    "other sizes": ({"observation": torch.ones(60, 4)}, ValueError,
+        r"\['observation', 'desired_goal'\] have \[4, 3\] features, but \[3, 3\] in the first"),
+    "sizes with the same sum": ({"observation": torch.ones(60, 4), "desired_goal": torch.ones(60, 2)}, ValueError,
+        r"have \[4, 2\] features, but \[3, 3\] in the first"),
+    "achieved goals of another size": ({"achieved_goal": torch.ones(60, 4)}, ValueError,
+        "achieved goals have 4 features and the desired goals 3: pass goal_fn"),
+    "NaN": ({"observation": FULL(torch.nan)}, ValueError, r"'observation'\) has NaN or infinite.*left unchanged"),
+    "infinite goals": ({"achieved_goal": FULL(torch.inf)}, ValueError, r"'achieved_goal'\) has NaN or infinite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_refused_update_changes_nothing(name):
+    changed, error, message = WRONG[name]
+    inputs, data = NormalizedInputs(), collected().exclude(*(("next", key) for key in changed))
+    for key, values in changed.items():
+        if values is not None:
+            data["next", key] = values
+    inputs.update(collected())
+    before = inputs.get_extra_state()
+    with pytest.raises(error, match=message):
+        inputs.update(data)
+    assert same(inputs.get_extra_state(), before)
+    check(inputs, [collected()])
+
+
+def test_inputs_of_missing_or_other_entries_are_refused():
+    inputs = NormalizedInputs()
+    inputs(collected().clone())
+    with pytest.raises(KeyError, match=r"no entry 'observation'. Set in_keys=\[...\] to the correct key"):
+        inputs(collected().select("desired_goal"))
+    with pytest.raises(KeyError, match=r"no entry \('next', 'desired_goal'\)"):
+        inputs(collected().exclude(("next", "desired_goal")))
+    with pytest.raises(ValueError, match=r"have \[2, 3\] features, but \[3, 3\] in the first"):
+        inputs(collected().select("desired_goal").set("observation", torch.ones(60, 2)))
+
+
+def test_statistics_of_other_entries_cannot_be_loaded():
+    one, other = NormalizedInputs(), NormalizedInputs()
+    one.update(collected())
+    other.update(transitions((5,)))
+    with pytest.raises(ValueError, match=r"have \[3, 2\] features, but \[3, 3\]"):
+        one.load_state_dict(other.state_dict())
+    check(one, [collected()])
+
+
+def test_it_must_come_after_the_hindsight_transform():
+    inputs = NormalizedInputs()
+    rb = make_buffer(before=[inputs])
+    check_refused(rb, lambda: rb.extend(collected()), ValueError, r"NormalizedInputs comes before .* Place it after")
+
+
+def test_it_is_no_transform_of_an_environment():
+    with pytest.raises(ValueError, match="NormalizedInputs is a transform of replay buffers"):
+        TransformedEnv(make_tape(), NormalizedInputs())
+
+
+def test_one_object_serves_several_buffers():
+    env = GymEnv("torchrl_her/PointReach-v0")
+    inputs, data = NormalizedInputs(), env.rollout(50)
+    buffers = [
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(100), transform=Compose(HERTransform(EnvReward(env), capacity=100), inputs)
+        )
+        for _ in range(2)
+    ]
+    inputs.update(data)
+    for rb in buffers:
+        rb.extend(data)
+        assert rb.sample(8)["inputs"].shape == (8, 6)
