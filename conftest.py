@@ -29,11 +29,14 @@ def time_to_play(monkeypatch):
 def pytest_collection_modifyitems(items):
     """Hide the names of a module from its doctests, so that examples also run where users paste them.
 
-    Also ignore a warning that some versions of Python issue when locks of earlier tests are garbage collected, and the
-    warnings that examples show or that another library gives for their data.
+    Skip tests that need a CUDA device if there is none. Ignore a warning that some versions of Python issue when locks
+    of earlier tests are garbage collected, and the warnings that examples show or that another library gives for their
+    data.
     """
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:ResourceTracker called reentrantly"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
         if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {"__name__": "__main__"}
             if item.name in WITH_WARNINGS:

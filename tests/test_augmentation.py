@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -11,26 +10,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl import envs
-from torchrl.data import (
-    CompressedListStorage,
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, same
 from support.goals import reward_of
+from support.named import named
 from support.oracle import Oracle
 from support.recorded import Recorded
-from support.world import Goals, World
+from support.world import Goals, World, transitions
 from torchrl_her import GoalStrategy, HERKeys, HindsightAugmentation, SparseReward
 
 RELABELLED, GOAL_STEP = ("hindsight", "relabelled"), ("hindsight", "goal_step")
-PRIORITIES = {"alpha": 0.7, "beta": 0.5}
 
 
 def make(kind=TensorDictReplayBuffer, storage=LazyTensorStorage, size=1000, transform=None, **options):
@@ -40,24 +30,23 @@ def make(kind=TensorDictReplayBuffer, storage=LazyTensorStorage, size=1000, tran
 
 def episodes(*lengths):
     """Return transitions of one environment, over episodes with these lengths."""
-    world = World(1, Goals())
-    return world.tensordict([row for each in lengths for row in world.play(0, ["go"] * (each - 1) + ["terminated"])])
+    return transitions([move for each in lengths for move in ["go"] * (each - 1) + ["terminated"]])
 
 
-KINDS = {
-    "ReplayBuffer": (ReplayBuffer, LazyTensorStorage),
-    "PrioritizedReplayBuffer": (partial(PrioritizedReplayBuffer, **PRIORITIES), LazyTensorStorage),
-    "sync=False": (partial(TensorDictPrioritizedReplayBuffer, **PRIORITIES, sync=False), LazyTensorStorage),
-    "LazyStackStorage": (TensorDictReplayBuffer, LazyStackStorage),
-    "CompressedListStorage": (TensorDictReplayBuffer, CompressedListStorage),
-}
+KINDS = [
+    ("ReplayBuffer", "LazyTensorStorage"),
+    ("PrioritizedReplayBuffer(alpha=0.7, beta=0.5)", "LazyTensorStorage"),
+    ("TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, sync=False)", "LazyTensorStorage"),
+    ("TensorDictReplayBuffer", "LazyStackStorage"),
+    ("TensorDictReplayBuffer", "CompressedListStorage"),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_extend_returns_the_rows_of_ended_episodes_and_evicts_transitions_with_their_copies(kind):
-    rb, world = make(*KINDS[kind], size=50), World(1, Goals())
+@pytest.mark.parametrize(("kind", "storage"), KINDS)
+def test_extend_returns_the_rows_of_ended_episodes_and_evicts_transitions_with_their_copies(kind, storage):
+    rb, world = make(named(kind), named(storage), size=50), World(1, Goals())
     for first in (0, 35, 20):  # the first row of each write, in a ring of 50 rows
-        data = world.tensordict(world.play(0, ["go"] * 4 + ["terminated", "go", "truncated"]))
+        data = world.written(["go"] * 4 + ["terminated", "go", "truncated"])
         assert len(rb.extend(data[:3])) == 0
         index = rb.extend(data[3:]).flatten()
         assert index.tolist() == [(first + number) % 50 for number in range(35)]
@@ -189,8 +178,8 @@ def test_a_copy_for_another_process_draws_goals_from_its_own_episodes():
     hindsight.share_memory_()
     copied, world, achieved = pickle.loads(ForkingPickler.dumps(hindsight)), World(2, Goals(offset=100)), set()
     for _ in range(3):
-        hindsight.inv(world.tensordict(world.play(0, ["go"] * 4 + ["terminated"])))
-        data = world.tensordict(world.play(1, ["go"] * 4 + ["terminated"]))
+        hindsight.inv(world.written(["go"] * 4 + ["terminated"]))
+        data = world.written(["go"] * 4 + ["terminated"], 1)
         achieved |= set(map(tuple, data["next", "achieved_goal"].tolist()))
         rows = copied.inv(data)
         assert len(rows) == 5 * (1 + 50)

@@ -16,6 +16,7 @@ def test_the_other_keys_follow_from_the_given_ones():
     assert KEYS.flags == (("agent", "done"), ("agent", "terminated"), ("agent", "truncated"))
     assert KEYS.next_flags == tuple(("next", *flag) for flag in KEYS.flags)
     assert (KEYS.trajectory, KEYS.mask) == (None, "kept")
+    assert HERKeys(trajectory=("next", "episode")).trajectory == ("next", "episode")
     assert HERKeys().flags == ("done", "terminated", "truncated")
     assert HERKeys().next_flags == (("next", "done"), ("next", "terminated"), ("next", "truncated"))
 
@@ -34,7 +35,3 @@ def test_copies_are_equal_and_cannot_be_changed(copied):
     assert twin.next_flags == KEYS.next_flags
     with pytest.raises(dataclasses.FrozenInstanceError):
         twin.reward = "gain"
-
-
-def test_a_trajectory_key_may_begin_with_next():
-    assert HERKeys(trajectory=("next", "episode")).trajectory == ("next", "episode")

@@ -14,12 +14,9 @@ from torchrl_her import CompactGoals, HERKeys, MovementPriority
 MOVES = ["go"] * 7 + ["truncated"] + ["stay"] * 5  # an episode that moves by 8, and another one that does not move
 
 
-GOALS = Goals()
-
-
-def played(goals=GOALS, time_major=False):
+def played(goals=None, time_major=False):
     """Return transitions ``[52]`` of four environments."""
-    world = World(4, goals)
+    world = World(4, goals or Goals())
     lanes = [world.play(env, MOVES) for env in range(4)]
     rows = zip(*lanes, strict=True) if time_major else lanes
     return world.tensordict([row for part in rows for row in part])

@@ -1,7 +1,7 @@
 """n-step returns under the new goal, of a MultiStepTransform before HERTransform, compared with the oracle."""
 
 import random
-from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,19 +55,6 @@ GOAL_MODULE = TensorDictModule(
     [("next", "reward"), ("next", "terminated")],
 )
 REWARDS = [(None, True), (GoalReward(reward_of), False), (GOAL_MODULE, True)]  # and whether goals terminate
-
-
-def test_every_case_occurs_and_is_right_in_a_buffer_that_wrapped_many_times():
-    recorded = record(3, rows=40, capacity=400, strategy="episode", her_ratio=0.7)
-    play(recorded, writes=30)
-    batch = seeded_sample(recorded.rb, 2000)
-    recorded.check(batch)
-    columns = [batch[RELABELLED], batch["next", "terminated"], batch["next", "truncated"]]
-    cases = Counter(zip(*[column.flatten().tolist() for column in columns], strict=True))
-    new = {(True, terminated, truncated) for terminated in (True, False) for truncated in (True, False)}
-    assert new | {(False, False, False), (False, True, False), (False, False, True)} == cases.keys()
-    on_the_way = batch[RELABELLED].flatten() & batch["next", "terminated"].flatten() & ~batch["next", "truncated"][:, 0]
-    assert set(batch["steps_to_next_obs"][on_the_way].tolist()) == {1, 2, 3}
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -219,12 +206,8 @@ def test_an_interrupted_write_can_be_repeated(monkeypatch):
     recorded.play([["go"] * 3], "lanes")
     rows = recorded.world.play(0, ["go"] * 3)
     data = recorded.world.tensordict(rows).reshape(1, 3)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(GoalTable, "new_episodes", interrupt)
+        patch.setattr(GoalTable, "new_episodes", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             recorded.rb.extend(data.clone())
     recorded.write(rows, data)

@@ -603,11 +603,8 @@ class Transitions:
     next: TensorDict
 
 
-compact, augmented, sample = (
-    partial(filled, before=[CompactGoals]),
-    partial(filled, Augment),
-    methodcaller("sample", 10),
-)
+compact, augmented = partial(filled, before=[CompactGoals]), partial(filled, Augment)
+sample = methodcaller("sample", 10)
 HAS_ADOPTED = r"RuntimeError: has adopted a data set, and .*ReplayBufferEnsemble\("
 NO_STAMP = r"KeyError: no stamp .*written before HERTransform .*transform=HERTransform\(.*result of adopt\(\)"
 DROPPED = r"KeyError: no entry {}, although it was written\. Place the transform that drops it after HERTransform"
@@ -684,9 +681,7 @@ def test_a_call_is_refused_again_and_again_and_changes_nothing(name):
 
 def test_a_goal_table_that_does_not_fit_into_shared_memory_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=2**30 // 10))
-    words = (
-        r"for capacity=9,000,000 goals, torch\.float32 \[2\], takes 0\.\d\d GiB .* 0\.10 GiB are free\. Pass a smaller"
-    )
+    words = r"for capacity=9,000,000 goals, torch\.float32 \[2\], takes 0\.\d\d GiB .* 0\.10 GiB are free\. Pass a"
     with pytest.raises(RuntimeError, match=words):
         make_transform(capacity=9_000_000, goal_spec=Unbounded(2)).share_memory_()
 

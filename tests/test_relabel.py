@@ -7,7 +7,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, make_transform
 from support.rewards import check_relabelled, distance, distance_of_row, nearness, point_reach, sample_of
-from torchrl_her import EnvReward, GoalReward, SparseReward
+from torchrl_her import EnvReward, GoalReward, PackedStorage, SparseReward
 from torchrl_her.envs import PointReach
 
 GOALS = [("next", "achieved_goal"), "desired_goal"]
@@ -15,18 +15,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:The reward module gives")  # ano
 REWARD, TERMINATED = ("next", "reward"), ("next", "terminated")
 
 
-def test_a_module_may_read_the_action_and_any_other_entry():
+@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
+def test_a_module_may_read_the_action_and_any_other_entry_also_those_that_it_replaces(storage):
     written = point_reach()
     written["next", "wind"] = torch.rand(len(written), 1)
+    written[REWARD], written[TERMINATED] = torch.rand(len(written), 1), torch.rand(len(written), 1) < 0.5
+    written["paid"], written["ended"] = written[REWARD].clone(), written[TERMINATED].clone()
 
-    def reward_fn(achieved, desired, action, observation, wind):
-        return -distance(achieved, desired)[:, None] - action[:, :1] * wind - observation[:, 2:].sum(-1, True)
+    def function(achieved, desired, action, wind, reward, terminated):
+        return reward - distance(achieved, desired)[:, None] - action[:, :1] * wind, ~terminated
 
     def reward(row):
-        return -distance_of_row(row) - row["action"][0] * row["next", "wind"][0] - row["observation"][2:].sum()
+        return row["paid"] - distance_of_row(row) - row["action"][0] * row["next", "wind"][0]
 
-    module = TensorDictModule(reward_fn, [*GOALS, "action", "observation", ("next", "wind")], [REWARD])
-    check_relabelled(module, reward, written=written)
+    module = TensorDictModule(function, [*GOALS, "action", ("next", "wind"), REWARD, TERMINATED], [REWARD, TERMINATED])
+    check_relabelled(module, reward, lambda row: not row["ended"], written=written, storage=storage)
 
 
 @pytest.mark.parametrize("terminates", [True, False])

@@ -26,34 +26,15 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torchrl.data import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ListStorage,
-    PrioritizedReplayBuffer,
-    PrioritizedSampler,
-    RandomSampler,
-    ReplayBuffer,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-    TensorStorage,
-    Unbounded,
-)
+from torchrl.data import ReplayBuffer, SliceSampler, TensorDictReplayBuffer, TensorStorage, Unbounded
 from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same, state_of
+from support.named import PRIORITIES, named, sampler_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import MOVES, Goals, World
-from torchrl_her import (
-    Future,
-    Geometric,
-    GoalReward,
-    Mixture,
-    PackedStorage,
-)
+from torchrl_her import Future, Geometric, GoalReward, Mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of configurations that lose goals on purpose
 
@@ -68,11 +49,11 @@ STRATEGIES = {  # and the oracle's names of their members, with probabilities
     Geometric(0.5): {"geometric": 1.0},
     Mixture({"future": 0.5, "random": 0.3, "past_desired": 0.2}): {"future": 0.5, "random": 0.3, "past_desired": 0.2},
 }
-STORAGES = {"lazy": LazyTensorStorage, "memmap": LazyMemmapStorage, "list": ListStorage, "packed": PackedStorage}
+STORAGES = ["LazyTensorStorage", "LazyMemmapStorage", "ListStorage", "PackedStorage"]
+KINDS = ["TensorDictReplayBuffer", "ReplayBuffer"]
 GOALS = st.sampled_from([Goals(), Goals((), torch.float64, 2**40), Goals((2, 2), torch.int64, 2**60)])
-SAMPLERS = ["random", "without replacement", "prioritized", "prioritized buffer", "slices"]
-PRIORITIES = {"alpha": 0.7, "beta": 0.5}
-NOT_IN_TORCHRL = {("memmap", "pickle"), ("list", "dumps")}
+SAMPLERS = ["RandomSampler", "SamplerWithoutReplacement", "PrioritizedSampler", "prioritized buffer", "SliceSampler"]
+NOT_IN_TORCHRL = {("LazyMemmapStorage", "pickle"), ("ListStorage", "dumps")}
 
 
 @dataclass(frozen=True)
@@ -97,20 +78,15 @@ class Config:
     mask: bool  # whether transitions have a mask, so that some rows can be padding
     shared: bool = False  # between processes
 
-    def sampler_of(self) -> Any:
-        if self.sampler == "prioritized":
-            return PrioritizedSampler(self.size, **PRIORITIES)
-        if self.sampler == "slices":
-            return SliceSampler(slice_len=3, traj_key=("collector", "traj_ids"), strict_length=True)
-        return SamplerWithoutReplacement() if self.sampler == "without replacement" else RandomSampler()
-
     def kind_of_buffer(self) -> Any:
         """Return the buffer's class, which has a sampler of its own if the sampler is "prioritized buffer"."""
-        if self.sampler != "prioritized buffer":
-            sampler = self.sampler_of()
-            return partial(TensorDictReplayBuffer if self.kind == "tensordict" else ReplayBuffer, sampler=sampler)
-        prioritized = TensorDictPrioritizedReplayBuffer if self.kind == "tensordict" else PrioritizedReplayBuffer
-        return partial(prioritized, **PRIORITIES)
+        if self.sampler == "prioritized buffer":
+            return partial(named(self.kind.replace("Replay", "PrioritizedReplay")), **PRIORITIES)
+        if self.sampler == "SliceSampler":
+            sampler = SliceSampler(slice_len=3, traj_key=("collector", "traj_ids"), strict_length=True)
+        else:
+            sampler = sampler_of(self.sampler, self.size)
+        return partial(named(self.kind), sampler=sampler)
 
     def transform(self, **options: Any) -> Any:
         strategy = {"desired_goal": self.strategy, "other_goal": "final"} if self.extra_goal else self.strategy
@@ -122,14 +98,14 @@ class Config:
 
     def buffer(self) -> ReplayBuffer:
         goal_spec = Unbounded(self.goals.shape, dtype=self.goals.dtype) if self.shared else None
-        hindsight = self.transform(sequence_length=3 if self.sampler == "slices" else None, goal_spec=goal_spec)
+        hindsight = self.transform(sequence_length=3 if self.sampler == "SliceSampler" else None, goal_spec=goal_spec)
         n_step = [MultiStepTransform(self.n_steps, 0.9)] if self.n_steps > 1 else []
-        options = {} if self.storage == "list" else {"ndim": self.ndim}
+        options = {} if self.storage == "ListStorage" else {"ndim": self.ndim}
         if self.shared:
             options["shared_init"] = True
         return self.kind_of_buffer()(
             **({"shared": True} if self.shared else {}),
-            storage=STORAGES[self.storage](self.size, **options),
+            storage=named(self.storage)(self.size, **options),
             transform=Compose(*n_step, hindsight),
             batch_size=12,
         )
@@ -145,18 +121,17 @@ def configs(draw):
     ndim = draw(st.sampled_from([1, 2]))
     chunk, n_steps = draw(st.integers(2, 6)), draw(st.sampled_from([1, 1, 1, 3]))
     envs = draw(st.integers(1, 4)) if ndim == 2 or n_steps == 1 else 1
-    sampler = draw(st.sampled_from(SAMPLERS if n_steps == 1 else [each for each in SAMPLERS if each != "slices"]))
+    sampler = draw(st.sampled_from(SAMPLERS if n_steps == 1 else [each for each in SAMPLERS if each != "SliceSampler"]))
+    is_flat = ndim == 1 and sampler != "SliceSampler"
     size = draw(st.sampled_from([100, 1000, 10])) if ndim == 1 else envs * chunk * draw(st.sampled_from([5, 1, 50]))
     return Config(
         strategy=draw(st.sampled_from([*STRATEGIES])),
         her_ratio=draw(st.sampled_from([1.0, 1.0, 1.0, 1.0, 0.5, 0.0])),
         envs=envs,
         goals=draw(GOALS),
-        ids=sampler == "slices" or draw(st.booleans()),
-        kind="plain" if n_steps > 1 and ndim == 2 else draw(st.sampled_from(["tensordict", "plain"])),
-        storage=draw(
-            st.sampled_from([*STORAGES] if ndim == 1 and sampler != "slices" else ["lazy", "memmap", "packed"])
-        ),
+        ids=sampler == "SliceSampler" or draw(st.booleans()),
+        kind=draw(st.sampled_from(KINDS if n_steps == 1 or ndim == 1 else ["ReplayBuffer"])),
+        storage=draw(st.sampled_from(STORAGES if is_flat else [each for each in STORAGES if each != "ListStorage"])),
         sampler=sampler,
         ndim=ndim,
         n_steps=n_steps,
@@ -165,7 +140,7 @@ def configs(draw):
         capacity=draw(st.sampled_from([10_000, 10_000, size, 3 * size, max(2, size // 2)])),
         max_episode_steps=draw(st.sampled_from([None, 4])) if n_steps == 1 else None,
         extra_goal=draw(st.booleans()),
-        mask=ndim == 1 and n_steps == 1 and sampler != "slices" and draw(st.booleans()),
+        mask=is_flat and n_steps == 1 and draw(st.booleans()),
     )
 
 
@@ -173,28 +148,16 @@ moves = st.sampled_from(MOVES)
 FORK = multiprocessing.get_context("fork")
 
 
-def without(key):
-    return lambda data: data.exclude(key)
-
-
 def set_to(key, change):
     return lambda data: data.set(key, change(data[key]))
 
 
 REFUSED = {
-    "no achieved goal": (without("achieved_goal"), KeyError, "no entry 'achieved_goal'"),
-    "no next desired goal": (without(("next", "desired_goal")), KeyError, "desired_goal"),
-    "goals of another dtype": (
-        set_to(("next", "achieved_goal"), lambda goals: goals.to(torch.int32)),
-        ValueError,
-        "int32",
-    ),
-    "goals of another shape": (
-        set_to(("next", "desired_goal"), lambda goals: torch.stack([goals, goals], -1)),
-        ValueError,
-        "shape",
-    ),
-    "n-step transitions": (lambda data: data.set("steps_to_next_obs", data["uid"]), ValueError, "n-step"),
+    "no achieved goal": (lambda data: data.exclude("achieved_goal"), "no entry 'achieved_goal'"),
+    "no next desired goal": (lambda data: data.exclude(("next", "desired_goal")), "desired_goal"),
+    "goals of another dtype": (set_to(("next", "achieved_goal"), torch.Tensor.int), "int32"),
+    "goals of another shape": (set_to(("next", "desired_goal"), lambda goals: torch.stack([goals] * 2, -1)), "shape"),
+    "n-step transitions": (lambda data: data.set("steps_to_next_obs", data["uid"]), "n-step"),
 }
 
 
@@ -262,7 +225,7 @@ class Writes(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([*REFUSED]))
     def write_what_must_be_refused(self, name):
-        spoil, error, message = REFUSED[name]
+        spoil, message = REFUSED[name]
         world = copy.deepcopy(self.world)
         envs, chunk = (self.config.envs, self.config.chunk) if self.config.ndim == 2 else (1, 5)
         rows = [row for env in range(envs) for row in world.play(env, ["go"] * chunk)]
@@ -271,7 +234,7 @@ class Writes(RuleBasedStateMachine):
             data["collector", "mask"] = torch.ones(len(data), dtype=torch.bool)
         data = spoil(data)
         before = state_of(self.rb)
-        with pytest.raises(error, match=message):
+        with pytest.raises((KeyError, ValueError), match=message):
             self.rb.extend(data.reshape(envs, chunk) if self.config.ndim == 2 else data)
         after = state_of(self.rb)
         for state in (before, after):
@@ -297,7 +260,7 @@ class Hindsight(Writes):
         self.recorded.write(rows, data)
         added = len(self.oracle.windows) - before + data.numel() - len(rows)
         self.kept = min(self.kept + added, self.config.size)
-        if 0 < self.kept <= 100 and self.config.sampler != "slices":
+        if 0 < self.kept <= 100 and self.config.sampler != "SliceSampler":
             self.check(self.rb[:])
 
     def check(self, batch):
@@ -334,15 +297,15 @@ class Hindsight(Writes):
 
     # Samples
 
-    @precondition(lambda self: self.kept and self.config.sampler != "slices")
+    @precondition(lambda self: self.kept and self.config.sampler != "SliceSampler")
     @rule()
     def sample(self):
         batch, info = self.rb.sample(return_info=True)
         self.check(batch)
-        if self.config.sampler.startswith("prioritized"):
+        if "prioritized" in self.config.sampler.lower():
             self.rb.update_priority(info["index"], torch.rand(len(batch)))
 
-    @precondition(lambda self: self.kept and self.config.sampler == "slices")
+    @precondition(lambda self: self.kept and self.config.sampler == "SliceSampler")
     @rule()
     def sample_sequences(self):
         for _ in range(4):
@@ -352,24 +315,13 @@ class Hindsight(Writes):
                 if "Did not find a single trajectory" not in str(error):  # of three steps
                     raise
                 return
-            self.check_sequences(batch)
-
-    def check_sequences(self, batch):
-        """Check that one goal is drawn for each sequence of three, for its last transition."""
-        for rows in batch.split(3):
-            relabelled = rows["hindsight", "relabelled"].squeeze(-1).tolist()
-            goals = self.config.goals.pairs(rows["desired_goal"]).tolist()
-            parts = [self.oracle.place[uid][0] for uid in rows["uid"].tolist()]
-            if relabelled[-1]:
-                assert tuple(goals[-1]) in self.oracle.goals(int(rows["uid"][-1]))
-            for each, goal, part in zip(relabelled, goals, parts, strict=True):
-                assert not each or (part is parts[-1] and goal == goals[-1])
+            self.recorded.check_sequences(batch, 3)
 
     def teardown(self):
         """At the end, compare the goals of some transitions with their exact probabilities."""
         if not hasattr(self, "recorded") or not self.kept:
             return
-        if self.config.sampler == "slices":
+        if self.config.sampler == "SliceSampler":
             self.flush()
             self.sample_sequences()
             return
@@ -384,7 +336,7 @@ class Hindsight(Writes):
                 p_value = self.recorded.p_value(self.hindsight(stored[[row] * 1000]))
                 assert p_value > 1e-8, f"{self.oracle.place[uid]} got other goals than {self.oracle.probabilities(uid)}"
 
-    @precondition(lambda self: self.kept and self.config.sampler != "slices")
+    @precondition(lambda self: self.kept and self.config.sampler != "SliceSampler")
     @rule()
     def read_everything(self):
         stored = self.contents()
@@ -476,9 +428,8 @@ class AugmentationConfig:
             n_sampled_goal=self.copies,
             max_episode_steps=self.max_episode_steps,
         )
-        return TensorDictReplayBuffer(
-            storage=STORAGES[self.storage](self.size), transform=Compose(hindsight), batch_size=12
-        )
+        storage = named(self.storage)(self.size)
+        return TensorDictReplayBuffer(storage=storage, transform=Compose(hindsight), batch_size=12)
 
 
 class Augmentation(Writes):
@@ -493,7 +444,7 @@ class Augmentation(Writes):
             goals=GOALS,
             ids=st.booleans(),
             mask=st.booleans(),
-            storage=st.sampled_from([*STORAGES]),
+            storage=st.sampled_from(STORAGES),
             max_episode_steps=st.sampled_from([1000, 4]),
         )
     )
@@ -589,13 +540,14 @@ class OtherProcess:
         assert self.process.exitcode == 0
 
 
+IN_TWO_PROCESSES = {"shared": True, "storage": "LazyTensorStorage", "sampler": "RandomSampler", "size": 1000}
+
+
 class TwoWriters(Writes):
     """A shared buffer, into which this process writes the even environments and another one the odd ones."""
 
     @initialize(
-        config=configs().map(
-            lambda config: replace(config, shared=True, ndim=1, n_steps=1, storage="lazy", sampler="random", size=1000)
-        ),
+        config=configs().map(partial(replace, ndim=1, n_steps=1, **IN_TWO_PROCESSES)),
         plan=st.lists(moves, min_size=6, max_size=12),
     )
     def begin(self, config, plan):

@@ -9,18 +9,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer, Unbounded
-from torchrl.envs import (
-    Compose,
-    MultiStepTransform,
-    RenameTransform,
-)
+from torchrl.envs import Compose, MultiStepTransform, RenameTransform
 
 from support.dispatch import Operations
-from support.factories import WAYS_TO_COPY, assert_same, make_augmentation, make_transform, same, seeded_sample
+from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same, seeded_sample
 from support.goals import reached, reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
-from support.world import FLAGS, Goals, World
+from support.world import FLAGS, Goals, World, transitions, whole_episodes
 from torchrl_her import CompactGoals, GoalReward, HERKeys, HERTransform, SparseReward, Subgoal
 
 RELABELLED = ("hindsight", "relabelled")
@@ -40,18 +36,6 @@ def record(envs=1, ids=True, strategy="future", capacity=1000, **options):
     return Recorded(rb, Oracle({strategy: 1.0}, capacity), World(envs, Goals()), ids)
 
 
-def episode_of(steps, goal_shape=(2,), dtype=torch.float32, number=0):
-    """Return an episode with random goals."""
-    generator = torch.Generator().manual_seed(number)
-    goals = torch.randint(0, 256, (steps + 2, *goal_shape), generator=generator).to(dtype)
-    asked = goals[-1:].expand(steps, *goal_shape)
-    data = TensorDict({"achieved_goal": goals[:-2], "desired_goal": asked}, batch_size=steps)
-    done = torch.arange(steps).unsqueeze(1) == steps - 1
-    flags = {"done": done, "truncated": done, "terminated": torch.zeros_like(done)}
-    outcome = {"achieved_goal": goals[1:-1], "desired_goal": asked, "reward": torch.full((steps, 1), -1.0)}
-    return data.set("next", TensorDict(outcome | flags, batch_size=steps)).clone()
-
-
 # Keys, goals of all kinds, padding, ends of episodes
 
 
@@ -60,7 +44,10 @@ GOALS = [((), torch.float64), ((1,), torch.int64), ((3,), torch.bfloat16), ((3, 
 
 @pytest.mark.parametrize(("goal_shape", "dtype"), GOALS)
 def test_a_goal_is_a_tensor_of_any_shape_and_dtype(goal_shape, dtype):
-    td = episode_of(6, goal_shape, dtype)
+    goals, td = torch.randint(0, 256, (8, *goal_shape)).to(dtype), transitions(whole_episodes(6))
+    td["achieved_goal"], td["next", "achieved_goal"] = goals[:6], goals[1:7]
+    td["desired_goal"] = td["next", "desired_goal"] = goals[7:].expand(6, *goal_shape)
+    td["next", "reward"].fill_(-1)
     rb = buffer_with(hindsight(reward=SparseReward(0), strategy="final"), td)
     sample = rb.sample()
     assert sample[RELABELLED].all()
@@ -109,8 +96,8 @@ def translated(data):
 def test_with_other_keys_and_a_goal_fn_samples_are_the_same_under_other_names(kind, goal_fn):
     """The transforms share a reward, and mapping a goal twice would swap it back."""
     make = make_augmentation if "augmentation" in kind else hindsight
-    reward, world = GoalReward(reward_of, terminated_fn=reached), World(1, Goals())
-    data = world.tensordict(world.play(0, [*["go"] * 4, "terminated", "go", "stay", "truncated", "go"] * 4))
+    reward = GoalReward(reward_of, terminated_fn=reached)
+    data = transitions([*["go"] * 4, "terminated", "go", "stay", "truncated", "go"] * 4)
     batches = []
     other = {"keys": KEYS, "goal_fn": goal_fn}
     for change, options, n_keys in ((TensorDict.clone, {}, {}), (translated, other, N_STEP_KEYS)):
@@ -136,8 +123,7 @@ def test_padding_may_be_nan_and_is_never_relabelled_and_never_a_goal(mask):
 
 @pytest.mark.parametrize("chunk", [5, 40])
 def test_a_loaded_episode_ends_if_it_exceeds_a_smaller_max_episode_steps(chunk):
-    world = World(1, Goals())
-    td = world.tensordict(world.play(0, ["go"] * 70))
+    td = transitions(["go"] * 70)
     before, after = hindsight(max_episode_steps=50), hindsight(max_episode_steps=20, strategy="final")
     buffer_with(before, td[:30])
     after.load_state_dict(before.state_dict())
@@ -148,8 +134,8 @@ def test_a_loaded_episode_ends_if_it_exceeds_a_smaller_max_episode_steps(chunk):
 @pytest.mark.parametrize("trajectory", [None, ("collector", "traj_ids")])
 def test_trajectory_ids_are_used_unless_their_key_is_none(trajectory):
     """The goals of both episodes are the same, so that only ids separate them."""
-    td = episode_of(3)[[0, 0, 1, 1, 2, 2]].set(("collector", "traj_ids"), torch.arange(6) % 2)
-    rb = buffer_with(hindsight(reward=SparseReward(0), strategy="final", keys=HERKeys(trajectory=trajectory)), td)
+    td = transitions(whole_episodes(3))[[0, 0, 1, 1, 2, 2]].set(("collector", "traj_ids"), torch.arange(6) % 2)
+    rb = buffer_with(hindsight(strategy="final", keys=HERKeys(trajectory=trajectory)), td)
     stamps = rb.storage[:]["hindsight_stamp"]
     assert (stamps[::2, 0] == stamps[0, 0]).all() == (trajectory is not None)
 
@@ -186,7 +172,7 @@ def test_goals_that_were_in_the_table_before_saving_are_there_once_when_their_ep
 
 
 def test_a_clone_and_a_saved_state_do_not_change_with_later_writes():
-    transform, td = hindsight(reward=SparseReward(0)), episode_of(6)
+    transform, td = hindsight(), transitions(whole_episodes(6))
     rb = buffer_with(transform, td[:3])
     state, clone = transform.state_dict(), transform.clone()
     before = copy.deepcopy(state)
@@ -203,8 +189,8 @@ def test_a_clone_and_a_saved_state_do_not_change_with_later_writes():
 
 def operations_of(run, episodes, size, **options):
     """Return the operators that ``run`` executes, and the sizes of their results, in a buffer with some episodes."""
-    transform = hindsight(reward=SparseReward(0), capacity=size, her_ratio=0.8, **options)
-    rb = buffer_with(transform, *[episode_of(20, number=number) for number in range(episodes)], size=size)
+    transform, world = hindsight(capacity=size, her_ratio=0.8, **options), World(1, Goals())
+    rb = buffer_with(transform, *[world.written(whole_episodes(20)) for _ in range(episodes)], size=size)
     stored = rb.storage[torch.arange(32)]
     with Operations() as operations:
         run(transform, stored)
@@ -221,7 +207,7 @@ def test_the_cost_of_a_sample_does_not_depend_on_how_much_is_stored(strategy):
 
 
 def test_the_cost_of_a_write_does_not_depend_on_how_much_is_stored():
-    new = episode_of(20, number=1000)
+    new = transitions(whole_episodes(20))
     few, many = (operations_of(lambda her, _: her.inv(new), n, 100_000) for n in (100, 300))
     assert few == many
     assert max(numel for _, numel in few) <= 20 * 4 * 2 * 4  # 20 transitions with four goals of two 4-byte floats
@@ -245,18 +231,16 @@ def test_with_compact_goals_redundant_entries_are_not_stored_and_restored_in_sam
 
 
 def test_compact_goals_alone_changes_only_the_storage_and_later_transforms_see_all_entries():
-    world, compact = World(1, Goals()), CompactGoals()
-    data = world.tensordict(world.play(0, ["go"] * 5 + ["terminated"]))
+    compact, data = CompactGoals(), transitions(["go"] * 5 + ["terminated"])
     stored = compact.inv(data.clone())
-    assert_same(compact(stored), data)
+    assert same(compact(stored), data)
     assert LEFT_OUT.isdisjoint(stored.keys(True))
     rb = buffer_with(Compose(CompactGoals(), RenameTransform(["done"], ["ended"]), hindsight()), data)
     assert "ended" in rb.sample()
 
 
 def test_compact_goals_restores_nested_flags_in_samples_and_not_in_a_storage_of_tensordicts():
-    world, done = World(1, Goals()), ("agents", "done")
-    data = world.tensordict(world.play(0, ["go"] * 5 + ["terminated"]))
+    done, data = ("agents", "done"), transitions(["go"] * 5 + ["terminated"])
     for name in FLAGS:
         data["next", "agents", name] = data["next"].pop(name)
     data["agents"] = data["next", "agents"].apply(torch.zeros_like)
@@ -269,17 +253,17 @@ def test_compact_goals_restores_nested_flags_in_samples_and_not_in_a_storage_of_
 
 
 def test_a_deleted_container_is_ignored():
-    transform = hindsight(reward=SparseReward(0))
+    transform = hindsight()
     container = Compose(transform)
     del container
     gc.collect()
-    assert transform.inv(episode_of(6)).batch_size == (6,)
+    assert transform.inv(transitions(whole_episodes(6))).batch_size == (6,)
 
 
 def test_sampling_does_not_change_stored_entries_under_the_keys_of_samples():
     """A ListStorage returns its own tensordicts, and written data can have entries under the keys of samples."""
-    rows = episode_of(40).set(RELABELLED, torch.zeros(40, 1, dtype=torch.bool))
-    rb = TensorDictReplayBuffer(storage=ListStorage(100), transform=hindsight(reward=SparseReward(0)), batch_size=40)
+    rows = transitions(whole_episodes(40)).set(RELABELLED, torch.zeros(40, 1, dtype=torch.bool))
+    rb = TensorDictReplayBuffer(storage=ListStorage(100), transform=hindsight(), batch_size=40)
     rb.extend(rows)
     assert all(each[RELABELLED].all() for each in (rb.sample(), rb[:], *(rb[row] for row in range(40))))
     assert not torch.stack([row[RELABELLED] for row in rb.storage[:]]).any()

@@ -29,11 +29,6 @@ def draw_actions(env, count):
     return [env.action_space.sample() for _ in range(count)]
 
 
-def episode(env, seed, actions):
-    """Return all results of an environment in one episode."""
-    return [env.reset(seed=seed), *(env.step(action) for action in actions)]
-
-
 def same(one, other):
     return data_equivalence(one, other, exact=True)
 

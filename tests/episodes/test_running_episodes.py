@@ -95,14 +95,6 @@ def test_environments_are_distinguished_by_their_goals_and_ids(ids, time_major):
     assert recorded.check() == 20
 
 
-def test_environments_that_alternate_in_a_write_are_followed_without_ids():
-    recorded = Recorded(make_buffer(), Oracle({"final": 1.0}, 10_000), World(3, Goals()), False)
-    for _ in range(2):
-        recorded.play([["go"] * 6, ["go"] * 5 + ["terminated"], ["go", "go", "truncated"] * 2], "time-major")
-    recorded.flush()
-    assert recorded.check() == 36
-
-
 def test_an_episode_ends_with_its_trajectory_id():
     """There is no done flag, and the next trajectory starts with the last goals of this one."""
     recorded = record()

@@ -10,10 +10,7 @@ from torchrl.envs.utils import check_env_specs
 from support.dispatch import NoWaits
 
 OBSERVATIONS = "observation", "achieved_goal", "desired_goal"
-on_cuda = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
-)
-each_device = pytest.mark.parametrize("device", ["cpu", on_cuda])
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @each_device

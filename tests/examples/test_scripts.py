@@ -65,7 +65,6 @@ def test_dqn_flips_15_bits_with_hindsight_and_not_without(her_ratio, lowest, hig
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("speedup", ["none", "record", "cudagraph"])
 @pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac"])
 def test_a_script_trains_on_the_device(script, speedup, tmp_path):
@@ -162,9 +161,8 @@ def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
 
 
 def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(tmp_path):
-    buffer = train("ddpg buffer.size=2000 hindsight.when=writing hindsight.enabled=false", tmp_path).components[
-        "buffer"
-    ]
+    run = train("ddpg buffer.size=2000 hindsight.when=writing hindsight.enabled=false", tmp_path)
+    buffer = run.components["buffer"]
     assert (len(buffer), int(buffer.sample(200)["hindsight", "relabelled"].sum())) == (200, 0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +20,9 @@ from scipy import stats
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, make_transform, seeded_sample
-from support.oracle import STEPS, Oracle
-from support.recorded import Recorded
-from support.world import Goal, Goals, World, whole_episodes
+from support.oracle import STEPS, Oracle, geometric_steps
+from support.recorded import Recorded, chi_square
+from support.world import Goal, Goals, World, transitions, whole_episodes
 from torchrl_her import Current, Future, Geometric, GoalStrategy, Mixture, PastDesired, Random, Subgoal, uniform
 
 LEVEL = 1e-3  # of each test
@@ -56,11 +57,7 @@ def own(steps_of: Callable[[int, int], dict[int, float]]) -> Rule:
 
 
 def geometric(discount: float) -> Rule:
-    def steps_of(t, T):
-        ahead = {j: (1 - discount) * discount ** (j - t - 1) for j in range(t + 1, T - 1)}
-        return ahead | {T - 1: 1 - sum(ahead.values())}
-
-    return own(steps_of)
+    return own(partial(geometric_steps, discount=discount))
 
 
 def subgoal(steps: int, limit: str | None = None) -> Rule:
@@ -195,9 +192,9 @@ def make(case: Case, envs: int, size: int = 2000, capacity: int = 2000, **option
 
 def filled(*lengths: int, **options: Any) -> TensorDictReplayBuffer:
     """Return a buffer with whole episodes of these lengths."""
-    world, transform = World(1, Goals()), make_transform(**{"her_ratio": 1.0, "capacity": 1000} | options)
+    transform = make_transform(**{"her_ratio": 1.0, "capacity": 1000} | options)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
-    rb.extend(world.tensordict(world.play(0, whole_episodes(*lengths))))
+    rb.extend(transitions(whole_episodes(*lengths)))
     return rb
 
 
@@ -261,13 +258,7 @@ def p_value(case: Case, counts: Outcomes, held: Held) -> float:
             expected[cell(place, outcome)] += count * p
             possible |= {(place, outcome)} if p and (place, outcome) in counts else set()
     assert counts.keys() == possible
-    cells = [each for each, mean in expected.items() if mean >= 5]
-    pairs = [(observed[each], expected[each]) for each in cells]
-    rest = [counts.total() - sum(column) for column in zip(*pairs, strict=True)]
-    pairs += [rest] if rest[1] >= 5 else []
-    statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
-    degrees = len(pairs) - len({group for group, *_ in cells})  # the number of draws of each group is given
-    return float(stats.chi2.sf(statistic, degrees)) if degrees > 0 else 1.0
+    return chi_square(observed, expected)
 
 
 def check_ended(case: Case, recorded: Recorded, batch: Any) -> None:
@@ -412,7 +403,8 @@ def test_several_goals_have_the_joint_distribution_of(name):
 
 
 def test_a_sequence_has_the_goals_of_its_last_transition():
-    case, sampler = SEVERAL["the goals of GCIVL"], SliceSampler(slice_len=3, truncated_key=None)
+    case = SEVERAL["the goals of GCIVL"]._replace(her_ratio=0.8)
+    sampler = SliceSampler(slice_len=3, truncated_key=None)
     recorded = make(case, envs=1, sequence_length=3, sampler=sampler, batch_size=3 * DRAWS)
     recorded.play([whole_episodes(9, 4, 3, 6)])
     batch = recorded.rb.sample()
@@ -473,7 +465,7 @@ def test_random_copies_get_the_goals_that_ended_episodes_achieved_last():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), transform=hindsight)
     world = World(1, Goals())
     for lengths, expected in (((2, 2), {0, 1}), ((2,), {1, 2}), ((2, 2, 2), {3, 4, 5})):
-        rb.extend(world.tensordict(world.play(0, whole_episodes(*lengths))))
+        rb.extend(world.written(whole_episodes(*lengths)))
         assert goals_of_copies(rb) == {(number, cell) for number in expected for cell in (1, 2)}
 
 
@@ -481,10 +473,10 @@ def test_the_goals_so_far_are_forgotten_when_a_state_without_goals_is_loaded():
     world = World(1, Goals())
     used = make_augmentation(strategy="random", n_sampled_goal=50)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=used)
-    rb.extend(world.tensordict(world.play(0, whole_episodes(9))))
+    rb.extend(world.written(whole_episodes(9)))
     goals_of_copies(rb)
     used.load_state_dict(make_augmentation(strategy="random", n_sampled_goal=50).state_dict())
-    rb.extend(world.tensordict(world.play(0, whole_episodes(5))))
+    rb.extend(world.written(whole_episodes(5)))
     assert goals_of_copies(rb) == {(1, cell) for cell in range(1, 6)}
 
 
@@ -541,9 +533,9 @@ def test_samples_have_further_entries_only_on_request():
 
 
 def test_an_extra_goal_may_replace_a_stored_copy_of_the_desired_goal():
-    world, rb = World(1, Goals()), filled(9, strategy={"desired_goal": "future", "observation_goal": "final"})
-    data = world.tensordict(world.play(0, whole_episodes(3)))
+    rb = filled(9, strategy={"desired_goal": "future", "observation_goal": "final"})
     rb.empty()
+    data = transitions(whole_episodes(3))
     rb.extend(data.set("observation_goal", data["desired_goal"].clone()))
     assert rb.sample(20)["next", "observation_goal"].tolist() == [[0, 3]] * 20
 

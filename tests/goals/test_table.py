@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same
 from support.oracle import Oracle
 from support.recorded import Recorded
-from support.world import Goals, World, whole_episodes
+from support.world import Goals, World, transitions, whole_episodes
 from torchrl_her import HERKeys
 
 RELABELLED = ("hindsight", "relabelled")
@@ -51,11 +51,11 @@ def test_the_table_holds_exactly_the_newest_goals(capacity, writes):
 
 def test_the_state_is_only_as_large_as_the_filled_part_of_the_table_and_is_not_changed_by_later_writes():
     world, rb = World(1, Goals()), make_buffer(1000, capacity=10**6)
-    rb.extend(world.tensordict(world.play(0, [*whole_episodes(50, 70), *["go"] * 100])))
+    rb.extend(world.written([*whole_episodes(50, 70), *["go"] * 100]))
     state = rb.transform[0].state_dict()
     before = copy.deepcopy(state)
     assert len(pickle.dumps(state)) < 100_000
-    rb.extend(world.tensordict(world.play(0, [*["go"] * 200, *whole_episodes(50)])))
+    rb.extend(world.written([*["go"] * 200, *whole_episodes(50)]))
     assert same(state, before)
 
 
@@ -75,8 +75,8 @@ def test_all_goals_of_long_episodes_are_found_in_a_copy_while_they_run_and_at_th
 @pytest.mark.parametrize("parts", [1, 100])
 def test_one_very_long_episode_takes_little_memory(parts):
     """The table has 48 bytes for each goal. One episode of 100,000 steps has 1,563 pieces."""
-    hindsight, world = make_transform(capacity=100_000), World(1, Goals())
-    for part in world.tensordict(world.play(0, whole_episodes(100_000))).chunk(parts):
+    hindsight = make_transform(capacity=100_000)
+    for part in transitions(whole_episodes(100_000)).chunk(parts):
         hindsight.inv(part)
     assert len(pickle.dumps(hindsight)) < 50 * 100_000
 
@@ -88,28 +88,28 @@ def shared(**options):
 def test_a_state_with_long_episodes_is_loaded_into_shared_memory_if_they_fit():
     saved, world = make_transform(capacity=20_000, max_episode_steps=400), World(1, Goals())
     for _ in range(8):
-        written = saved.inv(world.tensordict(world.play(0, ["go"] * 50)))
+        written = saved.inv(world.written(["go"] * 50))
     loaded = shared(max_episode_steps=400)
     loaded.load_state_dict(saved.state_dict())
     assert loaded(written)[RELABELLED].all()
-    saved.inv(world.tensordict(world.play(0, ["go"] * 100)))
+    saved.inv(world.written(["go"] * 100))
     with pytest.raises(ValueError, match=r"running episode has 100 steps.*at most 64.*max_episode_steps=100 or more"):
         shared(max_episode_steps=64).load_state_dict(saved.state_dict())
 
 
 def test_a_table_with_long_episodes_is_shared_with_all_of_their_goals():
-    hindsight, world = make_transform(capacity=20_000, her_ratio=1.0), World(1, Goals())
-    written = hindsight.inv(world.tensordict(world.play(0, whole_episodes(10_000))))
+    hindsight = make_transform(capacity=20_000, her_ratio=1.0)
+    written = hindsight.inv(transitions(whole_episodes(10_000)))
     assert hindsight.share_memory_()(written)[RELABELLED].all()
 
 
 @pytest.mark.filterwarnings("error")
 def test_an_augmentation_can_load_a_longer_running_episode_than_its_table_holds():
     saved, world = make_augmentation(max_episode_steps=1000), World(1, Goals())
-    saved.inv(world.tensordict(world.play(0, ["go"] * 150)))
+    saved.inv(world.written(["go"] * 150))
     loaded = make_augmentation(max_episode_steps=100, capacity=100, n_sampled_goal=1)
     loaded.load_state_dict(saved.state_dict())
-    assert len(loaded.inv(world.tensordict(world.play(0, ["go"] * 50)))) == 150 + 100  # with copies of the last 100
+    assert len(loaded.inv(world.written(["go"] * 50))) == 150 + 100  # with copies of the last 100
 
 
 # Warnings
@@ -121,8 +121,7 @@ def warnings_of(lengths, writes=1, size=1000, parts=1, samples=1, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(writes):
-            data = world.tensordict(world.play(0, whole_episodes(*lengths)))
-            for part in data.chunk(parts):
+            for part in world.written(whole_episodes(*lengths)).chunk(parts):
                 rb.extend(part)
                 for _ in range(samples):
                     rb.sample(512)
@@ -174,9 +173,7 @@ def test_running_episodes_and_padding_are_not_mistaken_for_lost_goals(padding):
     """There are more episodes than the table has goals."""
     envs, length, size = (1, 2, 1000) if padding else (80, 20, 2000)
     world, rb = World(envs, Goals()), make_buffer(size, keys=HERKeys(mask="mask" if padding else None), her_ratio=1.0)
-    moves = [
-        whole_episodes(*[length] * 1200)[env % length :] for env in range(envs)
-    ]  # each environment is at a different step
+    moves = [whole_episodes(*[length] * 1200)[env % length :] for env in range(envs)]  # each at a different step
     for now in range(0, 2400, 16) if padding else range(0, 1000, 5):
         steps = 16 if padding else 5
         rows = [row for env in range(envs) for row in world.play(env, moves[env][now : now + steps])]

@@ -10,28 +10,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.envs import Compose, MultiStepTransform
 
+from support.dispatch import Operations
 from support.factories import make_transform
 from support.traffic import Source, check, reward_of
 from torchrl_her.goals.table import GoalTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of a table that is too small on purpose
-
-
-class Between(TorchDispatchMode):
-    """Calls a function after each operation of a block, as another thread could, with the operation's number."""
-
-    def __init__(self, do):
-        super().__init__()
-        self.do, self.operations = do, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.operations += 1
-        self.do(self.operations)
-        return result
 
 
 def small_table(strategy):
@@ -56,9 +42,9 @@ def test_a_sample_between_any_two_operations_of_a_write_is_correct(strategy):
             nonlocal relabelled
             relabelled += check_sample(transform(stored))
 
-        with Between(sample) as between:
+        with Operations(sample) as between:
             written = transform.inv(chunk.copy())
-        assert between.operations > 20
+        assert len(between.seen) > 20
         stored = torch.cat([stored, written.reshape(-1)])[-360:]
     assert relabelled > 10_000
 
@@ -80,10 +66,10 @@ def test_a_sample_is_correct_whatever_is_written_between_two_of_its_operations(s
                     for each in following:
                         copied.inv(each.copy())
 
-            with Between(write) as between:
+            with Operations(write) as between:
                 batch = copied(stored)
             relabelled += check_sample(batch)
-            if operation >= between.operations:
+            if operation >= len(between.seen):
                 break
     assert relabelled > 10_000
 

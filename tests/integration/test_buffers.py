@@ -9,16 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torchrl.data import (
-    LazyTensorStorage,
-    ListStorage,
-    ReplayBufferEnsemble,
-    SamplerWithoutReplacement,
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-    Unbounded,
-    traj,
-)
+from torchrl.data import LazyTensorStorage, ListStorage, ReplayBufferEnsemble, TensorDictReplayBuffer, Unbounded, traj
 from torchrl.data import Sequence as SequenceUnit
 
 from support.factories import make_transform, same, uids
@@ -119,7 +110,6 @@ def from_a_factory():
 
 
 BUFFERS = {  # functions that make a buffer, and write to it
-    "without replacement": (partial(make, sampler=SamplerWithoutReplacement()), extend),
     "slices without replacement": (lambda: with_sampler("LazyTensorStorage", "SliceSamplerWithoutReplacement"), extend),
     "prioritized slices": (lambda: with_sampler("PackedStorage", "PrioritizedSliceSampler"), extend),
     "three dimensions": (lambda: with_sampler("LazyTensorStorage(ndim=3)", "RandomSampler"), extend),
@@ -153,7 +143,6 @@ def test_all_goals_are_correct_and_no_transition_is_lost(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_relabelled_batches_are_pinned():
     go_through(rb := make(pin_memory=True))
     assert rb.sample()["desired_goal"].is_pinned()
@@ -168,7 +157,7 @@ def test_every_storage_restores_what_compact_goals_leaves_out(storage):
 @pytest.mark.parametrize("capacity", [SIZE, CAPACITY])
 def test_a_row_that_outlives_its_goals_keeps_its_original_goal(capacity):
     """TensorDictMaxValueWriter keeps the rows with the highest ranks, whatever their age."""
-    writer = TensorDictMaxValueWriter(rank_key="rank")
+    writer = named("TensorDictMaxValueWriter(rank_key='rank')")()
     recorded = record(make(make_hindsight=partial(hindsight, capacity=capacity), writer=writer), capacity)
     for moves in writes(60):
         extend(recorded, moves, lambda data: data.set("rank", torch.rand(len(data))))

@@ -19,6 +19,7 @@ from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncColle
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv
 
+from support import tape
 from support.factories import make_augmentation, make_transform, start_processes_from_a_server
 from support.named import named
 from support.tape import LENGTHS, RELABELLED, check, collect, length_of, make_serial, make_tape, places, taken
@@ -245,17 +246,6 @@ def test_steps_of_environments_in_any_order_without_trajectory_ids():
     check_buffer(rb, NUMBER)
 
 
-def test_trajectory_ids_of_two_collectors_collide():
-    rb = make_buffer()
-    first, second = (Collector(serial(number), None, frames_per_batch=64, total_frames=-1) for number in (0, NUMBER))
-    for one, other in itertools.islice(zip(first, second, strict=True), BATCHES):
-        rb.extend(torch.cat([one, other]).transpose(0, 1).reshape(-1))
-    rows = rb[:]
-    of_first, ids = rows["observation"][:, 0] < NUMBER, rows["collector", "traj_ids"]
-    assert set(ids[of_first].tolist()) & set(ids[~of_first].tolist())
-    check_buffer(rb, 2 * NUMBER, steps=STEPS * BATCHES)
-
-
 def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes():
     rb = make_buffer(shared=True)
     options = {"frames_per_batch": STEPS, "total_frames": -1, "replay_buffer": rb}
@@ -336,10 +326,7 @@ def test_workers_that_write_into_a_shared_buffer_have_separate_windows(filled_be
         rb.extend(*collect(make_tape(2), 103))
     collect(tapes(0, 2), 100, 15, MultiAsyncCollector, replay_buffer=rb)
     assert 0.7 < check(rb[:], n=3, gamma=0.5).share < 0.85
-    stored_at = sorted(places(rb[:]))
-    for number in range(2 + filled_before):
-        of_it = [place for place in stored_at if place[0] == number]
-        assert of_it == taken(number, len(of_it)), "the writes after the first one lose transitions"
+    tape.check_nothing_is_lost(rb[:], 2 + filled_before)  # the writes after the first one could lose transitions
 
 
 # HindsightAugmentation

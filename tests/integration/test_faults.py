@@ -178,21 +178,6 @@ def test_the_code_of_the_page_saves_and_resumes(tmp_path):
     assert len(names["rotation"].checkpoints()) == 2
 
 
-@pytest.mark.parametrize("flushed", [True, False])
-def test_flush_after_loading_ends_the_running_episodes_and_without_it_they_continue(flushed, tmp_path):
-    rb, resumed, world = make_small(), make_small(), World(1, Goals())
-    rb.extend(steps(world, ["go"] * 3))
-    rb.dumps(tmp_path / "rb")
-    resumed.loads(tmp_path / "rb")
-    assert cells(resumed, slice(0, 3)) == {ORIGINAL}  # the episode still runs
-    if flushed:
-        resumed.transform[0].flush()
-        assert cells(resumed, slice(0, 3)) == {1, 2, 3}
-    resumed.extend(steps(world, EPISODE))  # starts with the last goals of the other episode
-    assert cells(resumed, slice(0, 3)) == ({1, 2, 3} if flushed else {1, 2, 3, 4, 5, 6})
-    assert cells(resumed, slice(3, 6)) == {4, 5, 6}
-
-
 # Interrupts
 
 

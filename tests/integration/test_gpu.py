@@ -17,10 +17,7 @@ from support.pages import run_block
 from support.tape import check, collected
 from torchrl_her import PackedStorage
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def buffer(transform, storage=LazyTensorStorage, size=1000):

@@ -30,18 +30,13 @@ def test_the_docs_list_the_losses_that_are_tested():
     assert [name for name, _ in ROWS] == list(LOSSES)
 
 
-def buffer(transform, discrete=False):
-    """Return a buffer with 200 transitions of the tape."""
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(200), transform=transform, batch_size=256)
-    rb.extend(tape.collected(200, discrete))
-    return rb
-
-
 @functools.cache
 def sampled(discrete, n):
     """Return a sample of one-step or n-step transitions, and the stored transitions of its rows."""
     her = make_transform(reward=EnvReward(tape.make_tape(discrete=discrete)), capacity=200)
-    rb = buffer(her if n == 1 else Compose(MultiStepTransform(n, 0.5), her), discrete)
+    transform = her if n == 1 else Compose(MultiStepTransform(n, 0.5), her)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(200), transform=transform, batch_size=256)
+    rb.extend(tape.collected(200, discrete))
     batch = rb.sample()
     count = tape.check(batch) if n == 1 else tape.check(batch, n=n, gamma=0.5)
     assert count.share > 0.6

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrl.data import (
-    PrioritizedReplayBuffer,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-    ReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import PrioritizedSampler, PrioritizedSliceSampler, ReplayBuffer, TensorDictReplayBuffer
 
-from support.factories import assert_same, make_transform, seeded_sample
-from support.named import STORAGES
+from support.factories import make_transform, same, seeded_sample
+from support.named import STORAGES, named
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World
@@ -51,7 +43,7 @@ class Priorities:
 
 
 NUMBERS = {"alpha": ALPHA, "beta": BETA, "eps": EPS}
-whole = partial(TensorDictPrioritizedReplayBuffer, **NUMBERS)
+whole = partial(named("TensorDictPrioritizedReplayBuffer"), **NUMBERS)
 
 
 def make(kind=whole, storage="LazyTensorStorage", size=SIZE, sequence_length=None, **options):
@@ -108,7 +100,7 @@ def check_loop(recorded, drawn_by=lambda uids: uids):
 BUFFERS = {
     "TensorDictPrioritizedReplayBuffer": {},
     "sync=False": {"sync": False},
-    "PrioritizedReplayBuffer": {"kind": partial(PrioritizedReplayBuffer, **NUMBERS)},
+    "PrioritizedReplayBuffer": {"kind": partial(named("PrioritizedReplayBuffer"), **NUMBERS)},
     "TensorDictReplayBuffer": {"kind": TensorDictReplayBuffer},
     "ReplayBuffer, ndim=2": {"kind": ReplayBuffer, "storage": "LazyTensorStorage(ndim=2)"},
     **{name: {"storage": name} for name in ("ListStorage", "PackedStorage", "PackedStorage(ndim=2)")},
@@ -139,17 +131,17 @@ def test_dqn_with_prioritized_replay_flips_15_bits():
 
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "PackedStorage"])
 def test_batches_of_one_call_are_relabelled_like_their_rows_and_share_no_memory(storage):
-    recorded = make(TensorDictReplayBuffer, storage, sampler=RandomSampler(), batch_size=None)
+    recorded = make(TensorDictReplayBuffer, storage, sampler=None, batch_size=None)
     list(writes(recorded, Priorities()))
     rb, stored = recorded.rb, recorded.rb.storage[:].clone()
     rb.set_rng(torch.Generator().manual_seed(0))  # this generator draws the rows, and the default generator the goals
     batch = seeded_sample(rb, 16 * 64)
     torch.manual_seed(0)
     expected = rb.transform(rb.storage[batch["index"]].clone()).set("index", batch["index"])
-    assert_same(expected, batch)
+    assert same(expected, batch)
     first, *others = batch.split(64)
     for entry in first.values(True, True):
         entry.zero_()
     first["td_error"] = torch.zeros(64)
-    assert_same(expected[64:], torch.cat(others))
-    assert_same(stored, rb.storage[:])
+    assert same(expected[64:], torch.cat(others))
+    assert same(stored, rb.storage[:])

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -21,17 +20,11 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
-from torchrl.collectors import Collector
-from torchrl.data import (
-    LazyTensorStorage,
-    RayReplayBuffer,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import SerialEnv
 
 from support.factories import make_augmentation, make_transform
-from support.tape import RELABELLED, check, make_tape, places, taken
+from support.tape import RELABELLED, check, check_nothing_is_lost, collected, make_tape
 from torchrl_her import EnvReward, PackedStorage, call_transform
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
@@ -81,34 +74,15 @@ TAPES = [partial(make_tape, number) for number in range(4)]
 PAIRS = [partial(SerialEnv, 2, TAPES[:2]), partial(SerialEnv, 2, TAPES[2:])]
 
 
-def make_policy():
-    return TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"])
-
-
 def make_collector(at_the_end, environments, **kwargs):
-    collector = RayCollector(environments, make_policy(), frames_per_batch=60, remote_configs=SHARE, **kwargs)
+    policy = TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"])
+    collector = RayCollector(environments, policy, frames_per_batch=60, remote_configs=SHARE, **kwargs)
     at_the_end.callback(collector.shutdown)
     collector.update_policy_weights_()
     return collector
 
 
-def make_data(steps):
-    """Yield batches of steps of one environment, whose episodes continue across batches."""
-    policy = make_policy()
-    return iter(
-        Collector(make_tape(), policy, frames_per_batch=steps, total_frames=-1, auto_register_policy_transforms=False)
-    )
-
-
 # Checks
-
-
-def check_nothing_is_lost(stored, environments):
-    """Check that transitions of the environments are stored from the first on, without gaps or duplicates."""
-    stored_at = sorted(places(stored))
-    counts = Counter(number for number, _, _ in stored_at)
-    assert stored_at == [place for number in range(environments) for place in taken(number, counts[number])]
-    assert len(counts) == environments, "one of the collectors did not write"
 
 
 def share_relabelled(buffer, batches=20):
@@ -179,9 +153,9 @@ def test_learners_sample_correct_goals_while_collectors_overwrite_the_buffer(at_
 
 @pytest.mark.parametrize("transport", ["ray", "distributed"])
 def test_samples_and_methods_of_the_transform_travel_between_the_actor_and_its_clients(at_the_end, transport):
-    buffer, data = make_buffer(at_the_end, transport=transport), make_data(50)
-    for _ in range(4):
-        buffer.extend(next(data))
+    buffer = make_buffer(at_the_end, transport=transport)
+    for data in collected(200).split(50):
+        buffer.extend(data)
     assert len(buffer) == 200
     assert share_relabelled(buffer) == pytest.approx(0.8, abs=0.03)
     assert call_transform(buffer, "report").running == 1
@@ -197,10 +171,9 @@ def test_samples_and_methods_of_the_transform_travel_between_the_actor_and_its_c
 
 def test_arguments_and_results_of_methods_travel_to_the_actor_and_back(at_the_end):
     buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
-    data = next(make_data(8))
-    buffer.extend(data)
+    buffer.extend(collected(8))
     assert len(buffer.extend(call_transform(buffer, "flush"))) == 5 * 3  # the second episode
-    stamped = call_transform(make_buffer(at_the_end), "adopt", data=data)
+    stamped = call_transform(make_buffer(at_the_end), "adopt", data=collected(8))
     assert stamped.shape == (8,)
 
 
@@ -217,8 +190,7 @@ def goals_of_the_second_episode(buffer, step):
 
 
 def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_the_running_episode(at_the_end, tmp_path):
-    data, buffer = make_data(8), make_buffer(at_the_end)
-    first, rest = next(data), next(data)
+    buffer, (first, rest) = make_buffer(at_the_end), collected(16).split(8)
     with pytest.raises(KeyError, match="achieved_goal"):
         buffer.extend(first.exclude(("next", "achieved_goal")))
     assert len(buffer) == 0

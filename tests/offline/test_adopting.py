@@ -9,16 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from torchrl.data import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-    TensorStorage,
-    Unbounded,
-)
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage, Unbounded
 
 from support.data_sets import adopting_buffer, adopting_transform, bytes_of, entries_of, record
-from support.factories import WAYS_TO_COPY, assert_same, same, seeded_sample
+from support.factories import WAYS_TO_COPY, same, seeded_sample
 from support.named import SAMPLERS, sampler_of
 from support.world import MOVES, Goals
 
@@ -50,7 +44,7 @@ def test_data_in_any_order_with_small_or_large_goals_are_relabelled_correctly(or
     before = data.clone()
     recorded.rb = adopting_buffer(data, adopting_transform(recorded))
     assert recorded.check() == data.numel()
-    assert_same(before, data)
+    assert same(before, data)
 
 
 def test_many_environments_without_ids_end_with_the_data():
@@ -113,7 +107,7 @@ def test_all_entries_are_shared():
     data, recorded = record(moves_of(0), "time-major")
     before, entries = data.clone(), entries_of(data)
     adopted = adopting_transform(recorded).adopt(data)
-    assert_same(before, data)
+    assert same(before, data)
     assert adopted[STAMP].dtype == torch.int64
     assert adopted[STAMP].shape == (192, 2)
     assert {*entries_of(adopted)} == {*entries, STAMP}
@@ -132,7 +126,7 @@ def test_a_copy_samples_the_same_and_refuses_writes(way, tmp_path):
     before = bytes_of(tmp_path / "data")
     twin = TensorDictReplayBuffer(storage=LazyTensorStorage(192), transform=make(), batch_size=64)
     twin = WAYS_TO_COPY[way](rb, twin, tmp_path)
-    assert_same(seeded_sample(rb), seeded_sample(twin))
+    assert same(seeded_sample(rb), seeded_sample(twin))
     with pytest.raises(RuntimeError, match="adopted a data set"):
         twin.extend(data)
     assert bytes_of(tmp_path / "data") == before

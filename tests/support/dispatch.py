@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +29,14 @@ class NoWaits(TorchDispatchMode):
 
 
 class Operations(TorchDispatchMode):
-    """Records the operators that run in ``seen``, with the size of the largest tensor that each computes."""
+    """Records the operators that run in ``seen``, with the size of the largest tensor that each computes.
 
-    def __init__(self) -> None:
+    After each operator, ``then`` is called with the number of operators so far, as another thread could run there.
+    """
+
+    def __init__(self, then: Callable[[int], None] = lambda number: None) -> None:
         super().__init__()
+        self.then = then
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,4 +44,5 @@ class Operations(TorchDispatchMode):
         makes_none = func._schema.is_mutable or func.is_view
         outs = [] if makes_none else out if isinstance(out, (tuple, list)) else [out]
         self.seen.append((str(func), max((x.numel() for x in outs if isinstance(x, torch.Tensor)), default=0)))
+        self.then(len(self.seen))
         return out

@@ -77,12 +77,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def assert_same(before: TensorDictBase, after: TensorDictBase) -> None:
-    """Check that two tensordicts have the same entries and values."""
-    assert set(before.keys(True)) == set(after.keys(True)), "the set of entries has changed"
-    assert (before == after).all(), "the values of entries have changed"
-
-
 # Refused writes
 
 

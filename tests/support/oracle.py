@@ -26,8 +26,9 @@ def _evenly(steps: Sequence[int]) -> dict[int, float]:
     return dict.fromkeys(steps, 1 / len(steps))
 
 
-def _geometric(t: int, T: int) -> dict[int, float]:
-    ahead = {t + k: 0.5**k for k in range(1, T - 1 - t)}
+def geometric_steps(t: int, T: int, discount: float = 0.5) -> dict[int, float]:
+    """Return the probability of each step for a geometric distribution of steps after step t."""
+    ahead = {j: (1 - discount) * discount ** (j - t - 1) for j in range(t + 1, T - 1)}
     return ahead | {T - 1: 1 - sum(ahead.values())}
 
 
@@ -36,7 +37,7 @@ STEPS: dict[str, Callable[[int, int], dict[int, float]]] = {
     "current": lambda t, T: {t: 1.0},
     "future": lambda t, T: _evenly(range(t, T)),
     "later": lambda t, T: _evenly(range(t + 1, T) or [t]),
-    "geometric": _geometric,  # with the discount 0.5
+    "geometric": geometric_steps,  # with the discount 0.5
     "final": lambda t, T: {T - 1: 1.0},
     "episode": lambda t, T: _evenly(range(T)),
 }
@@ -72,6 +73,7 @@ class Oracle:
         n_steps: the number of steps of the returns; 1 without a MultiStepTransform.
         gamma: the discount of n-step returns.
         terminates: whether a transition ends if it reaches its new goal.
+        reward: the reward of an outcome and a new goal.
     """
 
     def __init__(
@@ -83,10 +85,11 @@ class Oracle:
         n_steps: int = 1,
         gamma: float = 0.9,
         terminates: bool = True,
+        reward: Callable[[Goal, Goal], float] = reward_of,
     ):
         self.members, self.capacity, self.her_ratio = members, capacity, her_ratio
         self.max_episode_steps = max_episode_steps
-        self.n_steps, self.gamma, self.terminates = n_steps, gamma, terminates
+        self.n_steps, self.gamma, self.terminates, self.reward = n_steps, gamma, terminates, reward
         self.count = 0
         self.order: list[Transition] = []  # all transitions, as they were written
         self.parts: list[Part] = []
@@ -231,7 +234,7 @@ class Oracle:
         truncated = last.truncated and count == len(window)
         flags = {"terminated": terminated, "truncated": truncated, "done": terminated or truncated}
         changed: dict[Any, Any] = {("next", key): (flags[key],) for key in FLAGS}
-        rewards = [reward_of(step.outcome, goal) for step in window[:count]]
+        rewards = [(self.reward if new else reward_of)(step.outcome, goal) for step in window[:count]]
         if self.n_steps == 1:
             return changed | ({("next", "reward"): (rewards[0],)} if new else {})
         total = sum(self.gamma**number * reward for number, reward in enumerate(rewards))

@@ -14,7 +14,11 @@ def python_blocks(page: str) -> list[str]:
     return [textwrap.dedent(block) for block in re.findall(r"^ *```py(?:thon)?\n(.*?)^ *```", text, re.M | re.S)]
 
 
-def run_block(page: str, number: int, names: dict[str, Any]) -> None:
-    """Run a block with the names of the reader's script, to which it adds its own."""
+def run_block(page: str, number: int, names: dict[str, Any], changes: dict[str, str] | None = None) -> None:
+    """Run a block with the names of the reader's script, to which it adds its own, after some ``changes``."""
     names.setdefault("__name__", "__main__")
-    exec(compile(python_blocks(page)[number], f"{page}, block {number}", "exec"), names)
+    code = python_blocks(page)[number]
+    for old, new in (changes or {}).items():
+        assert old in code
+        code = code.replace(old, new)
+    exec(compile(code, f"{page}, block {number}", "exec"), names)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from scipy import stats
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from support.oracle import Oracle, rows_of
 from support.world import Goal, Transition, World
+
+
+def chi_square(observed: Counter[Any], expected: Mapping[Any, float]) -> float:
+    """Return the p-value of Pearson's test of the counts of cells, given the number of draws of each group.
+
+    A cell is a tuple that begins with its group. Cells that are expected seldom are counted together.
+    """
+    cells = [cell for cell, mean in expected.items() if mean >= 5]
+    pairs = [(observed[cell], expected[cell]) for cell in cells]
+    seldom = observed.total() - sum(count for count, _ in pairs), observed.total() - sum(mean for _, mean in pairs)
+    pairs += [seldom] if seldom[1] >= 5 else []
+    statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
+    degrees = len(pairs) - len({group for group, *_ in cells})
+    return float(stats.chi2.sf(statistic, degrees)) if degrees > 0 else 1.0
 
 
 @dataclass
@@ -66,6 +81,23 @@ class Recorded:
         assert not batch["hindsight", "relabelled"][is_padding].any()
         return self.oracle.check(batch[~is_padding], self.stored, self.world.goals.pairs)
 
+    def check_sequences(self, batch: TensorDictBase, length: int) -> float:
+        """Check sequences ``[n * length]``, each with one goal of its last transition; return the relabelled share.
+
+        Transitions of other episodes than that of the last one keep their goals. Rewards are not checked.
+        """
+        share = []
+        for rows in batch.split(length):
+            parts = [self.oracle.place[uid][0] for uid in rows["uid"].tolist()]
+            is_own = torch.tensor([part is parts[-1] for part in parts])
+            relabelled = rows["hindsight", "relabelled"].squeeze(-1)
+            assert torch.equal(relabelled, is_own & relabelled[-1])
+            goals = {tuple(goal) for goal in self.world.goals.pairs(rows["desired_goal"][is_own]).tolist()}
+            assert len(goals) == 1
+            assert not relabelled[-1] or goals <= self.oracle.goals(int(rows["uid"][-1]))
+            share.append(bool(relabelled[-1]))
+        return sum(share) / len(share)
+
     def p_value(self, batch: TensorDictBase) -> float:
         """Compare the goals of transitions ``[n]`` of ended episodes with their probabilities, by Pearson's test."""
         relabelled, uids = batch["hindsight", "relabelled"].flatten().tolist(), batch["uid"].tolist()
@@ -80,13 +112,7 @@ class Recorded:
             assert probabilities is not None, "an episode is running, or the goal table may have lost goals"
             expected |= {(uid, goal): count * ratio * p for goal, p in probabilities.items()}
         assert drawn.keys() <= expected.keys(), f"impossible goals were drawn: {drawn.keys() - expected.keys()}"
-        cells = [(drawn[cell], mean) for cell, mean in expected.items() if mean >= 5]
-        others = len(uids) - sum(count for count, _ in cells), len(uids) - sum(mean for _, mean in cells)
-        cells += [others] if others[1] >= 1 else []  # goals that are expected seldom
-        if len(cells) <= len(counts):
-            return 1.0
-        observed, means = zip(*cells, strict=True)
-        return float(stats.chisquare(observed, means, ddof=len(counts) - 1, sum_check=False).pvalue)
+        return chi_square(drawn, expected)
 
     def flush(self) -> None:
         """End the running episodes."""

@@ -56,10 +56,12 @@ def _point_reach() -> TensorDictBase:
     return rollout(GymEnv(POINT_REACH))
 
 
-def sample_of(written: TensorDictBase, reward: Any, count: int = 200, her_ratio: float = 0.6, **options: Any) -> Any:
+def sample_of(
+    written: TensorDictBase, reward: Any, count: int = 200, storage: Any = LazyTensorStorage, **options: Any
+) -> Any:
     """Return a sample of a buffer with these transitions; its ``"index"`` is the row in ``written``."""
-    transform = make_transform(reward=reward, her_ratio=her_ratio, capacity=1000, **options)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
+    transform = make_transform(reward=reward, her_ratio=0.6, capacity=1000, **options)
+    rb = TensorDictReplayBuffer(storage=storage(1000), transform=transform)
     rb.extend(written.clone())
     transform.flush()
     return seeded_sample(rb, count)

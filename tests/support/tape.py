@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -193,6 +194,14 @@ def starts(number: int, lengths: tuple[int, ...] = LENGTHS) -> Iterator[tuple[in
 def taken(number: int, steps: int) -> list[tuple[int, int, int]]:
     """Return where the first transitions of an environment start, in order."""
     return list(itertools.islice(starts(number), steps))
+
+
+def check_nothing_is_lost(rows: TensorDictBase, environments: int) -> None:
+    """Check that transitions of all environments are there from the first on, without gaps or duplicates."""
+    found = sorted(places(rows))
+    counts = Counter(number for number, _, _ in found)
+    assert len(counts) == environments, "one of the environments is missing"
+    assert found == [place for number in range(environments) for place in taken(number, counts[number])]
 
 
 # Other forms of the data

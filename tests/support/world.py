@@ -140,6 +140,10 @@ class World:
             self.envs[number].place, self.envs[number].cell = env.place, cell
         return transition
 
+    def written(self, moves: Iterable[str], number: int = 0) -> TensorDict:
+        """Let an environment make its moves, and return the transitions like a collector."""
+        return self.tensordict(self.play(number, moves))
+
     def tensordict(self, rows: Sequence[Transition], *, ids: bool = True) -> TensorDict:
         """Return transitions like a collector, ``[rows]``."""
         count = len(rows)
@@ -173,3 +177,8 @@ class World:
         if ids:
             data["collector", "traj_ids"] = torch.tensor([row.trajectory for row in rows])
         return data
+
+
+def transitions(moves: Iterable[str], goals: Goals | None = None) -> TensorDict:
+    """Return the transitions of a new environment."""
+    return World(1, goals or Goals()).written(moves)
