@@ -18,15 +18,8 @@ test-newest: .venv/.dev  # limits of TorchRL, which a new version may have remov
 mutants: .venv/.dev  # one-line changes of the package that the tests must detect
 	$(BIN)/python tests/mutants.py
 bench: .venv/.benchmarks
-	$(BIN)/python benchmarks/sampling.py
-	$(BIN)/python benchmarks/growth.py
-	$(BIN)/python benchmarks/writing.py
-	$(BIN)/python benchmarks/frames.py
-	$(BIN)/python benchmarks/where_time_goes.py
-	$(BIN)/python benchmarks/adopt.py
+	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/checks.py
-	$(BIN)/python benchmarks/strategies.py
 lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

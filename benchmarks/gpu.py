@@ -1,19 +1,15 @@
-"""Measures sampling and training on a GPU, and runs the tests that need one, in about 8 minutes.
+"""Measures hindsight on a GPU, in less than ten minutes, and prints four tables.
 
-Needs a CUDA device and PyTorch 2.11 or newer:
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --device cpu    # the same with small sizes, in less than a minute
 
-    python benchmarks/gpu.py --out outputs/gpu
-    python benchmarks/gpu.py --out outputs/gpu --device cpu    # a small version, in less than a minute
+- ``sample``: the time of a sample on the device, with and without hindsight, call by call and as one CUDA graph.
+- ``synchronizations``: how often a call waits for the device. Fails if sampling with hindsight waits.
+- ``loop``: trains DDPG on PointReach with 4,096 environments on the device, and sampling and updates in a CUDA graph.
+- ``profile``: the operators of samples and of a write, by PyTorch's profiler.
 
-1. ``synchronization``: checks that sampling with hindsight never waits for the device.
-2. ``sampling``: measures samples per second, for storages of 1 and 10 million transitions and batches of 256 to 65,536,
-   with and without hindsight, call by call and captured in one CUDA graph together with an update of DDPG.
-3. ``training``: trains on PointReach with everything on the device, for 10 million steps, with an update of batch 256
-   every 16 steps.
-4. ``tests``: runs the tests marked ``gpu`` in the remaining time.
-
-Writes ``synchronization.csv``, ``tests.txt``, ``sampling.csv``, ``sampling.png``, ``training.csv`` and ``summary.csv``.
-Fails if a test fails, or if sampling waits for the device. ``docs/how-to/gpu.md`` describes the columns.
+Needs PyTorch 2.11, TorchRL 0.14, tensordict 0.14, Gymnasium and tqdm, or newer ones. This package need not be
+installed. ``docs/how-to/gpu.md`` describes the tables, and how to run this command without network access.
 """
 
 from __future__ import annotations
@@ -22,212 +18,284 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tensordict
 import torch
-import torchrl
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # torchrl_her need not be installed
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-import gpu_sampling
-import gpu_training
-from gpu_device import write_csv
-from gpu_picture import draw
-from gpu_tests import run_tests
+from batched_point_reach import BatchedPointReach
+from buffers import PAIRS, THRESHOLD, make_blocks, make_episodes
+from measuring import Turn, cell, print_table, print_versions, set_up, take_turns, timed
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.modules import MLP
 
-ROOT = Path(__file__).parents[1]
-PARTS = "synchronization", "sampling", "training", "tests"
-JAXGCRL = 600  # seconds for 10 million steps, as published
-WHOLE = 465.0  # seconds for all parts
-FOR_TRAINING, FOR_TESTS = 240.0, 100.0  # maximum and minimum seconds; tests get all remaining time
+import torchrl_her as her
+
+GAMMA, TAU, LEARNING_RATE, HIDDEN, NOISE, RANDOM_ACTIONS = 0.95, 0.05, 1e-3, [128, 128], 0.2, 0.2  # as ddpg.py
+INPUTS = ["observation", "achieved_goal", "desired_goal"]
+BATCH_SIZE, STEPS_PER_UPDATE, UPDATES_PER_GRAPH = 256, 16, 25
+STORAGES = dict(zip(PAIRS, (LazyTensorStorage, her.PackedStorage), strict=True))
+STRATEGIES = {
+    "no hindsight": None,
+    **{name: name for name in ("future", "final", "episode", "random", "past_desired")},
+    "Geometric(0.99)": her.Geometric(0.99),
+    "Mixture": her.Mixture({her.Current(): 0.2, her.Geometric(0.99): 0.5, her.Random(): 0.3}),
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of all measurements."""
+    """The sizes of the measurements."""
 
-    samples: int  # per storage and strategy; none of them may synchronize
-    stored: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    budget: float  # seconds of one measurement
-    sampling_limit: float  # seconds of all measurements of sampling
-    steps: int
-    num_envs: int
-    buffer_size: int
-
-
-ON_GPU = Plan(
-    samples=200,
-    stored=(1_000_000, 10_000_000),
-    batch_sizes=(256, 1024, 4096, 16_384, 65_536),
-    budget=0.1,
-    sampling_limit=110.0,
-    steps=10_000_000,
-    num_envs=2000,
-    buffer_size=1_000_000,
-)
-ON_CPU = Plan(
-    samples=3,
-    stored=(1000, 10_000),
-    batch_sizes=(64, 256),
-    budget=0.01,
-    sampling_limit=60.0,
-    steps=4000,
-    num_envs=40,
-    buffer_size=3000,
-)
+    stored: tuple[int, ...] = (1_000_000, 10_000_000)
+    batch_sizes: tuple[int, ...] = (256, 4096, 65_536)
+    rounds: int = 10
+    calls: int = 50  # in a turn, without waiting for the device in between
+    num_envs: int = 4096
+    steps: int = 10_000_000
+    seconds: float = 200.0  # of the loop, at most
 
 
-class Report:
-    """The lines printed at the end, and the rows of ``summary.csv``."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.lines: list[str] = []
-        self.failures: list[str] = []
-
-    def add(self, quantity: str, value: object, unit: str = "") -> None:
-        """Add a row to the file."""
-        self.rows.append({"quantity": quantity, "value": value, "unit": unit})
+SMALL = Plan(stored=(1000, 10_000), batch_sizes=(64, 256), rounds=2, calls=3, num_envs=40, steps=10_000, seconds=10.0)
 
 
-def check_synchronization(plan: Plan, device: torch.device, out: Path, report: Report) -> None:
-    try:
-        rows = gpu_sampling.check_synchronization(device, plan.samples)
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        report.failures.append(f"Sampling waits for the device: {error}")
-        return
-    write_csv(rows, out / "synchronization.csv")
+def as_graph(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Capture a function in one CUDA graph, after three calls. On a CPU, return the function.
+
+    The function must read and write tensors that stay in place. Python numbers are constants of the graph, such as the
+    number of stored transitions.
+    """
+    if device.type != "cuda":
+        return function
+    stream = torch.cuda.Stream()  # a capture cannot use the default stream, so neither do the first calls
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def make_buffer(storage: Any, size: int, device: torch.device, **options: Any) -> TensorDictReplayBuffer:
+    """Return an empty buffer, with hindsight if options of the transform are given."""
+    transform = her.HERTransform(her.SparseReward(THRESHOLD), capacity=size, **options) if options else None
+    return TensorDictReplayBuffer(storage=storage(size, device=device), transform=transform)
+
+
+def sample(plan: Plan, device: torch.device) -> None:
+    """Print the times of samples, and their ratios to TorchRL's buffer without hindsight."""
+
+    def turn(buffer: TensorDictReplayBuffer, in_graph: bool) -> Turn:
+        calls = {size: partial(buffer.sample, size) for size in plan.batch_sizes}
+        calls = {size: as_graph(call, device) if in_graph else call for size, call in calls.items()}
+        return lambda _: (
+            (size, timed(repeat, call, plan.calls, device)[0] / plan.calls) for size, call in calls.items()
+        )
+
+    for stored in plan.stored:
+        buffers = {}
+        for label, storage in STORAGES.items():
+            for suffix, options in (("no hindsight", {}), ("`HERTransform`", {"strategy": "future"})):
+                buffer = buffers[f"{label}, {suffix}"] = make_buffer(storage, stored, device, **options)
+                for transitions in make_blocks(stored, device):
+                    buffer.extend(transitions)
+                buffer.sample(BATCH_SIZE)  # moves the goal table to the device
+        for mode in ("call by call", "as one CUDA graph"):
+            turns = {name: turn(buffer, mode != "call by call") for name, buffer in buffers.items()}
+            times = take_turns(turns, plan.rounds, unmeasured=1)
+            plain, columns = next(iter(buffers)), (f"`sample({size})`" for size in plan.batch_sizes)
+            rows = {name: [cell(times[s, name], times[s, plain], 1) for s in plan.batch_sizes] for name in buffers}
+            print_table(f"µs {mode}, {stored:,} stored", columns, rows)
+
+
+def repeat(call: Callable[[], Any], count: int, device: torch.device) -> None:
+    """Call a function several times, and then wait until the device has finished."""
+    for _ in range(count):
+        call()
     if device.type == "cuda":
-        line = f"{len(rows)} pairs of storage and strategy, {plan.samples} samples each: none waits for the device."
-    else:
-        line = "Skipped on a CPU: whether sampling synchronizes, and CUDA graphs (functions are called instead)."
-    report.lines.append(line)
-    report.add("samples that did not synchronize", sum(row["samples"] for row in rows if row["checked"]), "samples")
+        torch.cuda.synchronize(device)
 
 
-def run_gpu_tests(device: torch.device, out: Path, report: Report, left: float) -> None:
-    if device.type == "cpu":
-        report.lines.append("Skipped on a CPU: the tests marked gpu.")
-        return
-    outcome = run_tests(ROOT, max(left, FOR_TESTS))
-    (out / "tests.txt").write_text(outcome.output)
-    report.lines.append(f"Tests marked gpu: {outcome.summary}")
-    report.lines += [f"  not collected: {each}" for each in outcome.not_collected]
-    for name, count in outcome.counts.items():
-        report.add(f"tests {name}", count, "tests")
-    report.add("test files not collected", len(outcome.not_collected), "files")
-    errors = outcome.counts.get("error", 0) - len(outcome.not_collected)
-    if not outcome.counts or errors or outcome.counts.keys() & {"failed", "stopped"}:
-        report.failures.append(f"The tests marked gpu did not pass, see {out / 'tests.txt'}: {outcome.summary}")
+def synchronizations(plan: Plan, device: torch.device) -> None:
+    """Print how often calls wait for the device. Exit if sampling with hindsight does."""
+    rows: dict[str, list[str]] = {}
+    data = make_episodes(80, device)
+    for storage in STORAGES.values():
+        calls: dict[str, Callable[[], Any]] = {"`tensor.item()`, which waits": torch.ones((), device=device).item}
+        for name, strategy in STRATEGIES.items():
+            buffer = make_buffer(storage, 10_000, device, **({"strategy": strategy} if strategy else {}))
+            buffer.extend(data.copy())
+            calls[f"`sample(256)`, {name}"] = partial(buffer.sample, 256)
+            if name in ("no hindsight", "future"):
+                calls[f"`extend(4000)`, {name}"] = partial(write, buffer, data)
+        for name, call in calls.items():
+            rows.setdefault(name, []).append(waits(call, device, plan.calls))
+    print_table("synchronizations per call", STORAGES, rows)
+    if failures := [name for name, found in rows.items() if "sample" in name and {*found} - {"0", "-"}]:
+        raise AssertionError(f"sampling waits for the device: {', '.join(failures)}")
 
 
-def measure_sampling(plan: Plan, device: torch.device, out: Path, report: Report) -> None:
-    rows = save(
-        gpu_sampling.measure_sampling(device, plan.stored, plan.batch_sizes, plan.budget, plan.sampling_limit),
-        out / "sampling.csv",
-    )
-    draw(rows, f"Sampling on {name_of(device)}", out / "sampling.png")
-    for row in rows:
-        if row["storage"] == "PackedStorage" and row["hindsight"] and row["batch_size"] == plan.batch_sizes[0]:
-            if row["mode"] == "graph" and not row["captured"]:
-                continue
-            call = "in one CUDA graph" if row["captured"] else "call by call"
-            report.lines.append(
-                f"{row['operation'].capitalize()}, batch of {row['batch_size']} with hindsight, PackedStorage, "
-                f"{row['stored']:,} stored, {call}: {row['samples_per_second']:,} samples per second."
+def write(buffer: TensorDictReplayBuffer, data: TensorDict) -> None:
+    buffer.extend(data.copy())
+
+
+def waits(call: Callable[[], Any], device: torch.device, calls: int) -> str:
+    """Return how often a call waits for the device, or "-" on a CPU."""
+    repeat(call, 1, device)
+    if device.type != "cuda":
+        return "-"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(calls):
+                call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return f"{sum('synchroniz' in str(each.message) for each in caught) / calls:g}"
+
+
+class Learner:
+    """DDPG with the settings of ``examples/ddpg.py``, without normalization, with an update for CUDA graphs."""
+
+    def __init__(self, transitions: TensorDictBase):
+        device = transitions.device
+        width, actions = inputs_of(transitions).shape[-1], transitions["action"].shape[-1]
+        make = partial(MLP, num_cells=HIDDEN, activation_class=nn.ReLU, device=device)
+        self.actor, self.critic = nn.Sequential(make(width, actions), nn.Tanh()), make(width + actions, 1)
+        self.networks = nn.ModuleList([self.actor, self.critic])
+        self.targets = deepcopy(self.networks).requires_grad_(False)
+        options = {"lr": LEARNING_RATE, "capturable": device is not None and device.type == "cuda"}
+        self.optimizers = [torch.optim.Adam(network.parameters(), **options) for network in self.networks]
+
+    def update(self, batch: TensorDictBase) -> None:
+        """Take one step of gradient descent on a batch ``[n]``."""
+        inputs, following, (actor, critic) = inputs_of(batch), inputs_of(batch["next"]), self.targets
+        value = batch["next", "reward"] + GAMMA * critic(torch.cat([following, actor(following)], -1))
+        error = self.critic(torch.cat([inputs, batch["action"]], -1)) - value.clamp(-1 / (1 - GAMMA), 0.0)
+        value_of_actor = self.critic(torch.cat([inputs, self.actor(inputs)], -1))
+        for network, loss in ((self.actor, -value_of_actor.mean()), (self.critic, error.square().mean())):
+            parameters = list(network.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+        for optimizer in self.optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for target, parameter in zip(self.targets.parameters(), self.networks.parameters(), strict=True):
+                target.lerp_(parameter, TAU)
+
+    def policy(self, explores: bool) -> TensorDictModule:
+        """Return the policy, with Gaussian noise and random actions if it explores."""
+
+        def act(*inputs: Tensor) -> Tensor:
+            action = self.actor(torch.cat(inputs, -1))
+            if not explores:
+                return action
+            noisy = (action + NOISE * torch.randn_like(action)).clamp(-1.0, 1.0)
+            is_random = torch.rand(*action.shape[:-1], 1, device=action.device) < RANDOM_ACTIONS
+            return torch.where(is_random, 2 * torch.rand_like(action) - 1, noisy)
+
+        return TensorDictModule(act, INPUTS, ["action"])
+
+
+def inputs_of(transitions: TensorDictBase) -> Tensor:
+    return torch.cat([transitions[key] for key in INPUTS], -1)
+
+
+def loop(plan: Plan, device: torch.device) -> None:
+    """Train: each round plays one episode of each environment, and then makes an update for every 16 steps."""
+    env, test_env = (BatchedPointReach(count, device=device, seed=count) for count in (plan.num_envs, 1000))
+    buffer = make_buffer(her.PackedStorage, 5 * 50 * plan.num_envs, device, strategy="future")
+    learner = Learner(env.rollout(1).reshape(-1))
+    seconds = dict.fromkeys(("collecting", "writing", "updating"), 0.0)
+    rounds = -(-plan.steps // (50 * plan.num_envs))
+
+    def clocked(part: str, function: Callable[[], Any]) -> Any:
+        results: list[Any] = []
+        seconds[part] += timed(repeat, lambda: results.append(function()), 1, device)[0] / 1e6
+        return results[0]
+
+    play = torch.no_grad()(partial(BatchedPointReach.rollout, max_steps=50, break_when_any_done=False))
+
+    def update() -> None:
+        for batch in buffer.sample(BATCH_SIZE * UPDATES_PER_GRAPH).split(BATCH_SIZE):
+            learner.update(batch)
+
+    stored, graph, updates = 0, update, 50 * plan.num_envs // STEPS_PER_UPDATE // UPDATES_PER_GRAPH
+    for number in range(1, rounds + 1):
+        policy = learner.policy(explores=True) if number > 1 else None  # the first actions are random
+        episodes = clocked("collecting", partial(play, env, policy=policy))
+        clocked("writing", partial(buffer.extend, episodes.reshape(-1)))
+        if stored != len(buffer):  # the graph contains the number of stored transitions
+            stored, graph = len(buffer), clocked("updating", partial(as_graph, update, device))
+        clocked("updating", partial(repeat, graph, updates, device))
+        if (total := sum(seconds.values())) > plan.seconds:
+            break
+    reward = play(test_env, policy=learner.policy(explores=False))["next", "reward"][:, -1]
+    cells = [f"{number * 50 * plan.num_envs:,}", f"{number * 50 * plan.num_envs / total:,.0f}"]
+    cells += [f"{number * updates * UPDATES_PER_GRAPH / total:,.0f}", *(f"{part:.1f}" for part in seconds.values())]
+    cells += [f"{(reward == 0).float().mean():.2f}"]
+    columns = "steps", "steps per second", "updates per second", *(f"{part}, s" for part in seconds), "success"
+    print_table("environments", columns, {f"{plan.num_envs:,}": cells})
+
+
+def profile_calls(plan: Plan, device: torch.device) -> None:
+    """Print the operators of samples and a write with hindsight that take most time."""
+    buffer, data = make_buffer(her.PackedStorage, 100_000, device, strategy="future"), make_episodes(80, device)
+    write(buffer, data)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    calls = {"sample(256)": partial(buffer.sample, 256), "extend(4000)": partial(write, buffer, data)}
+    for name, call in calls.items():
+        repeat(call, 1, device)
+        with profile(activities=activities) as profiler:
+            repeat(call, 10, device)
+        print(f"\nProfile of ten calls of {name}\n")
+        print(
+            profiler.key_averages().table(
+                sort_by=f"self_{device.type}_time_total", row_limit=12, max_name_column_width=40
             )
-    prioritized, reason = gpu_sampling.measure_prioritized(device, plan.stored[0], plan.batch_sizes, plan.budget)
-    write_csv(rows + prioritized, out / "sampling.csv")
-    if reason:
-        report.lines.append(f"Prioritized samplers are skipped: {reason}")
+        )
 
 
-def train(plan: Plan, device: torch.device, out: Path, report: Report, left: float) -> None:
-    training = gpu_training.TrainingPlan(
-        plan.steps, plan.num_envs, plan.buffer_size, limit=min(FOR_TRAINING, left - FOR_TESTS)
-    )
-    rows = save(gpu_training.train(training, device), out / "training.csv")
-    last = rows[-1]
-    steps, seconds = last["environment_steps"], last["seconds"]
-    report.lines.append(
-        f"PointReach: {steps:,} steps with {last['updates']:,} updates of batch 256 in {seconds:.0f} s without "
-        f"evaluations; success {last['success_rate']:.2f} of 1,000 goals."
-    )
-    report.add("environment steps", steps, "steps")
-    report.add("updates", last["updates"], "updates")
-    report.add("training time", seconds, "s")
-    report.add("success rate", last["success_rate"], "share of episodes")
-    if device.type == "cuda":
-        whole = seconds * 10_000_000 / steps
-        kind = "measured" if steps >= plan.steps else "extrapolated from the completed steps"
-        report.lines.append(f"10 million steps: {whole:.0f} s ({kind}). JaxGCRL: {JAXGCRL} s.")
-        report.add("10 million steps, " + kind, round(whole, 1), "s")
-
-
-def save(rows: Iterator[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Write each row as soon as it is measured, so that an error loses no rows, and return all rows."""
-    saved = []
-    for row in rows:
-        saved.append(row)
-        write_csv(saved, path)
-    return saved
-
-
-def name_of(device: torch.device) -> str:
-    """Return the name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU (sizes of the small version)"
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Synchronization, tests, sampling and training on a GPU.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: run a small version")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    return parser.parse_args()
+PARTS = {"sample": sample, "synchronizations": synchronizations, "loop": loop, "profile": profile_calls}
 
 
 def main() -> None:
-    start = time.monotonic()
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], metavar="PART")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: measure small sizes")
+    arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device. Run the small version with --device cpu.", file=sys.stderr)
-        sys.exit(2)
-    torchrl.torchrl_logger.setLevel("WARNING")
-    torch.manual_seed(0)
-    on_gpu = arguments.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    if not on_gpu:
-        torch.set_num_threads(1)
-    plan, out, report = (ON_GPU if on_gpu else ON_CPU), arguments.out, Report()
-    out.mkdir(parents=True, exist_ok=True)
-    versions = f"torch {torch.__version__}, TorchRL {torchrl.__version__}, tensordict {tensordict.__version__}"
-    print(f"{name_of(device)}; {versions}")
-    report.add("device", name_of(device))
-    report.add("versions", versions)
-    parts: dict[str, Callable[[float], None]] = {
-        "synchronization": lambda left: check_synchronization(plan, device, out, report),
-        "sampling": lambda left: measure_sampling(plan, device, out, report),
-        "training": lambda left: train(plan, device, out, report, left),
-        "tests": lambda left: run_gpu_tests(device, out, report, left),
-    }
-    for name in arguments.parts:
+        sys.exit("There is no CUDA device. Measure small sizes with --device cpu.")
+    set_up()
+    device = torch.device(arguments.device, 0 if arguments.device == "cuda" else None)
+    print(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU: small sizes, no CUDA graphs")
+    print_versions()
+    begin, failed = time.monotonic(), []
+    for name in arguments.parts or PARTS:
         try:
-            parts[name](start + WHOLE - time.monotonic())
-        except Exception as error:  # the other parts still run
+            PARTS[name](Plan() if device.type == "cuda" else SMALL, device)
+        except Exception:  # the other parts still run
             traceback.print_exc()
-            report.failures.append(f"{name} failed: {type(error).__name__}: {error}")
-    report.add("whole command", round(time.monotonic() - start, 1), "s")
-    write_csv(report.rows, out / "summary.csv")
-    print("\n".join(["", *report.lines, f"Results are in {out}/. Whole command: {time.monotonic() - start:.0f} s."]))
-    if report.failures:
-        sys.exit("\n".join(report.failures))
+            failed.append(name)
+    print(f"\n{time.monotonic() - begin:.0f} s")
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,267 +1,241 @@
-"""Learning speed with hindsight: the training scripts in `examples/` and Stable-Baselines3, side by side.
+"""Learning with hindsight: success, time and figures of several seeds.
 
-Each run is a separate process on one thread, one after the other. The two libraries take turns within a seed, and the
-order alternates, so that a drift of the machine affects both. They are compared in two ways: `equal` uses the same
-network, batch size, updates per step, learning rate, gamma, tau, random steps and noise, and `each tuned` uses the best
-settings that were found for each library. All settings are in `learners.py`. Both libraries are evaluated on the same
-episodes, and evaluations do not count as training time. CPU seconds measure the cost of a run even if other processes
-increase its wall time.
+    python benchmarks/learning.py sb3 --tasks "FetchReach, SAC" --steps 5000 --interval 500 --columns 2000 5000
+    python benchmarks/learning.py suite --tasks FetchPush --seeds 21       # half an hour
+    python benchmarks/learning.py suite --results docs/reference/results/fetch.csv
 
-Writes `learning.csv` (every evaluation), `learning-summary.csv` and `learning.md` (the table), and a picture.
+- ``sb3``: the training scripts in ``examples/`` and Stable-Baselines3, with equal settings, side by side. Each run is a
+  process on one thread, and the library that runs first changes from seed to seed.
+- ``suite``: the training scripts on Fetch and panda-gym, which needs ``pip install -c constraints.txt panda-gym``.
+- ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
+- ``writing``: relabelling when transitions are sampled and when they are written.
+
+All evaluations are written to ``results.csv`` in the output folder. A script's run that was interrupted continues from
+its last checkpoint, and a finished one is not repeated; delete the folder of a run to repeat it.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import multiprocessing
-import os
-import platform
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
-from learners import (
-    EPISODES,
-    EQUAL,
-    OURS,
-    SB3,
-    TASKS,
-    TUNED,
-    TUNED_SETTINGS,
-    TUNING_SEEDS,
-    Evaluations,
-    check_steps,
-    learn,
-    settings_of,
-    smaller,
-)
-from runs import markdown
-from torchrl import torchrl_logger
+from measuring import in_new_process, print_table, print_versions
+from scripts import load
 from tqdm import tqdm
 
+from compare import Run  # isort: skip (`scripts` finds it)
+from plots import draw_comparison  # isort: skip
+from run import saved_text  # isort: skip
+
 SUCCESS = 0.95
-TARGETS = {EQUAL: 1.0, TUNED: 0.5}  # the largest accepted ratio of our CPU time to this success to theirs
-COLOURS = {OURS: "#0072B2", SB3: "#D55E00"}  # blue and vermilion of Okabe and Ito
+COLUMNS = {"task": str, "way": str, "seed": int, "steps": int}
+METRICS = "success", "return", "seconds", "cpu_seconds"
 
 Row = dict[str, Any]
-Key = tuple[str, str, str]  # task, way, library
-
-# Runs
+Runs = dict[tuple[str, str], dict[int, list[Row]]]  # evaluations by task and way, and by seed
 
 
-def plan(tasks: list[str], ways: list[str], seeds: list[int]) -> list[tuple[str, str, str, int]]:
-    """Return the runs in order: task, way, library and seed."""
-    runs = []
-    for (i, seed), (j, task), (k, way) in product(enumerate(seeds), enumerate(tasks), enumerate(ways)):
-        libraries = [OURS, SB3] if (i + j + k) % 2 else [SB3, OURS]
-        runs += [(task, way, library, seed) for library in libraries]
+class Script(NamedTuple):
+    """A training script and its settings."""
+
+    name: str
+    steps: int
+    overrides: tuple[str, ...] = ()
+
+
+OBJECT, RARELY = "+task=fetch_push", ("evaluation.interval=100_000", "checkpoint.interval=100_000")
+PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
+SCRIPTS = {
+    "suite": {
+        "FetchReach": Script("sac", 2_000, ("env.name=FetchReach-v4",)),
+        "FetchPush": Script("ddpg", 240_000, (OBJECT,)),
+        "FetchPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=FetchPickAndPlace-v4", *RARELY)),
+        "FetchSlide": Script("ddpg", 1_000_000, (OBJECT, "env.name=FetchSlide-v4", *RARELY)),
+        "PandaReach": Script("sac", 2_000, ("env.name=panda:PandaReachFixed-v3",)),
+        "PandaPush": Script("ddpg", 240_000, PANDA_PUSH),
+        "PandaPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=panda:PandaPickAndPlaceFixed-v3", *RARELY)),
+    },
+    "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},
+    "writing": {
+        "BitFlipping, 15 bits, DQN": Script("dqn", 5_000),
+        "BitFlipping, 15 bits, prioritized DQN": Script("dqn", 5_000, ("buffer.prioritized=error",)),
+        "PointReach, DDPG": Script("ddpg", 5_000, ("normalization.enabled=false",)),
+    },
+}
+WAYS = {
+    "sb3": {"ours": (), "Stable-Baselines3": ()},
+    "suite": {"": ()},
+    "movement": {"neither": ("buffer.alpha=0",), "priority": ("buffer.alpha=1",)},
+    "writing": {  # with room for four copies of each transition
+        "HERTransform": ("hindsight.when=sampling", "buffer.size=5000"),
+        "HindsightAugmentation": ("hindsight.when=writing", "buffer.size=25000"),
+    },
+}
+SEEDS = {"sb3": [0, 1, 2], "suite": [21, 22, 23], "movement": [20, 21, 22], "writing": [1, 2, 3]}
+
+
+def train_script(script: Script, overrides: tuple[str, ...], seed: int, folder: Path) -> list[Row]:
+    """Train, or continue a run that was interrupted, and return its evaluations."""
+    settings = [*script.overrides, *overrides, f"seed={seed}", f"total_steps={script.steps}", "logger.kinds=[csv]"]
+    module, config = load(script.name, settings)
+    checkpoints = [path.name for path in folder.glob("checkpoints/checkpoint-*")]
+    if checkpoints and (folder / "config.yaml").read_text() != saved_text(config):
+        sys.exit(f"The run in {folder}/ has other settings: delete it, or choose another --output.")
+    if f"checkpoint-{script.steps:012}" not in checkpoints:
+        config.resume = str(folder) if checkpoints else None
+        module.train(config, folder)
+    run = Run.read(folder)
+    steps = map(int, run.logs["success"][:, 0])
+    return [{"steps": step, **{name: run.at(name, step) for name in METRICS[:3]}} for step in steps]
+
+
+def train(arguments: argparse.Namespace, tasks: list[str]) -> Iterator[Row]:
+    """Train all runs, and yield their evaluations."""
+    ways = list(WAYS[arguments.experiment])
+    for (i, seed), task in (progress := tqdm(list(product(enumerate(arguments.seeds), tasks)), unit="pair")):
+        for way in ways[:: (-1) ** i]:
+            progress.set_postfix_str(f"{task}, {way}, seed {seed}")
+            if arguments.experiment == "sb3":
+                from learners import learn
+
+                rows = in_new_process(learn, task, way, seed, arguments.steps, arguments.interval, arguments.episodes)
+            else:
+                script = SCRIPTS[arguments.experiment][task]
+                script = script._replace(steps=arguments.steps or script.steps)
+                folder = arguments.output / task / way / str(seed)
+                rows = train_script(script, WAYS[arguments.experiment][way], seed, folder)
+            yield from ({"task": task, "way": way, "seed": seed, **row} for row in rows)
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *METRICS], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(paths: list[Path]) -> list[Row]:
+    """Return the evaluations in files."""
+    texts = [row for path in paths for row in csv.DictReader(path.read_text().splitlines())]
+    return [
+        {name: kind(row[name]) for name, kind in COLUMNS.items()}
+        | {name: float(row[name] or "nan") for name in METRICS}
+        for row in texts
+    ]
+
+
+def grouped(rows: list[Row]) -> Runs:
+    """Return the evaluations by task and way, and then by seed."""
+    runs: Runs = {}
+    for row in rows:
+        runs.setdefault((row["task"], row["way"]), {}).setdefault(row["seed"], []).append(row)
     return runs
 
 
-def run(task: str, way: str, library: str, seed: int, steps: int | None, interval: int, episodes: int) -> Evaluations:
-    """Train in this process, and return the evaluations."""
-    torchrl_logger.setLevel("WARNING")
-    what = smaller(TASKS[task], steps) if steps else TASKS[task]
-    with open(os.devnull, "w") as silence:  # only the progress of all runs is shown
-        sys.stdout = sys.stderr = silence
-        evaluations = learn(library, what, settings_of(way, task, library), seed, interval, episodes)
-    evaluations.envs.close()
-    del evaluations.envs  # environments cannot be sent to the main process
-    return evaluations
+def spread(values: list[float], digits: int = 2) -> str:
+    """Return median and range; infinity means "not reached"."""
+    median, low, high = (f"{x:,.{digits}f}" for x in (np.median(values), min(values), max(values)))
+    text = median if len(values) == 1 else f"{median} ({low} to {high})"
+    return text.replace("inf", "not reached")
 
 
-def run_all(
-    runs: list[tuple[str, str, str, int]], steps: int | None, interval: int, episodes: int, path: Path
-) -> tuple[list[Row], list[list[dict[str, np.ndarray]]]]:
-    """Return the evaluations of all runs, which are also written to a file, and their starts and goals."""
-    rows, starts = [], []
-    for task, way, library, seed in (progress := tqdm(runs, unit="run")):
-        progress.set_postfix_str(f"{task}, {way}, {library}, seed {seed}")
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            done = process.submit(run, task, way, library, seed, steps, interval, episodes).result()
-        about = {"task": task, "settings": way, "library": library, "seed": seed}
-        rows += [about | point for point in done.curve]
-        write(path, rows)
-        starts.append(done.starts)
-    return rows, starts
+def at(by_seed: dict[int, list[Row]], metric: str, step: float) -> list[float]:
+    """Return the last value of a metric up to a step, for each seed."""
+    return [[row[metric] for row in curve if row["steps"] <= step][-1] for curve in by_seed.values()]
 
 
-# Results
+def print_scripts(runs: Runs, columns: list[int]) -> None:
+    """Print success, return and training time: medians and ranges over the seeds."""
+    rows = {}
+    for (task, way), by_seed in runs.items():
+        success = [spread(at(by_seed, "success", step)) for step in columns or [np.inf]]
+        last = f"{next(iter(by_seed.values()))[-1]['steps']:,}"
+        hours = spread([seconds / 3600 for seconds in at(by_seed, "seconds", np.inf)])
+        about = [last, *success, spread(at(by_seed, "return", np.inf), 1), hours, ", ".join(map(str, by_seed))]
+        rows[f"{task}, {way}" if way else task] = about
+    titles = [f"success at {step:,}" for step in columns] or ["success"]
+    print_table("task", ("steps", *titles, "return", "core-hours", "seeds"), rows)
 
 
 def first_success(curve: list[Row], held: int) -> Row | None:
     """Return the first of ``held`` successful evaluations in a row, or None."""
     good = [row["success"] >= SUCCESS for row in curve]
-    for i in range(len(curve) - held + 1):
-        if all(good[i : i + held]):
-            return curve[i]
-    return None
+    return next((curve[i] for i in range(len(curve) - held + 1) if all(good[i : i + held])), None)
 
 
-def curves(rows: list[Row]) -> dict[Key, dict[int, list[Row]]]:
-    """Return the evaluations by task, settings and library, and then by seed."""
-    found: dict[Key, dict[int, list[Row]]] = {}
-    for row in rows:
-        found.setdefault((row["task"], row["settings"], row["library"]), {}).setdefault(row["seed"], []).append(row)
-    return found
-
-
-def spread(values: list[float], digits: int) -> str:
-    """Return median and range; infinity means "not reached"."""
-    texts = [
-        f"{value:,.{digits}f}" if np.isfinite(value) else "not reached"
-        for value in (np.median(values), min(values), max(values))
-    ]
-    return texts[0] if len(values) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
-
-
-def reached(by_seed: dict[int, list[Row]], held: int, what: str) -> list[float]:
+def reached(by_seed: dict[int, list[Row]], held: int, metric: str) -> list[float]:
     """Return steps or seconds to the success for each seed, infinity if it was not reached."""
     firsts = [first_success(curve, held) for curve in by_seed.values()]
-    return [np.inf if first is None else first[what] for first in firsts]
+    return [np.inf if first is None else first[metric] for first in firsts]
 
 
-def ratios(found: dict[Key, dict[int, list[Row]]], task: str, way: str, what: str) -> list[float]:
-    """Return the ratio of our time to theirs for each seed. If they fail, theirs is the time of the whole run."""
-    ours, theirs = found[task, way, OURS], found[task, way, SB3]
-    ends = [curve[-1][what] for curve in theirs.values()]
-    held = TASKS[task].held
-    return list(np.array(reached(ours, held, what)) / np.minimum(reached(theirs, held, what), ends))
+def print_libraries(runs: Runs, columns: list[int]) -> None:
+    """Print success and time of both libraries. If theirs fails, its time is that of the whole run."""
+    from learners import OURS, SB3, TASKS
+
+    rows = {}
+    for (task, way), by_seed in runs.items():
+        held, ratio = TASKS[task].held, ""
+        if way == OURS and (theirs := runs.get((task, SB3))):
+            same = [seed for seed in by_seed if seed in theirs]
+            ours, theirs = ({seed: each[seed] for seed in same} for each in (by_seed, theirs))
+            whole = np.minimum(reached(theirs, held, "cpu_seconds"), at(theirs, "cpu_seconds", np.inf))
+            ratio = spread(list(np.array(reached(ours, held, "cpu_seconds")) / whole))
+        per_step = [1e3 * curve[-1]["cpu_seconds"] / curve[-1]["steps"] for curve in by_seed.values()]
+        success = [spread(at(by_seed, "success", step)) for step in (*columns, np.inf)]
+        to = [spread(reached(by_seed, held, metric), digits) for metric, digits in (("steps", 0), ("cpu_seconds", 1))]
+        rows[f"{task}, {way}"] = [ratio, *success, *to, spread(per_step)]
+    titles = *(f"success at {step:,}" for step in columns), "success at the end"
+    seconds = f"steps to {SUCCESS}", f"CPU seconds to {SUCCESS}", "CPU seconds per 1,000 steps"
+    print_table("task, library", ("ratio of CPU seconds", *titles, *seconds), rows)
 
 
-def summarize(rows: list[Row]) -> list[dict[str, str]]:
-    """Return the rows of the table."""
-    found, table = curves(rows), []
-    for (task, way, library), by_seed in found.items():
-        last = [curve[-1] for curve in by_seed.values()]
-        held = TASKS[task].held
-        line = {
-            "task": task,
-            "settings": way,
-            "library": library,
-            "success at the end": spread([row["success"] for row in last], 2),
-            "steps": f"{last[0]['steps']:,}",
-            f"steps to {SUCCESS}": spread(reached(by_seed, held, "steps"), 0),
-            f"seconds to {SUCCESS}": spread(reached(by_seed, held, "seconds"), 1),
-            f"CPU seconds to {SUCCESS}": spread(reached(by_seed, held, "cpu_seconds"), 1),
-            "CPU seconds per 1,000 steps": spread([1e3 * row["cpu_seconds"] / row["steps"] for row in last], 2),
-            "ratio of seconds": "",
-            "ratio of CPU seconds": "",
-        }
-        if library == OURS and (task, way, SB3) in found:
-            line["ratio of seconds"] = spread(ratios(found, task, way, "seconds"), 2)
-            line["ratio of CPU seconds"] = spread(ratios(found, task, way, "cpu_seconds"), 2)
-        table.append(line)
-    return sorted(
-        table, key=lambda line: (list(TASKS).index(line["task"]), line["settings"] != EQUAL, line["library"] != OURS)
-    )
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Draw success against steps and against training seconds, a row of panels for each task and way."""
-    found = curves(rows)
-    panels = sorted(
-        {(task, way) for task, way, _ in found}, key=lambda panel: (list(TASKS).index(panel[0]), panel[1] != EQUAL)
-    )
-    figure, axes = plt.subplots(
-        len(panels), 2, figsize=(9, 1.7 * len(panels) + 0.5), sharey=True, squeeze=False, layout="constrained"
-    )
-    for (task, way), pair in zip(panels, axes, strict=True):
-        for panel, what in zip(pair, ("steps", "cpu_seconds"), strict=True):
-            for library, colour in COLOURS.items():
-                for i, curve in enumerate(found.get((task, way, library), {}).values()):
-                    x, y = [row[what] for row in curve], [row["success"] for row in curve]
-                    panel.plot(x, y, color=colour, alpha=0.8, lw=1.4, label=None if i else library)
-            panel.axhline(SUCCESS, color="black", lw=0.8, ls=":")
-            panel.grid(alpha=0.25)
-            panel.spines[["top", "right"]].set_visible(False)
-        pair[0].set(ylabel="success rate", ylim=(-0.03, 1.03))
-        pair[0].set_title(f"{task}, {way}", loc="left", fontsize=10)
-        pair[0].xaxis.set_major_formatter("{x:,.0f}")
-    axes[-1, 0].set_xlabel("environment steps")
-    axes[-1, 1].set_xlabel("CPU seconds of training")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
-    plt.close(figure)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def read(path: Path) -> list[Row]:
-    """Return the evaluations in a file, for the seeds with which both libraries were trained."""
-    numbers = {"seed": int, "steps": int, "success": float, "seconds": float, "cpu_seconds": float}
-    with path.open(newline="") as file:
-        rows = [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
-    libraries: dict[tuple[str, str, int], set[str]] = {}
-    for row in rows:
-        libraries.setdefault((row["task"], row["settings"], row["seed"]), set()).add(row["library"])
-    return [row for row in rows if len(libraries[row["task"], row["settings"], row["seed"]]) == 2]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Learning speed of the training scripts and of Stable-Baselines3.")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[name for name in TASKS if "PointReach" in name])
-    parser.add_argument("--settings", nargs="+", choices=[EQUAL, TUNED], default=[EQUAL, TUNED])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="environment steps of each run (default: set by the task)")
-    parser.add_argument("--interval", type=int, default=500, help="environment steps between evaluations")
-    parser.add_argument("--episodes", type=int, default=EPISODES, help="episodes per evaluation")
-    parser.add_argument("--results", type=Path, help="do not train: show this learning.csv, even of an unfinished run")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
-    parser.add_argument("--picture", type=Path, help="file of the picture (default: learning.png in the output folder)")
-    return parser.parse_args()
-
-
-def train_all(arguments: argparse.Namespace) -> list[Row]:
-    """Do the requested runs, and return their evaluations."""
-    runs = plan(arguments.tasks, arguments.settings, arguments.seeds)
-    if TUNED in arguments.settings and (known := set(arguments.seeds) & set(TUNING_SEEDS)):
-        sys.exit(f"The tuned settings were chosen with the seeds {sorted(known)}: leave these out.")
-    missing = {run[:3] for run in runs if run[1] == TUNED and (run[0], run[2]) not in TUNED_SETTINGS}
-    if missing:
-        sys.exit(f"There are no tuned settings for {sorted(missing)}: leave out --settings {TUNED!r}.")
-    for task, way, library, _ in runs:
-        check_steps(arguments.steps or TASKS[task].steps, arguments.interval, settings_of(way, task, library))
-    path = arguments.output / "learning.csv"
-    return run_all(runs, arguments.steps, arguments.interval, arguments.episodes, path)[0]
+def draw(runs: Runs, path: Path) -> None:
+    """Draw the success against steps, a panel for each task."""
+    panels: dict[str, dict[str, Any]] = {}
+    for (task, way), by_seed in runs.items():
+        steps = sorted(set.intersection(*({row["steps"] for row in curve} for curve in by_seed.values())))
+        success = [[row["success"] for row in curve if row["steps"] in steps] for curve in by_seed.values()]
+        panels.setdefault(task, {})[way] = np.array(steps), np.array(success)
+    draw_comparison(panels, path, "")
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    packages = "torch", "torchrl", "tensordict", "stable-baselines3", "gymnasium"
-    print(", ".join(f"{package} {version(package)}" for package in packages))
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} at the start")
-
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    rows = read(arguments.results) if arguments.results else train_all(arguments)
-    if not rows:
-        sys.exit(f"{arguments.results} has no seed with which both libraries were trained.")
-    table = summarize(rows)
-    write(arguments.output / "learning-summary.csv", table)
-    text = markdown([list(table[0]), *(list(line.values()) for line in table)])
-    (arguments.output / "learning.md").write_text(text + "\n")
-    draw(rows, arguments.picture or arguments.output / "learning.png")
-
-    print(text)
-    found = curves(rows)
-    print("\nTargets for the median ratio of CPU seconds to a success of 0.95")
-    for task, way in dict.fromkeys((row["task"], row["settings"]) for row in rows):
-        value = float(np.median(ratios(found, task, way, "cpu_seconds")))
-        print(
-            f"{'reached' if value <= TARGETS[way] else 'MISSED':<8} {value:.2f} (at most {TARGETS[way]}): {task}, {way}"
-        )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=WAYS)
+    parser.add_argument("--tasks", nargs="+", help="(default: all, and for sb3 those of PointReach)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="(default: three)")
+    parser.add_argument("--steps", type=int, help="environment steps of each run (default: set by the task)")
+    parser.add_argument("--interval", type=int, default=500, help="steps between evaluations, for sb3")
+    parser.add_argument("--episodes", type=int, default=100, help="episodes of an evaluation, for sb3")
+    parser.add_argument("--columns", type=int, nargs="+", default=[], help="steps at which to show the success")
+    parser.add_argument("--results", type=Path, nargs="+", help="do not train: show the evaluations in these files")
+    parser.add_argument("--output", type=Path, help="folder for runs and results.csv (default: outputs/EXPERIMENT)")
+    parser.add_argument("--figure", type=Path, help="file for the figure")
+    arguments = parser.parse_args()
+    is_sb3 = arguments.experiment == "sb3"
+    arguments.seeds = arguments.seeds or SEEDS[arguments.experiment]
+    arguments.output = arguments.output or Path("outputs", arguments.experiment)
+    if arguments.results:
+        rows = read(arguments.results)
+    else:
+        print_versions()
+        reach = ["PointReach, SAC", "PointReach, DDPG", "PointReach, TD3"]
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        rows = []
+        for row in train(arguments, arguments.tasks or (reach if is_sb3 else list(SCRIPTS[arguments.experiment]))):
+            rows.append(row)
+            write(arguments.output / "results.csv", rows)
+    runs = grouped(rows)
+    (print_libraries if is_sb3 else print_scripts)(runs, arguments.columns)
+    if arguments.figure:
+        draw(runs, arguments.figure)
 
 
 if __name__ == "__main__":

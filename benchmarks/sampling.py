@@ -1,182 +1,216 @@
-"""Cost of hindsight: `sample(256)` and `extend(50)` of several replay buffers, measured side by side.
+"""Parts of ``speed.py``: sampling, writing and growth of several replay buffers, measured side by side.
 
 All contenders store the same kind of transitions: a 25-float observation, 3-float goals, a 4-float action, 50-step
 episodes, reward 0 within 0.05 of the goal and -1 elsewhere. First, all buffers of all sizes are filled. Then each round
-visits every size, and every contender at this size, in shuffled order, so that a drift of the machine affects all
-alike. A turn is `extend(50)`, `sample(256)` and another `sample(256)`, on one thread. In every fourth round, each turn
-also draws 16 batches of 256 in one call. The turns of the other contenders leave the processor's caches cold, as an
-update does in training. The same calls in a tight loop are faster, plain sampling most of all.
+gives every buffer a turn, in shuffled order, so that a drift of the machine affects all alike. A turn is `extend(50)`,
+`sample(256)` and another `sample(256)`, and in every fourth round 16 batches of 256 in one call. The turns of the other
+buffers leave the processor's caches cold, as an update does in training.
 
-Ratios are medians of the ratios within a round. Every sampled batch is checked outside the measured time: the share of
-relabelled transitions, and whether the rewards match the goals. `docs/reference/results/speed.md` shows the tables. The
-last one is the memory of a stored transition, with and without `CompactGoals`, and of a goal in the goal table, which
-is in `docs/reference/results/memory.md`.
-
-"packed" marks the buffers with `PackedStorage`. "does nothing" and "draws nothing" are transforms that show the cost of
-calling a transform, and the cost of hindsight without drawing goals. They are not in the picture.
-
-Writes `sampling.csv` and `sampling.png`. Fails if a check fails, but not if a target is missed.
+Every sampled batch is checked outside the measured time: the share of relabelled transitions, and whether the rewards
+match the goals.
 """
 
-import argparse
-import os
-import platform
+from __future__ import annotations
+
+import gc
 import sys
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import torch
-from contenders import (
-    AUGMENTATION,
-    CONTENDERS,
-    CPPRB,
-    FILE,
-    FLOORS,
-    OURS,
-    PACKED,
-    PACKED_AUGMENTATION,
-    PACKED_OURS,
-    PLAIN,
-    SB3,
-    TORCHRL,
-    TorchRL,
-)
-from contenders.transitions import BATCHES, EPISODE_STEPS, GOAL, THRESHOLD, K, make_transitions
-from measuring import BOTH, EXTEND, MANY, OPERATIONS, SAMPLE, Results, added, measure, ratio, ratio_of_many, set_up
-from report import (
-    LABELS,
-    Target,
-    draw,
-    print_checks,
-    print_table,
-    print_targets,
-    print_times,
-    short,
-    summarize,
-    write_csv,
-)
-from torchrl.data import LazyTensorStorage, Storage, TensorDictReplayBuffer
-from torchrl.envs import Compose
+import numpy as np
+from buffers import AUGMENTATION, BUFFERS, EPISODE_STEPS, OURS, PAIRS, PLAIN, THRESHOLD, UNREACHABLE, make_episodes
+from measuring import Times, Turn, cell, print_table, print_versions, ratio, short, take_turns, timed
+from peers import CPPRB, PEERS, CpprbByStep
+from tqdm import tqdm
 
-from torchrl_her import CompactGoals, HERTransform, PackedStorage, SparseReward
-
-SMALL, MIDDLE, HALF, LARGE = SIZES = 10_000, 100_000, 500_000, 1_000_000
+SIZES = 10_000, 100_000, 500_000, 1_000_000
+GROWTH = 10_000, 10_000_000
+ROWS = 100_000  # stored when writing is measured
+CHUNKS = 1, 4, 20  # episodes in a write
+WARM_UP = 50  # batches that are sampled and checked before the first round
+BATCHES, EVERY = 16, 4  # drawn in one call in one round of four, because it is slow
+SAMPLE, EXTEND, BOTH = "`sample(256)`", "`extend(50)`", "`extend(50)` + `sample(256)`"
+MANY = f"{BATCHES} batches of 256 per call, per batch"
+BY_STEP = "cpprb, a step at a time, as in its examples"
+COMPARED = BUFFERS | PEERS
+CONTENDERS = COMPARED | {BY_STEP: CpprbByStep}
+# In the order of the rows; colour-blind readers can distinguish them (Okabe and Ito 2008). Packed buffers are open.
+COLOURS = ["#000000", "#0072B2", "#000000", "#0072B2", "#CC79A7", "#CC79A7", "#D55E00", "#E69F00", "#009E73", "#56B4E9"]
 
 
-def targets(results: Results) -> Iterator[Target]:
-    """Yield the targets for sampling and writing."""
+class Entrant:
+    """One contender at one size, with counts of its checks."""
 
-    def to(operation: str, size: int, name: str, other: str, limit: float) -> Target:
-        what = f"{name}: {operation} at {size:,}, ratio to {other}"
-        return Target(what, ratio(results, operation, size, name, other), limit)
+    def __init__(self, name: str, size: int):
+        self.name, self.size, self.contender = name, size, CONTENDERS[name](size)
+        self.sampled = self.relabelled = self.uneven = self.wrong = 0
+        self.contender.fill()
+        for _ in range(WARM_UP):
+            self.check(self.contender.sample())
 
-    yield to(MANY, HALF, PACKED_OURS, CPPRB, 1.3)
-    yield to(MANY, HALF, PACKED_AUGMENTATION, CPPRB, 0.5)
-    for other, limit in ((SB3, 0.5), (TORCHRL, 0.33)):
-        for size in SIZES:
-            yield to(MANY, size, PACKED_OURS, other, limit)
-    for name, limits in ((PACKED_OURS, (1.15, 0.65)), (OURS, (1.7, 1.45)), (PACKED, (0.55, 0.4))):
-        for size, limit in zip((SMALL, LARGE), limits, strict=True):
-            yield to(SAMPLE, size, name, PLAIN, limit)
-    for name, limit in ((OURS, 1.4), (PACKED_OURS, 1.1), (PACKED, 1.1)):
-        for size in (SMALL, MIDDLE, LARGE):
-            yield to(EXTEND, size, name, PLAIN, limit)
-    for name in (AUGMENTATION, PACKED_AUGMENTATION):
-        for size in (SMALL, MIDDLE, LARGE):
-            yield to(SAMPLE, size, name, PLAIN, 1.1)
-    for size in (SMALL, MIDDLE, LARGE):
-        yield to(EXTEND, size, AUGMENTATION, CPPRB, 1.0)
-    for name in (OURS, PACKED_OURS):
-        for other in (TORCHRL, SB3):
-            alone = ratio(results, SAMPLE, LARGE, other, name)
-            text = f"{other} to {name}, {BOTH} at {LARGE:,} (sample alone: {alone:.2f})"
-            yield Target(text, ratio(results, BOTH, LARGE, other, name), 2.0, at_least=True)
-    yield Target("goal table, bytes per transition besides the goal", round(table_bytes(), 1), 48)
+    def turn(self, data: tuple[Any, bool]) -> Iterator[tuple[str, float]]:
+        """Yield the times of one turn, and check its batches."""
+        transitions, many = data
+        written, _ = timed(self.contender.extend, self.contender.prepare(transitions))
+        first, batch = timed(self.contender.sample)
+        second, other = timed(self.contender.sample)
+        yield EXTEND, written
+        yield BOTH, written + first
+        yield SAMPLE, second
+        batches = [batch, other]
+        if many:
+            time, drawn = timed(self.contender.sample_many, BATCHES)
+            yield MANY, time / BATCHES
+            batches += drawn
+        for each in batches:
+            self.check(each)
 
+    def check(self, batch: Any) -> None:
+        """Count the relabelled transitions and the wrong rewards of a batch."""
+        achieved, desired, reward = self.contender.read(batch)
+        relabelled = desired[:, 0] < UNREACHABLE
+        distance = np.linalg.norm(achieved.astype(np.float64) - desired, axis=-1)
+        clear = np.abs(distance - THRESHOLD) > 1e-6  # at the threshold, the reward depends on rounding in float32
+        self.wrong += int(((reward.reshape(-1) != np.where(distance > THRESHOLD, -1.0, 0.0)) & clear).sum())
+        self.sampled += len(relabelled)
+        self.relabelled += int(relabelled.sum())
+        self.uneven += self.contender.relabels and not 0.6 <= relabelled.mean() <= 0.95
 
-def print_tables(results: Results) -> None:
-    """Print the tables of `docs/reference/results/speed.md` and `docs/how-to/several-batches-per-call.md`."""
-    names, sizes = (list(dict.fromkeys(keys)) for keys in zip(*results, strict=True))
-    compared = [name for name in names if name not in FLOORS]
-    print("\nMedian time in µs, and the median of the ratios to no hindsight in the same round")
-    for operation in OPERATIONS:
-        print_times(results, operation, compared)
-    if floors := [name for name in names if name in FLOORS]:
-        print_times(results, SAMPLE, floors)
-    saved = ((LABELS[name], [f"{ratio_of_many(results, size, name):.2f}" for size in sizes]) for name in compared)
-    print_table(f"time per batch, {BATCHES} batches per call relative to one", map(short, sizes), saved)
-    by_storage = (("`LazyTensorStorage`", OURS, PLAIN), ("`PackedStorage`", PACKED_OURS, PACKED))
-    adds = ((label, [f"{added(results, size, *pair):.0f}" for size in sizes]) for label, *pair in by_storage)
-    print_table("hindsight adds to a sample, µs", map(short, sizes), adds)
-
-
-def print_memory() -> None:
-    print("\nBytes per transition, with the flags at the root that collectors write")
-    for storage in (LazyTensorStorage, PackedStorage):
-        whole, compact = (stored_bytes(storage, compact) for compact in (False, True))
-        print(f"{storage.__name__:<18} {whole:.0f}, with CompactGoals {compact:.0f}: {whole - compact:.0f} less")
-    print(f"Goal table, besides the {4 * GOAL} bytes of the goal: {table_bytes():.1f}")
+    def failure(self) -> str:
+        """Describe the failed checks, if any."""
+        share = self.relabelled / self.sampled
+        is_right = 0.78 <= share <= 0.82 if self.contender.relabels else share == 0
+        text = (
+            f"{self.name}, {self.size:,} stored: {self.wrong} of {self.sampled:,} rewards do not match their goals, "
+            f"{share:.3f} of the transitions are relabelled, and {self.uneven} batches have a very different share."
+        )
+        return "" if is_right and not self.uneven and not self.wrong else text
 
 
-def stored_bytes(storage: type[Storage], compact: bool) -> float:
-    """Return the bytes per transition in the storage of a full buffer."""
-    size = 1_000
-    transitions = TorchRL(size).prepare(next(make_transitions(size)))
-    transitions.update(dict.fromkeys(("done", "terminated", "truncated"), torch.zeros(size, 1, dtype=torch.bool)))
-    transform = Compose(*[CompactGoals()] * compact, HERTransform(SparseReward(THRESHOLD), capacity=size))
-    buffer = TensorDictReplayBuffer(storage=storage(size), transform=transform)
-    buffer.extend(transitions)
-    entries = buffer.storage[:].values(include_nested=True, leaves_only=True)
-    stores = {store.data_ptr(): store.nbytes() for store in (entry.untyped_storage() for entry in entries)}
-    return sum(stores.values()) / size
-
-
-def table_bytes() -> float:
-    """Return the bytes per transition in the goal table, without the goal."""
-    size = 100_000
-    transform = HERTransform(SparseReward(THRESHOLD), capacity=size)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform)
-    buffer.extend(TorchRL(size).prepare(next(make_transitions(size))))
-    table = transform._episodes.table
-    assert table is not None
-    columns = (table.matrix, table.episodes, table.pieces)
-    stores = {store.data_ptr(): store.nbytes() for store in (column.untyped_storage() for column in columns)}
-    return sum(stores.values()) / size - 4 * GOAL
-
-
-def parse_arguments() -> argparse.Namespace:
-    in_memory = [name for name in CONTENDERS if name != FILE]
-    parser = argparse.ArgumentParser(description="Cost of hindsight in several replay buffers.")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=1000, help="turns of every contender at every size")
-    parser.add_argument("--contenders", nargs="+", choices=in_memory, default=in_memory)
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
-    arguments = parser.parse_args()
-    whole = EPISODE_STEPS * (K + 1)
-    if any(size < whole or size % whole for size in arguments.sizes):
-        parser.error(f"sizes must be multiples of {whole}, so that whole episodes fill every buffer")
-    return arguments
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    set_up()
-    packages = "torch", "torchrl", "tensordict", "stable-baselines3", "cpprb", "numpy"
-    print(", ".join(f"{package} {version(package)}" for package in packages))
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {arguments.rounds} rounds")
-
-    results = measure(arguments.contenders, list(arguments.sizes), arguments.rounds)
-    rows = summarize(results)
-    write_csv(rows, arguments.output / "sampling.csv")
-    draw(rows, arguments.output / "sampling.png")
-    print_tables(results)
-    print_checks(results)
-    print_memory()
-    print_targets(targets(results))
-    if failures := [failure for each in results.values() for failure in each.failures()]:
+@cache
+def measure(names: tuple[str, ...], sizes: tuple[int, ...], rounds: int, evict: bool = False) -> Times:
+    """Fill all buffers, measure them in turns, and return the times by operation, name and size."""
+    pairs = [(name, size) for size in sizes for name in names]
+    entrants = {pair: Entrant(*pair) for pair in tqdm(pairs, desc="filling", unit="buffer")}
+    turns = {pair: entrant.turn for pair, entrant in entrants.items()}
+    times = take_turns(turns, rounds, lambda number: (make_episodes(1), number % EVERY == 0), evict)
+    if failures := [failure for entrant in entrants.values() if (failure := entrant.failure())]:
         sys.exit("\n".join(failures))
+    sampled = sum(entrant.sampled for entrant in entrants.values())
+    print(f"Checked {sampled:,} sampled transitions: the share of relabelled ones and all rewards are right.")
+    return times
 
 
-if __name__ == "__main__":
-    main()
+def print_times(times: Times, operation: str, names: Iterable[str]) -> None:
+    """Print medians and ratios to no hindsight, by size."""
+    rows = {
+        name: [cell(times[operation, (name, size)], times[operation, (PLAIN, size)]) for size in SIZES]
+        for name in names
+    }
+    print_table(operation, map(short, SIZES), rows)
+
+
+def sample(rounds: int = 300, figure: Path | None = None) -> None:
+    """Sampling and writing, by buffer and size. Can draw a figure."""
+    print_versions("stable-baselines3", "cpprb", "tianshou")
+    times = measure(tuple(COMPARED), SIZES, rounds)
+    for operation in (SAMPLE, BOTH, EXTEND):
+        print_times(times, operation, COMPARED)
+    if figure:
+        draw(times, figure)
+
+
+def groups(rounds: int = 300) -> None:
+    """Several batches per call, by buffer and size."""
+    times = measure(tuple(COMPARED), SIZES, rounds)  # the same measurement as for `sample`
+    print_times(times, MANY, COMPARED)
+    rows = {
+        name: [f"{ratio(times[MANY, (name, size)], times[SAMPLE, (name, size)][::EVERY]):.2f}" for size in SIZES]
+        for name in COMPARED
+    }
+    print_table(f"time per batch, {BATCHES} batches per call relative to one", map(short, SIZES), rows)
+
+
+def growth(rounds: int = 150) -> None:
+    """Growth of the cost of a sample from 10 thousand to 10 million transitions, in 7 GB of memory."""
+    rows = {}
+    for label, (plain, ours) in PAIRS.items():
+        times = measure((plain, ours), GROWTH, rounds, evict=True)
+        added = [float(np.median(times[SAMPLE, (ours, size)] - times[SAMPLE, (plain, size)])) for size in GROWTH]
+        rows[label] = [*(f"{value:.0f}" for value in added), f"{added[1] / added[0]:.2f}"]
+        gc.collect()  # frees memory before the next buffers are filled
+    print_table("hindsight adds to a sample, µs", [*map(short, GROWTH), "growth"], rows)
+
+
+def writes(contender: Any) -> Turn:
+    """Return a turn that writes chunks of several sizes, with times per transition."""
+
+    def turn(chunks: dict[int, Any]) -> Iterator[tuple[int, float]]:
+        for episodes, transitions in chunks.items():
+            yield episodes, timed(contender.extend, contender.prepare(transitions))[0] / episodes / EPISODE_STEPS
+
+    return turn
+
+
+def write(rounds: int = 300) -> None:
+    """Writes of 50, 200 and 1,000 transitions, and `add` of one."""
+    names = PLAIN, OURS, AUGMENTATION, CPPRB, BY_STEP, *PAIRS["`PackedStorage`"]
+    contenders = {name: CONTENDERS[name](ROWS) for name in names}
+    for contender in tqdm(contenders.values(), desc="filling", unit="buffer"):
+        contender.fill()
+    turns = {name: writes(contender) for name, contender in contenders.items()}
+    times = take_turns(turns, rounds, lambda _: {episodes: make_episodes(episodes) for episodes in CHUNKS})
+    columns = [f"{episodes * EPISODE_STEPS:,}" for episodes in CHUNKS]
+    rows = {name: [cell(times[each, name], times[each, CPPRB], 1) for each in CHUNKS] for name in names[:5]}
+    print_table("transitions in a write, µs per transition, ratio to cpprb", columns, rows)
+    rows = {
+        label: [f"{ratio(times[each, ours], times[each, plain]):.2f}" for each in CHUNKS]
+        for label, (plain, ours) in PAIRS.items()
+    }
+    print_table("transitions in a write, `HERTransform` relative to no hindsight", columns, rows)
+    add(max(1, rounds // 10), {name: contenders[name] for pair in PAIRS.values() for name in pair})
+
+
+def adds(contender: Any) -> Turn:
+    """Return a turn that adds an episode one transition at a time. As in training, a sample follows each `add`."""
+
+    def turn(transition: Any) -> Iterator[tuple[str, float]]:
+        yield "", timed(contender.buffer.add, transition.clone())[0]
+        contender.sample()
+
+    return turn
+
+
+def add(episodes: int, contenders: dict[str, Any]) -> None:
+    """Print the time of `add`, and its mean over an episode, which includes the last transition."""
+    data = make_episodes(episodes)
+    turns = {name: adds(contender) for name, contender in contenders.items()}
+    times = {name: of for (_, name), of in take_turns(turns, len(data), data.__getitem__).items()}
+    means = {name: of.reshape(episodes, EPISODE_STEPS).mean(axis=1) for name, of in times.items()}
+    rows = {name: [cell(times[name], times[PLAIN]), cell(means[name], means[PLAIN])] for name in contenders}
+    print_table("`add` of one transition, µs", ("median", "mean over an episode"), rows)
+
+
+def draw(times: Times, path: Path) -> None:
+    """Draw medians with the 10th and 90th percentiles, a panel for each operation that samples."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(3, 1, figsize=(7.2, 8.4), sharex=True, layout="constrained")
+    for panel, operation in zip(panels, (SAMPLE, MANY, BOTH), strict=True):
+        for i, (name, colour) in enumerate(zip(COMPARED, COLOURS, strict=True)):
+            parts = [np.percentile(times[operation, (name, size)], (10, 50, 90)) for size in SIZES]
+            low, median, high = np.array(parts).T
+            left = np.arange(len(SIZES)) + (i - (len(COMPARED) - 1) / 2) * 0.8 / len(COMPARED)
+            style = {"color": colour, "mfc": "white" if "Packed" in name else colour, "label": name.replace("`", "")}
+            panel.errorbar(left, median, (median - low, high - median), fmt="o", ms=5, **style)
+        panel.set(yscale="log", ylabel="µs", title=operation.replace("`", ""))
+        panel.set_xticks(range(len(SIZES)), [f"{size:,}" for size in SIZES])
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+        panel.grid(axis="y", alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("transitions stored")
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,54 @@
+"""Speed of sampling and writing with hindsight, compared with plain replay and with other libraries.
+
+    python benchmarks/speed.py                # all parts, in eight minutes and 7 GB of memory
+    python benchmarks/speed.py sample groups --rounds 400 --figure sampling.png
+
+Each part prints its tables of ``docs/reference/results/speed.md`` and ``memory.md``. All contenders take turns within a
+round, on one thread. Times are medians, and ratios are medians of the ratios within a round. Fails if a sampled
+transition has a wrong goal or reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+
+import adopting
+import frames
+import inside
+import sampling
+from measuring import set_up
+
+PARTS: dict[str, Callable[..., None]] = {
+    "sample": sampling.sample,
+    "groups": sampling.groups,
+    "write": sampling.write,
+    "growth": sampling.growth,
+    "frames": frames.frames,
+    "share": frames.share,
+    "strategies": inside.strategies,
+    "checks": inside.checks,
+    "where": inside.where,
+    "compiled": inside.compiled,
+    "adopt": adopting.adopt,
+}
+
+
+def main() -> None:
+    parts = "\n".join(f"  {name:<12}{function.__doc__}" for name, function in PARTS.items())
+    description, form = f"{__doc__}\nparts:\n{parts}", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], metavar="PART")
+    parser.add_argument("--rounds", type=int, help="turns of each contender (default: 150 to 1500, by part)")
+    parser.add_argument("--figure", type=Path, help="file for the figure of the part `sample`")
+    arguments = parser.parse_args()
+    for name in arguments.parts or PARTS:
+        set_up()
+        given = {key: vars(arguments)[key] for key in signature(PARTS[name]).parameters}
+        PARTS[name](**{key: value for key, value in given.items() if value is not None})
+
+
+if __name__ == "__main__":
+    main()
