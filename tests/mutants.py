@@ -446,6 +446,8 @@ MUTANTS = [
     Mutant("a compiled transform does not count its samples", "checks/sample_counts.py",
         "self._compiled = self._counted(sample)", "pass",
         "tests/integration/test_compile.py -k still_warns"),
+    Mutant("transitions without a reward are refused", "checks/reward_check.py",
+        "self._is_over = not reward.out_keys  #", "self._is_over = False  #", "tests/rewards/test_no_reward.py"),
     # GoalSelection
     Mutant("rewards of selected goals are those of the environment", "goal_selection.py",
         "after.set(keys.reward, where(selected, computed, stored))", "pass", SELECTION + " -k stored_rewards"),

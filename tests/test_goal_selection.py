@@ -323,6 +323,8 @@ def test_wrong_arguments_are_refused():
         GoalSelection(hindsight, Uniform(), candidates=0)
     with pytest.raises(ValueError, match="replace ReachedReward with"):
         GoalSelection(HERTransform(ReachedReward(), capacity=9), Uniform())
+    with pytest.raises(ValueError, match="but hindsight has none: pass a reward to HERTransform"):
+        GoalSelection(HERTransform(None, capacity=9), Uniform())
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=GoalSelection(hindsight, Uniform()), batch_size=2)
     rb.extend(point().rollout(3))
     with pytest.raises(ValueError, match="is a transform of environments"):

@@ -123,6 +123,8 @@ class GoalSelection(Transform):
         for name, value in (("candidates", candidates), ("start", start)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}.")
+        if not hindsight.reward.out_keys:
+            raise ValueError("GoalSelection recomputes rewards, but hindsight has none: pass a reward to HERTransform.")
         if STEPS_TO_GOAL in hindsight.reward.in_keys:
             raise ValueError(
                 "GoalSelection needs a reward that is computed from the goals, but this one reads the number of steps "

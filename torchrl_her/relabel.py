@@ -29,6 +29,7 @@ from torchrl_her.goals.strategy import DESIRED, goals_apart
 from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
+from torchrl_her.rewards.no_reward import NoReward
 from torchrl_her.rewards.reached_reward import ReachedReward
 from torchrl_her.rewards.returns import Batch, OneStepReward, where
 
@@ -38,7 +39,7 @@ SAVED_BY_THE_OTHER = (
 )
 
 Kind = TypeVar("Kind", bound=Transform)
-Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor]
+Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor] | None
 GoalMap: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -72,6 +73,7 @@ class Relabelling:
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
         self.one_step = OneStepReward(self.reward, keys)
+        self.relabels_only_goals = isinstance(self.reward, NoReward)
         self.apart = goals_apart(self.strategies.values())
         self.goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
@@ -198,7 +200,8 @@ class Relabelling:
         }
         defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
         changed = [name for name in defaults if name in arguments and arguments[name] != defaults[name]]
-        shown = [type(self.reward).__name__, *(f"{name}={_text_of(arguments[name])}" for name in changed)]
+        reward = "None" if self.relabels_only_goals else type(self.reward).__name__
+        shown = [reward, *(f"{name}={_text_of(arguments[name])}" for name in changed)]
         return f"{kind.__name__}({', '.join(shown)})"
 
 
@@ -261,6 +264,8 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
         raise TypeError(
             "The reward must be a module or a function, got an environment: pass HERTransform(EnvReward(env))."
         )
+    if reward is None:
+        return NoReward()
     if not isinstance(reward, TensorDictModuleBase):
         reward = GoalReward(reward)
     if isinstance(reward, GoalReward):
@@ -274,6 +279,8 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     if isinstance(reward, ReachedReward):
         reward = copy.copy(reward)
         reward.set_keys(reward=keys.reward, terminated=keys.terminated)
+    if isinstance(reward, NoReward):
+        return reward
     if keys.next_reward not in reward.out_keys:
         raise ValueError(
             f"The reward module must write {keys.next_reward!r}, but its out_keys are {list(reward.out_keys)}. "

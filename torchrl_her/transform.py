@@ -54,12 +54,13 @@ class HERTransform(Transform):
     torch's default generator, so ``torch.manual_seed`` makes samples reproducible.
 
     Args:
-        reward (TensorDictModule or Callable): computes the reward of relabelled transitions. A module, such as
+        reward (TensorDictModule, Callable or None): computes the reward of relabelled transitions. A module, such as
             `EnvReward`, `SparseReward` or `GoalReward`, reads the transitions and writes ``("next", "reward")`` and,
             if it can, ``("next", "terminated")``. If it has a true attribute ``recompute_all``, as with
             ``GoalReward(..., recompute_all=True)``, the reward of transitions that are not relabelled is recomputed
-            too. A function maps achieved and desired goals, ``[batch, *goal]`` each,
-            to rewards ``[batch]``.
+            too. A function maps achieved and desired goals, ``[batch, *goal]`` each, to rewards ``[batch]``. With
+            None, only goals are relabelled, as contrastive RL and cloning need: rewards and done flags stay as they
+            are stored, and transitions may have no reward.
 
     Keyword Args:
         strategy (str, GoalStrategy or Mapping): selects the step whose achieved goal becomes the desired goal:
@@ -241,6 +242,11 @@ class HERTransform(Transform):
             neighbours.check_hindsight(replaced, self.keys)
             multi_step = neighbours.multi_step
             if multi_step is not None:
+                if self._relabelling.relabels_only_goals:
+                    raise ValueError(
+                        "MultiStepTransform sums the rewards of the original goals, and HERTransform(None) does not "
+                        "recompute them: pass a reward to HERTransform, or remove MultiStepTransform."
+                    )
                 check_n_step_keys(multi_step, self.keys)
                 if self._n_step is None:
                     self._n_step = NStepReward(one_step, self.goal_fn is not None, multi_step)
@@ -525,7 +531,7 @@ class HERTransform(Transform):
                 her_ratio=self.her_ratio,
             )
         for key in (*self._relabelling.goal_keys, self.keys.next_reward):
-            if stored[key] is None and key not in created:
+            if key in stored and stored[key] is None and key not in created:
                 raise KeyError(
                     f"The sample has no entry {key!r}, although it was written. Place the transform that drops it "
                     "after HERTransform. If the transitions were written with CompactGoals, sample with it too: "

@@ -66,7 +66,7 @@ class RewardCheck(Check):
         self._continuity = continuity
         self.goal_fn = goal_fn
         self.reached_reward: float | None = None
-        self._is_over = False
+        self._is_over = not reward.out_keys  # only goals are relabelled
         self.compares = compares
         self.reach = ReachCheck()
         self.recomputes_ends = keys.next_terminated in reward.out_keys

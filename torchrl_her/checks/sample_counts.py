@@ -51,7 +51,7 @@ class Counted(NamedTuple):
     """The parts of a sample that are counted."""
 
     relabelled: Tensor  # bool [*batch, 1]
-    reward: Tensor  # [*batch, ...]
+    reward: Tensor | None  # [*batch, ...]; None if only goals are relabelled
     draw: Draw | None
     table: GoalTable | None
 
@@ -69,6 +69,7 @@ class SampleCounts(Check):
     def __init__(self, keys: HERKeys, rewards: RewardCheck):
         self._keys = keys
         self._rewards = rewards
+        self._recomputes = bool(rewards.reward.out_keys)  # otherwise, only goals are relabelled
         self._transitions = self._samples = 0
         self._totals: Tensor | None = None  # float64 [counts]
         self._copy: AsyncCopy | None = None  # of the totals
@@ -90,11 +91,14 @@ class SampleCounts(Check):
         if is_capturing(sample.relabelled):  # replays of a CUDA graph are not counted
             return
         self._has_sampled_returns |= sample.has_returns
-        if self._is_due(sample.relabelled.numel()) and sample.data.get(self._keys.next_reward, None) is not None:
-            self._count(self._counted(sample))
+        if self._is_due(sample.relabelled.numel()):
+            counted = self._counted(sample)
+            if counted.reward is not None or not self._recomputes:
+                self._count(counted)
 
     def _counted(self, sample: Sample) -> Counted:
-        return Counted(sample.relabelled, sample.data.get(self._keys.next_reward), sample.draw, sample.table)
+        reward = sample.data.get(self._keys.next_reward, None) if self._recomputes else None
+        return Counted(sample.relabelled, reward, sample.draw, sample.table)
 
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Count the last compiled sample."""
@@ -136,9 +140,9 @@ class SampleCounts(Check):
             "episode_running": ratio(counts.running, counts.to_relabel),
             "left": ratio(counts.left, counts.to_relabel),
             "foreign": ratio(counts.foreign, counts.to_relabel),
-            "original_reward": ratio(counts.original_reward, counts.original),
+            "original_reward": ratio(counts.original_reward, counts.original) if self._recomputes else None,
             "original_reached": ratio(counts.original_reached, counts.original_judged) if knows_reached else None,
-            "relabelled_reward": ratio(counts.relabelled_reward, counts.relabelled),
+            "relabelled_reward": ratio(counts.relabelled_reward, counts.relabelled) if self._recomputes else None,
             "relabelled_reached": ratio(counts.relabelled_reached, counts.relabelled_judged) if knows_reached else None,
         }
 
@@ -218,7 +222,9 @@ class SampleCounts(Check):
 def _sums(sample: Counted, reached_reward: float | None) -> Tensor:
     """Return the counts of a sample, ``float64 [counts]``."""
     relabelled = sample.relabelled.reshape(-1)
-    reward = sample.reward.reshape(len(relabelled), -1).mean(1, dtype=torch.float64)
+    reward = torch.zeros(len(relabelled), dtype=torch.float64, device=relabelled.device)
+    if sample.reward is not None:
+        reward = sample.reward.reshape(len(relabelled), -1).mean(1, dtype=torch.float64)
     reached = judged = torch.zeros_like(reward)
     ones = torch.ones_like(reward)
     if reached_reward is not None:

@@ -80,6 +80,8 @@ class OneStepReward:
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
+        if not self._recomputed:
+            return
         for key, new in zip(self._recomputed, self._compute(batch), strict=True):
             includes_originals = self.recompute_all and key == self.keys.next_reward
             replaced = torch.ones_like(relabelled) if includes_originals else relabelled
