@@ -1,0 +1,220 @@
+"""Contrastive reinforcement learning with hindsight: no rewards, no values, no target networks.
+
+The critic learns to tell which future state of the same episode belongs to a state and an action (Eysenbach et al.
+2022, arXiv:2206.07568), with the losses of JaxGCRL (Bortkiewicz et al. 2024, arXiv:2408.11052). Goals come from
+``HERTransform(None, strategy=Geometric(gamma))``::
+
+    python examples/crl.py
+    python examples/crl.py --env FetchReach-v4 --steps 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential, dispatch
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import Compose, ExplorationType, GymEnv, set_exploration_type
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal
+from torchrl.objectives import LossModule
+from tqdm import tqdm
+
+import torchrl_her.envs  # noqa: F401  # registers PointReach
+from torchrl_her import Geometric, HERTransform, NormalizedInputs
+
+EVALUATION_SEED = 1_000_000  # of the first episode
+
+
+class ContrastiveLoss(LossModule):
+    """The loss of contrastive RL: symmetric InfoNCE for the encoders, and an actor with a learned entropy weight.
+
+    The logit of a state-action pair and a goal is the negative distance of their representations. Each row of a batch
+    is the positive example of its own goal, and a negative example of the others.
+
+    Args:
+        actor_network (ProbabilisticActor): the policy.
+        encoder (TensorDictModule): writes the representation of state and action, ``[batch, features]``.
+        goal_encoder (TensorDictModule): writes the representation of the goal, ``[batch, features]``.
+
+    Keyword Args:
+        target_entropy (float): the entropy of the policy that the weight maintains.
+        penalty (float): the weight of the squared log-sum-exp of logits, which keeps them bounded. Default: 0.1.
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        action: NestedKey = "action"
+        representation: NestedKey = "representation"
+        goal_representation: NestedKey = "goal_representation"
+
+    default_keys = _AcceptedKeys
+    out_keys = ["loss_actor", "loss_critic", "loss_alpha", "alpha", "accuracy"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticActor,
+        encoder: TensorDictModule,
+        goal_encoder: TensorDictModule,
+        *,
+        target_entropy: float,
+        penalty: float = 0.1,
+    ):
+        super().__init__()
+        self.convert_to_functional(actor_network, "actor_network")
+        self.convert_to_functional(encoder, "encoder")
+        self.convert_to_functional(goal_encoder, "goal_encoder")
+        self.log_alpha = nn.Parameter(torch.zeros(()))
+        self.target_entropy, self.penalty = target_entropy, penalty
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        return [*self.actor_network.in_keys, self.tensor_keys.action]
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Return the losses of transitions ``[batch]`` whose goals were reached later in their episodes."""
+        logits = self._logits(tensordict, self.encoder_params, self.goal_encoder_params)  # [batch, goals]
+        correct, sums = logits.diagonal(), logits.logsumexp(1)
+        critic = (sums + logits.logsumexp(0) - 2 * correct).mean() + self.penalty * sums.square().mean()
+
+        with self.actor_network_params.to_module(self.actor_network):
+            policy = self.actor_network.get_dist(tensordict)
+        action = policy.rsample()
+        log_prob = policy.log_prob(action)
+        acting = tensordict.copy().set(self.tensor_keys.action, action)
+        fixed = self.encoder_params.data, self.goal_encoder_params.data  # the actor does not change the encoders
+        alpha = self.log_alpha.exp().detach()
+        actor = (alpha * log_prob - self._logits(acting, *fixed).diagonal()).mean()
+        weight = -self.log_alpha * (log_prob.detach() + self.target_entropy).mean()
+        accuracy = (logits.argmax(1) == torch.arange(len(logits), device=logits.device)).float().mean()
+        values = (actor, critic, weight, alpha, accuracy)
+        return TensorDict(dict(zip(self.out_keys, values, strict=True)))
+
+    def _logits(self, tensordict: TensorDictBase, encoder: Any, goal_encoder: Any) -> Tensor:
+        """Return the logits of all pairs of transitions and goals, ``[batch, goals]``."""
+        with encoder.to_module(self.encoder), goal_encoder.to_module(self.goal_encoder):
+            encoded = self.goal_encoder(self.encoder(tensordict.copy()))
+        pair = encoded.get(self.tensor_keys.representation), encoded.get(self.tensor_keys.goal_representation)
+        return -torch.cdist(*pair, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def make_networks(env: GymEnv, inputs: NormalizedInputs, hidden: list[int], features: int) -> list[Any]:
+    """Return the actor and both encoders, which read the normalized observation and goal."""
+    spec, goal = env.action_spec, env.observation_spec["desired_goal"].shape[-1]
+    width, actions = len(inputs.mean), spec.shape[-1]
+    layers: dict[str, Any] = {"num_cells": hidden, "activation_class": nn.SiLU}
+    layers |= {"norm_class": nn.LayerNorm, "norm_kwargs": [{"normalized_shape": units} for units in hidden]}
+    parameters = nn.Sequential(MLP(width, 2 * actions, **layers), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(parameters, ["inputs"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=spec,
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": spec.space.low, "high": spec.space.high, "tanh_loc": False},
+    )
+    of_state, of_goal = MLP(width - goal + actions, features, **layers), MLP(goal, features, **layers)
+    encoder = TensorDictModule(
+        lambda inputs, action: of_state(torch.cat([inputs[..., :-goal], action], -1)),
+        ["inputs", "action"],
+        ["representation"],
+    )
+    goal_encoder = TensorDictModule(lambda inputs: of_goal(inputs[..., -goal:]), ["inputs"], ["goal_representation"])
+    encoder.add_module("mlp", of_state)  # registered, since the modules are functions
+    goal_encoder.add_module("mlp", of_goal)
+    return [actor, encoder, goal_encoder]
+
+
+@torch.no_grad()
+@set_exploration_type(ExplorationType.DETERMINISTIC)
+def evaluate(policy: TensorDictSequential, name: str, episodes: int = 100) -> float:
+    """Return the share of greedy episodes whose last step is at the goal."""
+    envs = gymnasium.make_vec(name, episodes, "sync")
+    observation, _ = envs.reset(seed=[EVALUATION_SEED + number for number in range(episodes)])
+    ended = torch.zeros(episodes, dtype=torch.bool)
+    while not ended.any():  # all episodes have the same length
+        action = policy(TensorDict(observation, episodes).float())["action"]
+        observation, _, terminated, truncated, info = envs.step(action.numpy())
+        ended = torch.from_numpy(terminated | truncated)
+    envs.close()
+    return float(info["is_success"].mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--env", default="torchrl_her/PointReach-v0", help="a goal environment of Gymnasium")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--random-steps", type=int, default=500)
+    parser.add_argument("--updates-per-step", type=float, default=1.0)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--gamma", type=float, default=0.99, help="discount of the future states")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
+    parser.add_argument("--features", type=int, default=64, help="of a representation")
+    parser.add_argument("--evaluate-every", type=int, default=1_000, help="steps")
+    parser.add_argument("--output", type=Path, help="a CSV file for steps, success and seconds of training")
+    config = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    env = GymEnv(config.env)
+    env.set_seed(config.seed)
+    chunk = gymnasium.spec(config.env).max_episode_steps
+
+    inputs = NormalizedInputs()
+    inputs(env.fake_tensordict())
+    actor, *encoders = make_networks(env, inputs, config.hidden, config.features)
+    policy = TensorDictSequential(inputs, actor)
+    loss = ContrastiveLoss(actor, *encoders, target_entropy=-0.5 * env.action_spec.shape[-1])
+    optimizer = torch.optim.Adam(loss.parameters(), config.learning_rate, fused=True)
+    hindsight = HERTransform(None, strategy=Geometric(config.gamma), her_ratio=1.0, capacity=config.steps)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(config.steps), transform=Compose(hindsight, inputs), batch_size=config.batch_size
+    )
+    collector = Collector(
+        env, policy, frames_per_batch=chunk, total_frames=config.steps, init_random_frames=config.random_steps
+    )
+
+    def update() -> TensorDict:
+        batch = rb.sample()
+        batch = batch[batch["hindsight", "relabelled"].squeeze(-1)]  # the others may never reach their goal
+        losses = loss(batch)
+        (losses["loss_actor"] + losses["loss_critic"] + losses["loss_alpha"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses.detach()
+
+    rows, seconds, began = [{"steps": 0, "success": evaluate(policy, config.env), "seconds": 0.0}], 0.0, time.time()
+    bar, due = tqdm(total=config.steps, unit=" steps"), 0.0
+    for data in collector:
+        rb.extend(data)
+        inputs.update(data)
+        bar.update(len(data))
+        due += len(data) * config.updates_per_step if bar.n > config.random_steps else 0
+        while due >= 1:
+            losses, due = update(), due - 1
+        if bar.n % config.evaluate_every < chunk and bar.n > config.random_steps:
+            seconds += time.time() - began
+            rows.append({"steps": bar.n, "success": evaluate(policy, config.env), "seconds": seconds})
+            bar.set_postfix(success=rows[-1]["success"], accuracy=f"{float(losses['accuracy']):.2f}")
+            began = time.time()
+    bar.close()
+    print(f"{bar.n:,} steps: success {rows[-1]['success']:.2f}")
+    if config.output:
+        with config.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
