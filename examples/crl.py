@@ -11,7 +11,6 @@ The critic learns to tell which future state of the same episode belongs to a st
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import gymnasium
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential, dispatch
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictParams, TensorDictSequential, dispatch
 from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -58,6 +57,15 @@ class ContrastiveLoss(LossModule):
         goal_representation: NestedKey = "goal_representation"
 
     default_keys = _AcceptedKeys
+    actor_network: ProbabilisticActor
+    encoder: TensorDictModule
+    goal_encoder: TensorDictModule
+    actor_network_params: TensorDictParams
+    encoder_params: TensorDictParams
+    goal_encoder_params: TensorDictParams
+    target_actor_network_params: TensorDictParams  # unused, but every LossModule has them
+    target_encoder_params: TensorDictParams
+    target_goal_encoder_params: TensorDictParams
     out_keys = ["loss_actor", "loss_critic", "loss_alpha", "alpha", "accuracy"]  # noqa: RUF012
 
     def __init__(
@@ -75,10 +83,7 @@ class ContrastiveLoss(LossModule):
         self.convert_to_functional(goal_encoder, "goal_encoder")
         self.log_alpha = nn.Parameter(torch.zeros(()))
         self.target_entropy, self.penalty = target_entropy, penalty
-
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        return [*self.actor_network.in_keys, self.tensor_keys.action]
+        self.in_keys = [*actor_network.in_keys, self.tensor_keys.action]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
@@ -108,7 +113,7 @@ class ContrastiveLoss(LossModule):
         return -torch.cdist(*pair, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def make_networks(env: GymEnv, inputs: NormalizedInputs, hidden: list[int], features: int) -> list[Any]:
+def make_networks(env: GymEnv, inputs: NormalizedInputs, hidden: list[int], features: int = 64) -> list[Any]:
     """Return the actor and both encoders, which read the normalized observation and goal."""
     spec, goal = env.action_spec, env.observation_spec["desired_goal"].shape[-1]
     width, actions = len(inputs.mean), spec.shape[-1]
@@ -122,15 +127,10 @@ def make_networks(env: GymEnv, inputs: NormalizedInputs, hidden: list[int], feat
         distribution_class=TanhNormal,
         distribution_kwargs={"low": spec.space.low, "high": spec.space.high, "tanh_loc": False},
     )
-    of_state, of_goal = MLP(width - goal + actions, features, **layers), MLP(goal, features, **layers)
-    encoder = TensorDictModule(
-        lambda inputs, action: of_state(torch.cat([inputs[..., :-goal], action], -1)),
-        ["inputs", "action"],
-        ["representation"],
-    )
-    goal_encoder = TensorDictModule(lambda inputs: of_goal(inputs[..., -goal:]), ["inputs"], ["goal_representation"])
-    encoder.add_module("mlp", of_state)  # registered, since the modules are functions
-    goal_encoder.add_module("mlp", of_goal)
+    split = TensorDictModule(lambda inputs: inputs.split([width - goal, goal], -1), ["inputs"], ["state", "goal"])
+    of_pair, of_goal = MLP(width - goal + actions, features, **layers), MLP(goal, features, **layers)
+    encoder = TensorDictSequential(split, TensorDictModule(of_pair, ["state", "action"], ["representation"]))
+    goal_encoder = TensorDictSequential(split, TensorDictModule(of_goal, ["goal"], ["goal_representation"]))
     return [actor, encoder, goal_encoder]
 
 
@@ -160,7 +160,6 @@ def main() -> None:
     parser.add_argument("--gamma", type=float, default=0.99, help="discount of the future states")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
-    parser.add_argument("--features", type=int, default=64, help="of a representation")
     parser.add_argument("--evaluate-every", type=int, default=1_000, help="steps")
     parser.add_argument("--output", type=Path, help="a CSV file for steps, success and seconds of training")
     config = parser.parse_args()
@@ -172,7 +171,7 @@ def main() -> None:
 
     inputs = NormalizedInputs()
     inputs(env.fake_tensordict())
-    actor, *encoders = make_networks(env, inputs, config.hidden, config.features)
+    actor, *encoders = make_networks(env, inputs, config.hidden)
     policy = TensorDictSequential(inputs, actor)
     loss = ContrastiveLoss(actor, *encoders, target_entropy=-0.5 * env.action_spec.shape[-1])
     optimizer = torch.optim.Adam(loss.parameters(), config.learning_rate, fused=True)
@@ -180,9 +179,8 @@ def main() -> None:
     rb = TensorDictReplayBuffer(
         storage=LazyTensorStorage(config.steps), transform=Compose(hindsight, inputs), batch_size=config.batch_size
     )
-    collector = Collector(
-        env, policy, frames_per_batch=chunk, total_frames=config.steps, init_random_frames=config.random_steps
-    )
+    options = {"init_random_frames": config.random_steps, "auto_register_policy_transforms": False}
+    collector = Collector(env, policy, frames_per_batch=chunk, total_frames=config.steps, **options)
 
     def update() -> TensorDict:
         batch = rb.sample()
@@ -210,10 +208,8 @@ def main() -> None:
     bar.close()
     print(f"{bar.n:,} steps: success {rows[-1]['success']:.2f}")
     if config.output:
-        with config.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        table = [list(rows[0]), *(row.values() for row in rows)]
+        config.output.write_text("".join(",".join(map(str, row)) + "\n" for row in table))
 
 
 if __name__ == "__main__":
