@@ -294,7 +294,7 @@ MUTANTS = [
         "self.table = GoalTable.like(desired, self.capacity - 1, self._relabelling.apart)",
         "tests/goals/test_distribution.py -k copies"),
     Mutant("past goals are kept when a state without goals is loaded", "goals/table.py",
-        "            table.clear()\n", "", "tests/goals/test_distribution.py -k forgotten"),
+        "            table.clear()\n", "            pass\n", "tests/goals/test_distribution.py -k forgotten"),
     Mutant("one copy less", "augmentation.py", "relabelling = self.n_sampled_goal, packed",
         "relabelling = max(1, self.n_sampled_goal - 1), packed", MACHINE),
     Mutant("the step after the goal's", "augmentation.py",
