@@ -407,8 +407,13 @@ def test_a_full_buffer_with_few_steps_of_each_environment_warns():
         (100, one_warning("of the transitions that were to be relabelled", "fewer environments")),
         (10, no_warning()),
     ):
-        rb, data = make_buffer(size=2000, strategy="final"), walks(envs, 200).view(envs, 200)
+        rb, before, data = make_buffer(size=2000, strategy="final"), walks(10, 300), walks(envs, 200).view(envs, 200)
+        before["collector", "traj_ids"] = 1000 + torch.arange(3000) // 300
+        data["collector", "traj_ids"] = torch.arange(envs)[:, None].expand(envs, 200)
         with expected:
+            for part in before.split(300):  # at first, the buffer is full of long episodes
+                rb.extend(part)
+                sample(rb, 4)
             for frame in data.unbind(1):
                 rb.extend(frame)
                 sample(rb, 4)
