@@ -139,7 +139,7 @@ def make_networks(env: GymEnv, inputs: NormalizedInputs, hidden: list[int], feat
 def evaluate(policy: TensorDictSequential, name: str, episodes: int = 100) -> float:
     """Return the share of greedy episodes whose last step is at the goal."""
     envs = gymnasium.make_vec(name, episodes, "sync")
-    observation, _ = envs.reset(seed=[EVALUATION_SEED + number for number in range(episodes)])
+    observation, _ = envs.reset(seed=EVALUATION_SEED)
     ended = torch.zeros(episodes, dtype=torch.bool)
     while not ended.any():  # all episodes have the same length
         action = policy(TensorDict(observation, episodes).float())["action"]

@@ -12,8 +12,10 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import (
     Compose,
+    DoubleToFloat,
     GymEnv,
     GymWrapper,
+    ObservationNorm,
     ParallelEnv,
     SerialEnv,
     StepCounter,
@@ -25,8 +27,10 @@ import torchrl_her.envs
 from torchrl_her import (
     EnvReward,
     Feasible,
+    GoalReward,
     GoalSelection,
     GoalSelector,
+    HERKeys,
     HERTransform,
     LowestDensity,
     ReachedReward,
@@ -73,8 +77,8 @@ def collect(env, frames, total):
 
 
 def _minus_distance(observation):
-    """Return the value of goals of which only those within 0.15 are feasible at first."""
-    return -20 * (observation["desired_goal"] - observation["achieved_goal"]).norm(dim=-1)
+    """Return the value of goals of which only those within 0.1 are feasible at first."""
+    return -30 * (observation["desired_goal"] - observation["achieved_goal"]).norm(dim=-1)
 
 
 def distance(one, other):
@@ -85,7 +89,7 @@ def distance(one, other):
 def test_stored_rewards_are_those_of_the_stored_goals(kind):
     hindsight, rb = make_hindsight()
     near = Feasible(_minus_distance, gamma=0.98, episode_steps=50)
-    selection = GoalSelection(hindsight, Uniform(), start=60, share=0.7, feasible=near)
+    selection = GoalSelection(hindsight, Uniform(), start=60, share=0.9, feasible=near)
     env = TransformedEnv(ENVS[kind](), selection)
     check_env_specs(env)
     torch.manual_seed(0)
@@ -221,6 +225,8 @@ def test_the_candidate_with_the_lowest_density_is_selected():
     candidates = frequent[:12].reshape(3, 4, 1).clone()
     candidates[1, 2] = 5.0
     assert selector.select(candidates, None)[1] == 5.0
+    with pytest.raises(RuntimeError, match="call fit"):
+        LowestDensity().select(candidates, None)
     with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
         LowestDensity(bandwidth=0)
 
@@ -323,6 +329,10 @@ def test_wrong_arguments_are_refused():
         GoalSelection(hindsight, Uniform(), candidates=0)
     with pytest.raises(ValueError, match="replace ReachedReward with"):
         GoalSelection(HERTransform(ReachedReward(), capacity=9), Uniform())
+    with pytest.raises(ValueError, match="has start=500 goals, but it holds at most 400: pass a smaller start"):
+        GoalSelection(HERTransform(SparseReward(0.05), capacity=400), Uniform())
+    with pytest.raises(ValueError, match=r"done flags at the root, got \('agent', 'done'\)"):
+        GoalSelection(HERTransform(SparseReward(0.05), keys=HERKeys(done=("agent", "done"))), Uniform())
     with pytest.raises(ValueError, match="but hindsight has none: pass a reward to HERTransform"):
         GoalSelection(HERTransform(None, capacity=9), Uniform())
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=GoalSelection(hindsight, Uniform()), batch_size=2)
@@ -391,3 +401,64 @@ def test_other_transforms_come_after():
     env = TransformedEnv(point(), Compose(GoalSelection(hindsight, Uniform(), share=1.0, start=1), StepCounter(7)))
     check_env_specs(env)
     assert (env.rollout(20, break_when_any_done=False)["step_count"] < 7).all()
+
+
+class InDouble(gymnasium.ObservationWrapper):
+    """Returns observations in double precision, with values that single precision cannot represent."""
+
+    def __init__(self):
+        super().__init__(gymnasium.make(POINT))
+        self.observation_space = gymnasium.spaces.Dict(
+            {key: gymnasium.spaces.Box(-9, 9, space.shape, float) for key, space in self.observation_space.items()}
+        )
+
+    def observation(self, observation):
+        return {key: value.astype(float) + 1e-12 for key, value in observation.items()}
+
+
+def test_a_later_transform_may_change_the_dtype_of_goals():
+    hindsight, _ = make_hindsight(goals=600)
+    selection = GoalSelection(hindsight, Uniform(), share=0.5, start=1)
+    env = TransformedEnv(GymWrapper(InDouble()), Compose(selection, DoubleToFloat()))
+    data = env.rollout(600, break_when_any_done=False)
+    selected = data["goal_selection", "selected"].squeeze(-1)
+    assert 0 < selected.double().mean() < 1
+    assert data["desired_goal"].dtype is torch.float32
+    assert torch.equal(data["desired_goal"], data["next", "desired_goal"])
+    assert torch.equal(data["desired_goal"][~selected], data["goal_selection", "desired_goal"][~selected])
+    table = {tuple(goal) for goal in hindsight.random_goals(50_000).tolist()}
+    assert {tuple(goal) for goal in data["desired_goal"][selected].tolist()} <= table
+
+
+def test_a_later_transform_that_changes_goals_is_refused():
+    hindsight, _ = make_hindsight(goals=600)
+    later = ObservationNorm(0.5, 2.0, in_keys=["desired_goal"])
+    env = TransformedEnv(point(), Compose(GoalSelection(hindsight, Uniform(), share=0.0), later))
+    with pytest.raises(ValueError, match="a transform after GoalSelection changes it"):
+        env.rollout(3)
+
+
+def test_goals_without_dimensions_can_be_left_out():
+    hindsight = HERTransform(GoalReward(torch.eq), capacity=1000)
+    selection = GoalSelection(hindsight, Uniform(), within_desired=True)
+    selection._note_desired(torch.tensor([0.0, 1.0]))
+    allowed = selection._allowed(torch.tensor([[0.5, 2.0], [-1.0, 1.0]]), TensorDict(batch_size=2))
+    assert allowed.tolist() == [[True, False], [False, True]]
+
+
+def test_episodes_end_without_a_truncated_flag():
+    hindsight = HERTransform(EnvReward(BITS), capacity=1000)
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
+    base = GymWrapper(BITS(), categorical_action_encoding=True)
+    rb.extend(base.rollout(200, break_when_any_done=False))
+    hindsight.flush()
+    selection = GoalSelection(hindsight, Uniform(), share=1.0, start=1)
+    before = TransformedEnv(base, selection).reset().set("action", torch.tensor(0))
+    after = before.select("achieved_goal").set("desired_goal", before["goal_selection", "desired_goal"])
+    after["reward"] = torch.zeros(1)
+    after["terminated"] = after["done"] = torch.ones(1, dtype=torch.bool)
+    before["desired_goal"] = 1 - before["achieved_goal"]  # not reached
+    selection._step(before, after)
+    assert after["done"]
+    assert not after["terminated"]
+    assert "truncated" not in after

@@ -51,8 +51,8 @@ class GoalSelection(Transform):
     ([Pitis et al., 2020](https://arxiv.org/abs/2007.02832)).
 
     This is a transform of environments. Append it to the environments that collect, single or batched, before
-    transforms that copy the desired goal (``CatTensors``), and pass it the `HERTransform` of the buffer. Environments
-    for evaluation do not need it.
+    transforms that copy the desired goal (``CatTensors``) or read the reward (``RewardSum``), and pass it the
+    `HERTransform` of the buffer. Environments for evaluation do not need it.
 
     A selected goal replaces the desired goal at the root and under ``"next"``, and the rewards are recomputed. If the
     reward module writes ``terminated``, so do the done flags: an episode that the environment itself terminates before
@@ -82,8 +82,9 @@ class GoalSelection(Transform):
 
     Raises:
         TypeError: if ``hindsight`` is not a `HERTransform`, or ``selector`` not a `GoalSelector`.
-        ValueError: if an argument is out of range, if the reward is not a function of the goals, if a selector returns
-            goals of the wrong shape, or if the environment changes its desired goal within an episode.
+        ValueError: if an argument is out of range, if ``start`` exceeds the capacity of the goal table, if the done
+            flags are nested, if the reward is not a function of the goals, if a selector returns goals of the wrong
+            shape, or if the desired goal changes within an episode.
         RuntimeError: in another process, if the goal table is not shared.
         KeyError: if the environment has no goals, or a step lacks the entries of the previous one.
 
@@ -129,6 +130,16 @@ class GoalSelection(Transform):
             raise ValueError(
                 "GoalSelection needs a reward that is computed from the goals, but this one reads the number of steps "
                 "to the goal: replace ReachedReward with GoalReward(reward_fn), SparseReward or EnvReward."
+            )
+        if not isinstance(hindsight.keys.done, str):
+            raise ValueError(
+                f"GoalSelection needs the done flags at the root, got {hindsight.keys.done!r}: with nested flags, "
+                "TorchRL resets only the entries next to them. Move the flags of the environment to the root."
+            )
+        if start > hindsight.capacity:
+            raise ValueError(
+                f"No goal would be selected before the goal table has start={start} goals, but it holds at most "
+                f"{hindsight.capacity}: pass a smaller start, or HERTransform a larger capacity."
             )
         super().__init__()
         self._hindsight = (hindsight,)  # a tuple: the transform of the buffer is not a part of this module
@@ -271,7 +282,7 @@ class GoalSelection(Transform):
         if self._resets_to_fit > 0:
             return
         self._resets_to_fit = FIT_EVERY
-        goals = self.hindsight.random_goals(FITTED)
+        goals = self.hindsight.random_goals(min(FITTED, self.hindsight.table_size))
         if goals is None:
             return
         self.selector.fit(goals)
@@ -286,7 +297,7 @@ class GoalSelection(Transform):
         allowed = torch.ones(candidates.shape[:2], dtype=torch.bool, device=candidates.device)
         if self.within_desired and self._box is not None:
             low, high = self._box
-            allowed &= ((candidates >= low) & (candidates <= high)).flatten(2).all(-1)
+            allowed &= ((candidates >= low) & (candidates <= high)).reshape(*allowed.shape, -1).all(-1)
         if self.feasible is not None:
             with_goals = states.unsqueeze(1).expand(*candidates.shape[:2]).reshape(-1).clone()
             with_goals.set(self.hindsight.keys.desired_goal, candidates.flatten(0, 1))
@@ -305,14 +316,21 @@ class GoalSelection(Transform):
                 "root: pass the tensordict that reset() or step() returned, with the action added."
             )
         own, selected = next_tensordict.get(keys.desired_goal), selection.get("selected")
-        if not own.is_cuda and not torch.equal(own, selection.get("desired_goal")):
+        kept = selection.get("desired_goal")  # a transform after this one can change the dtype of entries
+        if not own.is_cuda and not torch.equal(own.to(kept.dtype), kept):
             raise ValueError(
                 "The environment changed its desired goal within an episode, so a selected goal could not be kept. "
                 "Draw goals only in reset(); check_goal_env(env) shows what is wrong with the environment."
             )
-        steps = selection.get("steps_at_goal")
+        goals, steps = where(selected, goal, own), selection.get("steps_at_goal")
+        if not own.is_cuda and not torch.equal(goals.to(goal.dtype), goal):
+            raise ValueError(
+                f"{keys.desired_goal!r} at the root is neither the environment's goal nor a selected one: a transform "
+                "after GoalSelection changes it, so goals and rewards would be inconsistent. Remove this transform and "
+                "normalize the inputs of networks with NormalizedInputs."
+            )
         if selected.is_cuda or bool(selected.any()):
-            next_tensordict.set(keys.desired_goal, where(selected, goal, own))
+            next_tensordict.set(keys.desired_goal, goals)
             steps = steps + (selected & self._recompute(tensordict, next_tensordict, selected)).long()
             self._reached = (steps > 0).reshape(-1)
         added = {"desired_goal": own, "selected": selected, "steps_at_goal": steps}
@@ -349,10 +367,10 @@ class GoalSelection(Transform):
         keys = self.hindsight.keys
         stored = after.get(keys.terminated)
         terminated = where(selected, terminated, stored)
-        # The environment has ended for its own goal, so the episode is cut.
-        truncated = after.get(keys.truncated) | (stored & ~terminated)
-        after.set(keys.terminated, terminated).set(keys.truncated, truncated)
-        after.set(keys.done, terminated | truncated)
+        # If the environment has ended for its own goal, the episode is cut.
+        after.set(keys.terminated, terminated).set(keys.done, after.get(keys.done) | terminated)
+        if (truncated := after.get(keys.truncated, None)) is not None:
+            after.set(keys.truncated, truncated | (stored & ~terminated))
 
     # Copies, saving
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-CHUNK = 2**22  # distances that are computed at a time
+CHUNK = 2**22  # products that are computed at a time
 FEW, MANY = 0.3, 0.7  # shares of reached goals below and above which the cutoff changes
 ATTEMPTS = 10  # episodes with a selected goal after which the cutoff can change
 HIGHEST = -3.0  # the first and the highest cutoff
@@ -30,7 +30,8 @@ class Density:
         self.goals = self._normalize(goals)  # [m, features]
 
     def _normalize(self, goals: Tensor) -> Tensor:
-        return (goals - self.mean) / self.std / self.bandwidth
+        # Candidates and the goal table can be on different devices.
+        return (goals.to(self.mean.device) - self.mean) / self.std / self.bandwidth
 
     def log_density(self, goals: Tensor, at: Tensor | None = None) -> Tensor:
         """Return logarithms of densities at goals ``[n, *goal]``, up to a constant, ``[n]``.
@@ -39,8 +40,9 @@ class Density:
         """
         centres = self.goals if at is None else self._normalize(_flat(at))
         rows = self._normalize(_flat(goals))
-        parts = rows.split(max(1, CHUNK // len(centres)))
-        sums = [torch.logsumexp(-torch.cdist(part, centres).square() / 2, dim=1) for part in parts]
+        parts, half = rows.split(max(1, CHUNK // len(centres))), centres.square().sum(1) / 2
+        # -(x - c)^2 / 2 = x c - c^2 / 2 - x^2 / 2
+        sums = [torch.logsumexp(part @ centres.T - half, dim=1) - part.square().sum(1) / 2 for part in parts]
         return torch.cat(sums) - torch.log(torch.tensor(float(len(centres)), device=rows.device))
 
 
@@ -98,6 +100,7 @@ class LowestDensity(GoalSelector):
 
     Raises:
         ValueError: if ``bandwidth`` is not positive.
+        RuntimeError: if ``select`` is called before ``fit``.
 
     Examples:
         >>> import torch
@@ -120,9 +123,11 @@ class LowestDensity(GoalSelector):
         self._fitted, self.density = goals, Density(goals, self.bandwidth)
 
     def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:  # noqa: D102
-        assert self.density is not None
+        if self.density is None:
+            raise RuntimeError("LowestDensity has no density yet: call fit(goals) with achieved goals before select().")
         density = self.density.log_density(candidates.flatten(0, 1)).view(candidates.shape[:2])
-        return candidates[torch.arange(len(candidates), device=candidates.device), density.argmin(1)]
+        lowest = density.argmin(1).to(candidates.device)
+        return candidates[torch.arange(len(candidates), device=candidates.device), lowest]
 
     def get_extra_state(self) -> Any:
         """Return the goals of the density estimate."""

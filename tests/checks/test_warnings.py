@@ -419,6 +419,24 @@ def test_a_full_buffer_with_few_steps_of_each_environment_warns():
                 sample(rb, 4)
 
 
+def test_the_first_step_of_many_environments_is_no_break():
+    rb, data = make_buffer(size=20_000), walks(300, 10).view(300, 10)
+    with no_warning():
+        for frame in data.unbind(1):
+            rb.extend(frame)
+            sample(rb, 8)
+
+
+def test_a_single_write_in_which_nothing_continues_warns_once_it_is_sampled():
+    rb, data = make_buffer(size=20_000), walks(100)[::2]
+    data["next", "done"][:] = False
+    with no_warning():
+        rb.extend(data)
+        sample(rb, 8)
+    with one_warning("100% of the transitions do not continue an episode", "transitions are left out"):
+        sample(rb, 8)
+
+
 def test_transitions_of_another_transform_warn():
     first = make_buffer()
     first.extend(walks())

@@ -15,7 +15,7 @@ from support.factories import make_augmentation, make_transform
 from support.losses import make_loss
 from support.pages import run_block
 from support.tape import check, collected
-from torchrl_her import PackedStorage
+from torchrl_her import LowestDensity, PackedStorage
 
 pytestmark = pytest.mark.gpu
 
@@ -112,3 +112,9 @@ def test_the_code_of_the_page_captures_the_update():
     names["graph"].replay()
     torch.cuda.synchronize()
     assert any((one != other).any() for one, other in zip(before, loss.parameters(), strict=True))
+
+
+def test_goals_are_selected_for_environments_on_the_host():
+    selector = LowestDensity()
+    selector.fit(torch.tensor([[0.0], [0.1], [0.2], [3.0]], device="cuda"))
+    assert selector.select(torch.tensor([[[0.1], [3.0]]]), None).tolist() == [[3.0]]

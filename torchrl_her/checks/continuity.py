@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.check import Check, ratio
+from torchrl_her.checks.check import Check, Sample, ratio
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.keys import HERKeys
@@ -19,6 +19,7 @@ ROWS = 100  # transitions of the last write that are kept to find the cause
 ENOUGH = 100  # after this many transitions, the share is judged and the count restarts
 SHARE = 0.3
 SHARE_AMBIGUOUS = 0.01
+SAMPLES_WITHOUT_WRITE = 10  # after the first write before it is judged
 
 CAUSES = {
     "unmoved": "'next' holds the goals of the root: write the observation after the step under 'next'",
@@ -51,6 +52,10 @@ class ContinuityCheck(Check):
         self._counted = self._counted_breaks = 0
         self.is_broken: bool | None = None
         self._has_warned_of_ambiguous = False
+        # The likely causes if no transition of the first write continued another one, until the next write; and the
+        # number of samples since then
+        self._of_first_write: list[str] | None = None
+        self._samples = 0
         self._last: Goals | None = None  # the last goals of the last write; None if it had no breaks
 
     def report(self) -> dict[str, Any]:  # noqa: D102
@@ -64,6 +69,7 @@ class ContinuityCheck(Check):
         count, first = len(written.done), WARM_UP - self.transitions
         if not count:
             return
+        is_first, self._of_first_write = not self.transitions, None
         self.transitions += count
         self.breaks += len(tracked.breaks)
         self.ambiguous += tracked.ambiguous
@@ -71,6 +77,12 @@ class ContinuityCheck(Check):
         if self.is_broken:
             return
         goals = self._after_last(written)
+        is_adopted = written.names.numbers is not None
+        if is_first and count > WARM_UP and len(tracked.breaks) >= count - 1 and not is_adopted:
+            # No transition continued another one, and none was the last of its episode. This may be the first step of
+            # many environments, which the next write shows.
+            self._of_first_write = _likely_causes(goals, _are_close(tensordict, self._keys, written))
+            return
         self._counted += min(count, max(0, count - first))
         breaks = tracked.breaks[tracked.breaks >= first]
         self._counted_breaks += len(breaks)
@@ -84,6 +96,15 @@ class ContinuityCheck(Check):
         self._last = None
         if len(tracked.breaks) and not self.is_broken:
             self._last = goals[0][-ROWS:].copy(), goals[1][-ROWS:].copy()
+
+    def on_sample(self, sample: Sample) -> None:
+        """Judge the first write if only samples follow it."""
+        if self._of_first_write is None or torch.compiler.is_compiling():
+            return
+        self._samples += 1
+        if self._samples >= SAMPLES_WITHOUT_WRITE:
+            likely, self._of_first_write, self.is_broken = self._of_first_write, None, True
+            _warn_of_breaks(1.0, "", likely)
 
     def _warn_if_ambiguous(self) -> None:
         share = self.ambiguous / self.transitions
