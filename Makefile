@@ -31,10 +31,10 @@ docs: .venv/.docs  # into site/; warnings and broken links are errors
 	CHECK_LINKS=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 docs-serve: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
-dist: .venv/.dev  # REPOSITORY=https://... makes the links of the description absolute
+dist: .venv/.dev
 	rm -rf dist
 	$(BIN)/python -m build --quiet
-	$(BIN)/python release/check_dist.py dist
+	$(BIN)/python .ci/check_dist.py dist
 clean:
 	rm -rf .venv outputs site dist
 

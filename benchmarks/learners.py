@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from tensordict import TensorDict
 from torchrl.envs import set_exploration_type
 
-from common import EVALUATION_SEED  # isort: skip (`scripts` finds it)
+from training.environments import EVALUATION_SEED  # isort: skip (`scripts` finds it)
 
 OURS, SB3 = "ours", "Stable-Baselines3"
 EPISODES = 100  # of an evaluation
@@ -128,7 +128,7 @@ def train_ours(task: Task, seed: int, evaluations: Evaluations) -> None:
     settings |= {"clip_target": False} if task.algorithm == "ddpg" else {"loss_function": task.loss_function}
     settings |= {"alpha_init": ALPHA} if task.algorithm == "sac" else {}
     script, config = load(task.algorithm, [f"{name}={value}" for name, value in settings.items()])
-    with tempfile.TemporaryDirectory() as folder, patch.object(script, "Evaluation", lambda config: evaluate):
+    with tempfile.TemporaryDirectory() as folder, patch("training.run.Evaluation", lambda config: evaluate):
         script.train(config, Path(folder))
 
 

@@ -30,8 +30,8 @@ from scripts import load
 from tqdm import tqdm
 
 from compare import Run  # isort: skip (`scripts` finds it)
-from plots import draw_comparison  # isort: skip
-from run import saved_text  # isort: skip
+from training.plots import draw_comparison  # isort: skip
+from training.checkpoints import saved_text  # isort: skip
 
 SUCCESS = 0.95
 COLUMNS = {"task": str, "way": str, "seed": int, "steps": int}
@@ -49,23 +49,24 @@ class Script(NamedTuple):
     overrides: tuple[str, ...] = ()
 
 
+OFTEN = "evaluation.interval=500", "evaluation.episodes=100"
 OBJECT, RARELY = "+task=fetch_push", ("evaluation.interval=100_000", "checkpoint.interval=100_000")
 PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
 SCRIPTS = {
     "suite": {
-        "FetchReach": Script("sac", 2_000, ("env.name=FetchReach-v4",)),
+        "FetchReach": Script("sac", 2_000, ("env.name=FetchReach-v4", *OFTEN)),
         "FetchPush": Script("ddpg", 240_000, (OBJECT,)),
         "FetchPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=FetchPickAndPlace-v4", *RARELY)),
         "FetchSlide": Script("ddpg", 1_000_000, (OBJECT, "env.name=FetchSlide-v4", *RARELY)),
-        "PandaReach": Script("sac", 2_000, ("env.name=panda:PandaReachFixed-v3",)),
+        "PandaReach": Script("sac", 2_000, ("env.name=panda:PandaReachFixed-v3", *OFTEN)),
         "PandaPush": Script("ddpg", 240_000, PANDA_PUSH),
         "PandaPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=panda:PandaPickAndPlaceFixed-v3", *RARELY)),
     },
     "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},
     "writing": {
-        "BitFlipping, 15 bits, DQN": Script("dqn", 5_000),
-        "BitFlipping, 15 bits, prioritized DQN": Script("dqn", 5_000, ("buffer.prioritized=error",)),
-        "PointReach, DDPG": Script("ddpg", 5_000, ("normalization.enabled=false",)),
+        "BitFlipping, 15 bits, DQN": Script("dqn", 5_000, OFTEN),
+        "BitFlipping, 15 bits, prioritized DQN": Script("dqn", 5_000, ("buffer.prioritized=error", *OFTEN)),
+        "PointReach, DDPG": Script("ddpg", 5_000, ("normalization.enabled=false", *OFTEN)),
     },
 }
 WAYS = {

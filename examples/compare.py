@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
-from plots import draw_comparison
 from tqdm import tqdm
+from training.plots import draw_comparison
 
 METRICS = {
-    "success": "evaluation/success",
-    "return": "evaluation/return",
-    "distance": "evaluation/distance",
+    "success": "evaluation/success", "return": "evaluation/return", "distance": "evaluation/distance",
     "seconds": "train/seconds",
-}
+}  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -44,11 +42,6 @@ class Run(NamedTuple):
         """Return the name of a group: the settings as on the command line."""
         return ", ".join(f"{entry}={OmegaConf.select(self.config, entry)}" for entry in entries)
 
-    def has(self, entry: str) -> bool:
-        """Whether the run has such a setting."""
-        missing = object()
-        return OmegaConf.select(self.config, entry, default=missing) is not missing
-
     def at(self, name: str, step: int) -> float:
         """Return the last value of a metric up to a step, or NaN if there is none."""
         logged = self.logs[name]
@@ -65,13 +58,6 @@ def find_runs(folders: list[Path]) -> list[Run]:
     """Read all runs in folders and their subfolders."""
     found = sorted({path.parent for folder in folders for path in folder.rglob("config.yaml") if _is_run(path.parent)})
     return [Run.read(folder) for folder in tqdm(found, desc="runs", leave=False)]
-
-
-def check_entries(runs: list[Run], entries: list[str]) -> None:
-    """Exit if an entry is not a setting of any run."""
-    for entry in entries:
-        if not any(run.has(entry) for run in runs):
-            raise SystemExit(f"No run has a setting {entry!r}.")
 
 
 def _is_run(folder: Path) -> bool:
@@ -125,7 +111,9 @@ def main() -> None:
         if left_out := sorted(str(path) for path in below if not _is_run(path)):
             print(f"Left out, without CSV logs of training and evaluation: {', '.join(left_out)}\n")
     found = find_runs(arguments.folders)
-    check_entries(found, [*arguments.by, *arguments.panels])
+    for entry in (*arguments.by, *arguments.panels):
+        if all(OmegaConf.select(run.config, entry, default="missing") == "missing" for run in found):
+            raise SystemExit(f"No run has a setting {entry!r}.")
     last = int(min(run.logs["success"][-1, 0] for run in found))
     step = last if arguments.step is None else arguments.step
     if not 0 <= step <= last:

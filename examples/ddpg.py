@@ -13,29 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
-import torch
-from common import (
-    Evaluation,
-    make_adam,
-    make_collector,
-    make_hindsight,
-    make_inputs,
-    make_replay_buffer,
-    make_reward,
-    speed_up,
-)
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from run import Checkpoints, History, Log, Progress, set_up
-from settings import Decay, NonNegative, Priority, Settings
-from start import check_env, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
+from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.run import Run
+from training.settings import Decay, NonNegative, Settings
+from training.start import prepare, start
 
 from torchrl_her import NormalizedInputs
 
@@ -53,29 +43,20 @@ class Config(Settings):
 ConfigStore.instance().store("ddpg", Config)
 
 
-def check_rewards(config: Config, env: EnvBase) -> None:
-    """Check that rewards, including the rewards of reached goals, cannot lead to returns outside the clipped range."""
-    steps = env.rollout(100)
-    goals = steps[config.env.desired_goal]
-    reached = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
-    rewards = torch.cat([steps["next", "reward"], make_reward(config.env).forward(reached)["next", "reward"]])
-    if config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1:
-        raise SystemExit(
-            f"clip_target=true needs gamma < 1 and rewards from -1 to 0, but {config.env.name} gives {rewards.min():g} "
-            f"to {rewards.max():g} (gamma={config.gamma}): use clip_target=false."
-        )
-
-
 # Networks
 
 
 def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
-    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    actor = MLP(len(inputs.mean), spec.shape[-1], **layers)
-    actor = TensorDictModule(actor, ["inputs"], ["action"])
+    actor = TensorDictModule(MLP(len(inputs.mean), spec.shape[-1], **hidden_layers(config)), ["inputs"], ["action"])
     return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
+
+
+def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
+    """Make a critic, which reads normalized inputs and actions."""
+    features = len(inputs.mean) + env.action_spec.shape[-1]
+    return ValueOperator(MLP(features, 1, **hidden_layers(config)), in_keys=["inputs", "action"])
 
 
 # Loss
@@ -119,31 +100,23 @@ def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictMod
     return loss
 
 
-# Training
+# Update and loop
 
 
-def train(config: Config, folder: Path) -> Checkpoints:
+def train(config: Config, folder: Path) -> Run:
     """Train an agent, and save the run in a folder."""
-    env = check_env(config)
-    if config.clip_target:
-        check_rewards(config, env)
-
-    set_up(config)
+    env = prepare(config)
     inputs = make_inputs(config, env)
-    policy = make_policy(config, env, inputs)
-    actor, spec = policy[1:], env.action_spec.to(config.device)  # without `inputs`, which samples already contain
-    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    critic = ValueOperator(MLP(len(inputs.mean) + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
+    policy, critic = make_policy(config, env, inputs), make_critic(config, env, inputs)
+    actor = policy[1:]  # without `inputs`, which samples already contain
     averaged = TensorDictSequential(inputs, *deepcopy(actor))  # the policy that is evaluated and saved
     weights, average = TensorDict.from_module(actor).data, TensorDict.from_module(averaged[1:]).data
-
     loss = make_loss(config, actor, critic)
     target_updater = SoftUpdate(loss, tau=config.tau)
     actor_optimizer = make_adam(config, actor.parameters())
     critic_optimizer = make_adam(config, critic.parameters())
-
     hindsight = make_hindsight(config)
-    replay_buffer = make_replay_buffer(config, hindsight, inputs)
+    replay_buffer = make_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
@@ -157,40 +130,16 @@ def train(config: Config, folder: Path) -> Checkpoints:
         return losses.rename_key_("pred_value", "q_value").set("td_error", batch["td_error"]).detach()
 
     fast_update = speed_up(update, config.speedup)
-    collector = make_collector(config, policy, gaussian=True)
-    evaluate, progress = Evaluation(config), Progress(config)
-    history: History = {}
-    save = Checkpoints(
-        config, folder, collector, hindsight, policy=averaged, loss=loss, buffer=replay_buffer, log=history,
-        progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
-    )  # fmt: skip
-    with progress.paused():
-        save.resume_or_start()
-        log = Log(config, folder, history)
-        if not progress.steps:
-            log("evaluation", evaluate(averaged), 0)
-    losses: dict[str, Tensor] = {}
-    for data in collector:
+    collector = make_collector(config, policy, hindsight, gaussian=True)
+    optimizers = {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
+    run = Run(config, folder, collector, hindsight, replay_buffer, policy=averaged, loss=loss, **optimizers)
+    for data in run.collect():  # between chunks of steps, it logs, evaluates and saves
         replay_buffer.extend(data)
         if config.normalization.enabled:
             inputs.update(data)
-        progress.add(data)
-        for count in progress.updates_due():  # several batches in one call of the buffer
-            for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
-                losses.update(fast_update(batch))
-                if config.buffer.prioritized == Priority.error:
-                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
-        with progress.paused():
-            if progress.due(config.logger.interval):
-                log("train", progress.metrics() | losses, progress.steps)
-                losses.clear()
-            if progress.due(config.evaluation.interval):
-                log("evaluation", evaluate(averaged), progress.steps)
-            if progress.due(config.checkpoint.interval):
-                save(progress.steps)
-    for tool in (evaluate, progress, log):
-        tool.close()
-    return save
+        for batch in run.batches():  # of the updates that are due
+            run.finish_update(batch, fast_update(batch))
+    return run
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="ddpg")

@@ -13,27 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
-from common import (
-    Evaluation,
-    make_adam,
-    make_collector,
-    make_hindsight,
-    make_inputs,
-    make_replay_buffer,
-    speed_up,
-)
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import PositiveInt
-from run import Checkpoints, History, Log, Progress, set_up
-from settings import Collection, Env, Names, Normalizing, Priority, Settings, Share
-from start import check_env, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
+from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.run import Run
+from training.settings import Collection, Env, Names, Normalizing, Settings, Share
+from training.start import prepare, start
 
 from torchrl_her import NormalizedInputs
 
@@ -62,31 +53,35 @@ ConfigStore.instance().store("dqn", Config)
 def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy: action values, then the best action."""
     spec = env.action_spec.to(config.device)
-    values = MLP(len(inputs.mean), spec.n, num_cells=config.hidden, activation_class=nn.ReLU, device=config.device)
+    values = MLP(len(inputs.mean), spec.n, **hidden_layers(config))
     return TensorDictSequential(inputs, TensorDictModule(values, ["inputs"], ["action_value"]), QValueModule(spec=spec))
 
 
-# Training
+# Loss
 
 
-def train(config: Config, folder: Path) -> Checkpoints:
-    """Train an agent, and save the run in a folder."""
-    env = check_env(config, discrete=True)
-
-    set_up(config)
-    inputs = make_inputs(config, env)
-    policy = make_policy(config, env, inputs)
-
+def make_loss(config: Config, policy: TensorDictSequential, env: EnvBase) -> DQNLoss:
     loss = DQNLoss(
-        policy[1:], action_space=env.action_spec, delay_value=True, double_dqn=config.double,
+        policy, action_space=env.action_spec, delay_value=True, double_dqn=config.double,
         loss_function=config.loss_function.name,
     )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
+    return loss
+
+
+# Update and loop
+
+
+def train(config: Config, folder: Path) -> Run:
+    """Train an agent, and save the run in a folder."""
+    env = prepare(config, discrete=True)
+    inputs = make_inputs(config, env)
+    policy = make_policy(config, env, inputs)
+    loss = make_loss(config, policy[1:], env)  # without `inputs`, which samples already contain
     target_updater = SoftUpdate(loss, tau=config.tau)
     optimizer = make_adam(config, loss.parameters())
-
     hindsight = make_hindsight(config)
-    replay_buffer = make_replay_buffer(config, hindsight, inputs)
+    replay_buffer = make_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
@@ -97,40 +92,15 @@ def train(config: Config, folder: Path) -> Checkpoints:
         return TensorDict(loss=losses["loss"], td_error=batch["td_error"]).detach()
 
     fast_update = speed_up(update, config.speedup)
-    collector = make_collector(config, policy)
-    evaluate, progress = Evaluation(config), Progress(config)
-    history: History = {}
-    save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
-        progress=progress.counts, optimizer=optimizer,
-    )  # fmt: skip
-    with progress.paused():
-        save.resume_or_start()
-        log = Log(config, folder, history)
-        if not progress.steps:
-            log("evaluation", evaluate(policy), 0)
-    losses: dict[str, Tensor] = {}
-    for data in collector:
+    collector = make_collector(config, policy, hindsight)
+    run = Run(config, folder, collector, hindsight, replay_buffer, policy=policy, loss=loss, optimizer=optimizer)
+    for data in run.collect():  # between chunks of steps, it logs, evaluates and saves
         replay_buffer.extend(data)
         if config.normalization.enabled:
             inputs.update(data)
-        progress.add(data)
-        for count in progress.updates_due():  # several batches in one call of the buffer
-            for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
-                losses.update(fast_update(batch))
-                if config.buffer.prioritized == Priority.error:
-                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
-        with progress.paused():
-            if progress.due(config.logger.interval):
-                log("train", progress.metrics() | losses, progress.steps)
-                losses.clear()
-            if progress.due(config.evaluation.interval):
-                log("evaluation", evaluate(policy), progress.steps)
-            if progress.due(config.checkpoint.interval):
-                save(progress.steps)
-    for tool in (evaluate, progress, log):
-        tool.close()
-    return save
+        for batch in run.batches():  # of the updates that are due
+            run.finish_update(batch, fast_update(batch))
+    return run
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="dqn")

@@ -25,7 +25,6 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from record import Recorded
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOpe
 from torchrl.objectives import IQLLoss, SoftUpdate
 from torchrl.record import CSVLogger
 from tqdm import tqdm
+from training.record import Recorded
 
 from torchrl_her import Current, Future, Geometric, HERTransform, Mixture, Random, SparseReward
 
@@ -62,7 +62,7 @@ class Config:
     seed: int = 0
     updates: int = 5_000
     threads: int = 1  # number of PyTorch's threads
-    speedup: Speedup = Speedup.record  # how updates run, see record.py
+    speedup: Speedup = Speedup.record  # how updates run, see training/record.py
     env: str = "PointMaze_UMaze-v3"  # or another maze: PointMaze_Medium-v3
     data: str = "outputs/data/${env}"  # written by: python examples/pointmaze_data.py ENV
     algorithm: Algorithm = Algorithm.iql  # bc: behavioural cloning, which trains only the actor
@@ -79,7 +79,7 @@ class Config:
         default_factory=lambda: {
             "run": {"dir": RUN},
             "sweep": {"dir": SWEEP},
-            "callbacks": {"folder": {"_target_": "start.FolderOfRun"}},
+            "callbacks": {"folder": {"_target_": "training.start.FolderOfRun"}},
         }
     )
 

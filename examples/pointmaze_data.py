@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,8 @@ def follow_waypoints(maze: Any, rng: np.random.Generator) -> Behaviour:
 
 def play_at_random(rng: np.random.Generator) -> Behaviour:
     """Return a behaviour that repeats each random action for 1 to `LONGEST_HOLD` steps."""
-
-    def hold_actions() -> Iterator[np.ndarray]:
-        while True:
-            yield from [rng.uniform(-1, 1, 2)] * rng.integers(1, LONGEST_HOLD, endpoint=True)
-
-    actions = hold_actions()
+    held = ([rng.uniform(-1, 1, 2)] * rng.integers(1, LONGEST_HOLD, endpoint=True) for _ in count())
+    actions = chain.from_iterable(held)
     return lambda observation: next(actions)
 
 
@@ -110,14 +107,10 @@ def record(env: gymnasium.Env, steps: int, rng: np.random.Generator, bar: tqdm) 
     never = np.zeros((steps, 1), bool)
     flags = {"done": truncated, "truncated": truncated, "terminated": never}
     data = {
-        "observation": before,
-        "achieved_goal": before[:, :2],
-        "action": actions,
-        "random_play": random_play,
-        "collector": {"traj_ids": np.arange(steps) // EPISODE_STEPS},
-        **dict.fromkeys(flags, never),
+        "observation": before, "achieved_goal": before[:, :2], "action": actions, "random_play": random_play,
+        "collector": {"traj_ids": np.arange(steps) // EPISODE_STEPS}, **dict.fromkeys(flags, never),
         "next": {"observation": after, "achieved_goal": after[:, :2], **flags},
-    }
+    }  # fmt: skip
     return TensorDict(data, [steps])
 
 
@@ -129,16 +122,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder for the data (default: outputs/data/ENV)")
     arguments = parser.parse_args()
     folder = arguments.folder or Path("outputs", "data", arguments.env)
-    if not arguments.env.startswith("PointMaze_"):
-        raise SystemExit(f"{arguments.env} is not a PointMaze, such as PointMaze_UMaze-v3.")
-    if arguments.steps < 1:
-        raise SystemExit(f"--steps {arguments.steps} must be 1 or more.")
     if folder.exists():
         raise SystemExit(f"{folder} exists already: remove it, or choose another --folder.")
-    try:
-        env = gymnasium.make(arguments.env, max_episode_steps=EPISODE_STEPS, continuing_task=True, reset_target=False)
-    except gymnasium.error.Error as error:
-        raise SystemExit(f"The environment {arguments.env!r} cannot be made: {error}") from None
+    env = gymnasium.make(arguments.env, max_episode_steps=EPISODE_STEPS, continuing_task=True, reset_target=False)
     interval = 0.2 if sys.stderr.isatty() else 10.0  # seconds; longer for log files
     with tqdm(desc=arguments.env, total=arguments.steps, unit=" steps", mininterval=interval) as bar:
         data = record(env, arguments.steps, np.random.default_rng(arguments.seed), bar)

@@ -19,18 +19,19 @@ from functools import partial
 # Ray reads this when it is imported. Without it, deleting a collector after an interrupt starts another cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
+import gymnasium
 import ray
 import torch
-from point_reach import ENV, EPISODE_STEPS, EVALUATION_EPISODES, EVALUATION_INTERVAL, evaluate, make_networks
 from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 from torchrl import torchrl_logger
 from torchrl.collectors.distributed import RayCollector
 from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import ExplorationType, GymEnv
-from torchrl.modules import AdditiveGaussianModule, EGreedyModule
+from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
+from torchrl.modules import MLP, AdditiveGaussianModule, EGreedyModule, TanhModule, ValueOperator
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from tqdm import tqdm
 
@@ -38,6 +39,11 @@ from torchrl_her import EnvReward, HERTransform, PackedStorage, call_transform
 
 # Configuration
 
+ENV = "torchrl_her/PointReach-v0"
+EPISODE_STEPS = 50
+EVALUATION_EPISODES = 100
+EVALUATION_INTERVAL = 500  # environment steps
+EVALUATION_SEED = 1_000_000  # of the first episode; training uses smaller seeds
 FIRST_UPDATE = 1_000  # environment steps before the first update
 UPDATES_PER_STEP = 2
 BATCH_SIZE = 256
@@ -75,6 +81,36 @@ def make_env() -> GymEnv:
     import torchrl_her.envs  # noqa: F401 (registers PointReach in the process that uses it)
 
     return GymEnv(ENV)
+
+
+def evaluate(policy: TensorDictModule) -> float:
+    """Return the success rate: the share of greedy episodes whose last step is at the goal."""
+    envs = gymnasium.make_vec(ENV, num_envs=EVALUATION_EPISODES, vectorization_mode="sync")
+    observation, _ = envs.reset(seed=EVALUATION_SEED)
+    with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+        for _ in range(EPISODE_STEPS):
+            tensordict = policy(TensorDict(observation, batch_size=EVALUATION_EPISODES))
+            observation, _, _, truncated, info = envs.step(tensordict["action"].numpy())
+    assert truncated.all()  # so this was the last step
+    return float(info["is_success"].mean())
+
+
+# Networks
+
+
+def make_networks(env: GymEnv) -> tuple[TensorDictModule, TensorDictModule]:
+    """Return the policy and the critic, which read observation and desired goal, concatenated."""
+    layers = {"num_cells": [HIDDEN, HIDDEN], "activation_class": nn.ReLU}
+    inputs = ["observation", "desired_goal"]
+    spec = env.action_spec
+    policy = TensorDictSequential(
+        TensorDictModule(MLP(out_features=spec.shape[-1], **layers), inputs, ["action"]),
+        TanhModule(in_keys=["action"], spec=spec),
+    )
+    critic = ValueOperator(MLP(out_features=1, **layers), in_keys=[*inputs, "action"])
+    with torch.no_grad():
+        critic(policy(env.fake_tensordict()))  # initializes the lazy layers
+    return policy, critic
 
 
 # Data, in actors
@@ -153,7 +189,7 @@ def collect(
 
 def train(steps: int, collectors: int) -> float:
     """Train an agent, and return its success rate."""
-    policy, critic = make_networks(HIDDEN, make_env())
+    policy, critic = make_networks(make_env())
     loss = DDPGLoss(policy, critic, delay_actor=True)
     loss.make_value_estimator(gamma=GAMMA)
     target_updater = SoftUpdate(loss, tau=TAU)

@@ -14,27 +14,19 @@ from enum import Enum
 from pathlib import Path
 
 import hydra
-from common import (
-    Evaluation,
-    make_adam,
-    make_collector,
-    make_hindsight,
-    make_inputs,
-    make_replay_buffer,
-    speed_up,
-)
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import NonNegativeInt, PositiveInt
-from run import Checkpoints, History, Log, Progress, set_up
-from settings import Buffer, Exploration, LossFunction, Positive, Priority, Settings
-from start import check_env, start
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
+from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.run import Run
+from training.settings import Buffer, Exploration, LossFunction, Positive, Settings
+from training.start import prepare, start
 
 from torchrl_her import NormalizedInputs
 
@@ -55,6 +47,10 @@ class Config(Settings):
     exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
     buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
 
+    def __post_init__(self) -> None:
+        if self.dropped_quantiles >= self.quantiles:
+            raise ValueError(f"dropped_quantiles must be less than quantiles={self.quantiles}")
+
 
 ConfigStore.instance().store("sac", Config)
 
@@ -65,17 +61,16 @@ ConfigStore.instance().store("sac", Config)
 def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
-    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    low, high = bound(spec.space.low), bound(spec.space.high)
+    network = MLP(len(inputs.mean), 2 * spec.shape[-1], **hidden_layers(config))
     actor = ProbabilisticActor(
         TensorDictSequential(
-            TensorDictModule(MLP(len(inputs.mean), 2 * spec.shape[-1], **layers), ["inputs"], ["features"]),
+            TensorDictModule(network, ["inputs"], ["features"]),
             TensorDictModule(NormalParamExtractor(), ["features"], ["loc", "scale"]),
         ),
         in_keys=["loc", "scale"],
         spec=spec,
         distribution_class=TanhNormal,
-        distribution_kwargs={"low": low, "high": high, "tanh_loc": False},
+        distribution_kwargs={"low": bound(spec.space.low), "high": bound(spec.space.high), "tanh_loc": False},
     )
     return TensorDictSequential(inputs, actor)
 
@@ -85,39 +80,38 @@ def bound(values: Tensor) -> Tensor | float:
     return values[0].item() if (values == values[0]).all() else values
 
 
-# Training
+def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
+    """Make a critic, which reads normalized inputs and actions and, for TQC, returns quantiles."""
+    features, outputs = len(inputs.mean) + env.action_spec.shape[-1], config.quantiles if config.loss == Loss.tqc else 1
+    return ValueOperator(MLP(features, outputs, **hidden_layers(config)), in_keys=["inputs", "action"])
 
 
-def train(config: Config, folder: Path) -> Checkpoints:
-    """Train an agent, and save the run in a folder."""
-    if config.loss == Loss.tqc and config.dropped_quantiles >= config.quantiles:
-        raise SystemExit(
-            f"dropped_quantiles={config.dropped_quantiles} must be less than quantiles={config.quantiles}."
-        )
-    if config.loss == Loss.tqc and config.loss_function != LossFunction.smooth_l1:
-        name = config.loss_function.name
-        raise SystemExit(f"loss=tqc has its own loss: leave loss_function at smooth_l1, not {name}.")
-    env = check_env(config)
+# Loss
 
-    set_up(config)
-    inputs = make_inputs(config, env)
-    policy, actions = make_policy(config, env, inputs), env.action_spec.shape[-1]
-    outputs = config.quantiles if config.loss == Loss.tqc else 1
-    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    critic = ValueOperator(MLP(len(inputs.mean) + actions, outputs, **layers), in_keys=["inputs", "action"])
 
-    arguments = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
+def make_loss(config: Config, actor: ProbabilisticActor, critic: ValueOperator) -> SACLoss | TQCLoss:
+    options = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
     if config.loss == Loss.tqc:
-        loss = TQCLoss(policy[1], critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **arguments)
+        loss = TQCLoss(actor, critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **options)
     else:
-        loss = SACLoss(policy[1], critic, loss_function=config.loss_function.name, **arguments)
+        loss = SACLoss(actor, critic, loss_function=config.loss_function.name, **options)
     loss.make_value_estimator(gamma=config.gamma)
-    loss = loss.to(config.device)
+    return loss.to(config.device)
+
+
+# Update and loop
+
+
+def train(config: Config, folder: Path) -> Run:
+    """Train an agent, and save the run in a folder."""
+    env = prepare(config)
+    inputs = make_inputs(config, env)
+    policy, critic = make_policy(config, env, inputs), make_critic(config, env, inputs)
+    loss = make_loss(config, policy[1], critic)  # without `inputs`, which samples already contain
     target_updater = SoftUpdate(loss, tau=config.tau)
     optimizer = make_adam(config, loss.parameters())  # each loss has gradients only for its own networks
-
     hindsight = make_hindsight(config)
-    replay_buffer = make_replay_buffer(config, hindsight, inputs)
+    replay_buffer = make_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase) -> TensorDictBase:
         losses = loss(batch)
@@ -130,40 +124,15 @@ def train(config: Config, folder: Path) -> Checkpoints:
         return losses.set("td_error", batch["td_error"]).detach()
 
     fast_update = speed_up(update, config.speedup)
-    collector = make_collector(config, policy)
-    evaluate, progress = Evaluation(config), Progress(config)
-    history: History = {}
-    save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
-        progress=progress.counts, optimizer=optimizer,
-    )  # fmt: skip
-    with progress.paused():
-        save.resume_or_start()
-        log = Log(config, folder, history)
-        if not progress.steps:
-            log("evaluation", evaluate(policy), 0)
-    losses: dict[str, Tensor] = {}
-    for data in collector:
+    collector = make_collector(config, policy, hindsight)
+    run = Run(config, folder, collector, hindsight, replay_buffer, policy=policy, loss=loss, optimizer=optimizer)
+    for data in run.collect():  # between chunks of steps, it logs, evaluates and saves
         replay_buffer.extend(data)
         if config.normalization.enabled:
             inputs.update(data)
-        progress.add(data)
-        for count in progress.updates_due():  # several batches in one call of the buffer
-            for batch in replay_buffer.sample(count * config.batch_size).split(config.batch_size):
-                losses.update(fast_update(batch))
-                if config.buffer.prioritized == Priority.error:
-                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
-        with progress.paused():
-            if progress.due(config.logger.interval):
-                log("train", progress.metrics() | losses, progress.steps)
-                losses.clear()
-            if progress.due(config.evaluation.interval):
-                log("evaluation", evaluate(policy), progress.steps)
-            if progress.due(config.checkpoint.interval):
-                save(progress.steps)
-    for tool in (evaluate, progress, log):
-        tool.close()
-    return save
+        for batch in run.batches():  # of the updates that are due
+            run.finish_update(batch, fast_update(batch))
+    return run
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="sac")

@@ -3,46 +3,49 @@
 It loads the last checkpoint of the run, or the checkpoint of ``--step``::
 
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
+    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --seed 7 --evaluate 1000
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8
-    MUJOCO_GL=egl python examples/show.py outputs/ddpg/FetchReach-v4/2026-01-31_12-00-00 --render
+    MUJOCO_GL=egl python examples/show.py outputs/ddpg/FetchReach-v4/2026-01-31_12-00-00 --render --video
 
 The picture is ``episodes.png`` in the folder of the run. With ``--render``, it shows frames that the environment
-renders (``rgb_array``). MuJoCo needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display.
+renders (``rgb_array``). ``--video`` also writes ``episodes.gif``, of the same episodes, with the goal drawn in. MuJoCo
+needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from training.rendering import is_mujoco, make_rendering_env, mark_goal  # isort: skip (before TorchRL)
+
+import imageio.v3 as imageio
 import numpy as np
 import torch
-from common import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env, make_inputs
-from episode_plots import draw_episodes, draw_frames
 from omegaconf import OmegaConf
-from plots import save
-from rendering import check_display, is_mujoco, mark_goal
-from run import damage_of
-from settings import Env, Settings
-from start import read_settings, with_types
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
+from training.checkpoints import damage_of
+from training.environments import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env
+from training.parts import make_inputs
+from training.plots import draw_episodes, draw_frames, pixels_of, save
+from training.settings import Env, Settings
+from training.start import read_settings
 
 MAZE_RADIUS = 0.45  # metres; an attribute for it is missing in the mazes of Gymnasium-Robotics
-PIXELS = {"from_pixels": True, "pixels_only": False}  # of GymEnv: adds rendered frames to the observations
-FRAMES = 6  # per episode
+FRAMES = 6  # per episode of a picture
+FRAMES_PER_SECOND = 20  # of the video
 
 
 def load_settings(folder: Path) -> Settings:
     """Return the settings of a run, for this machine's CPU."""
-    saved = read_settings(folder)
-    script = importlib.import_module(saved.algorithm)
-    config = cast(Settings, OmegaConf.to_object(with_types(saved, script.Config, folder)))
+    config = cast(Settings, OmegaConf.to_object(read_settings(folder)))
     config.device = "cpu"
     return config
 
@@ -92,8 +95,21 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> 
     }
     if "pixels" in steps.keys():  # noqa: SIM118
         shown = np.unique(np.linspace(0, len(steps), FRAMES).round().astype(int))
-        episode |= {"frames": with_start("pixels")[shown].numpy(), "frame_steps": shown}
+        pixels = with_start("pixels").numpy()
+        every = max(1, pixels.shape[1] // 240)
+        video = pixels[:, ::every, ::every]
+        episode |= {"video": video, "frames": video[shown], "frame_steps": shown}
     return episode, next_seed
+
+
+def draw_video(episodes: list[dict[str, Any]], radius: float | None, unit: str) -> Iterator[np.ndarray]:
+    """Yield the frames of a video ``[height, width, 3]``: rendered ones, or drawn goals, of all episodes together."""
+    if "video" in episodes[0]:
+        for episode in episodes:
+            yield from episode["video"]
+    else:
+        for step in range(max(len(episode["achieved_goal"]) for episode in episodes)):
+            yield pixels_of(draw_episodes(episodes, radius, unit, until=step))
 
 
 def table(outcomes: dict[str, Tensor]) -> str:
@@ -110,44 +126,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the last)")
+    parser.add_argument("--evaluate", type=int, default=100, help="number of episodes in the table")
+    parser.add_argument("--seed", type=int, default=EVALUATION_SEED, help="seed (default: the seed of evaluations)")
     parser.add_argument("--episodes", type=int, default=4, help="number of episodes in the picture")
     parser.add_argument("--render", action="store_true", help="draw frames that the environment renders")
+    parser.add_argument("--video", action="store_true", help="write a video of the episodes in the picture")
     arguments = parser.parse_args()
-    if arguments.episodes < 1:
-        parser.error("--episodes must be 1 or more.")
+    if min(arguments.episodes, arguments.evaluate) < 1:
+        parser.error("--episodes and --evaluate must be 1 or more.")
     torchrl_logger.setLevel("WARNING")
     config = load_settings(arguments.folder)
+    config.evaluation.episodes = arguments.evaluate
     torch.set_float32_matmul_precision(config.matmul_precision.name)
     checkpoint = find_checkpoint(arguments.folder, arguments.step)
     env = make_env(config.env)
-    radius, unit = success_radius(env), "m" if is_mujoco(env) else ""
-    renders = arguments.render and "rgb_array" in env.unwrapped.metadata["render_modes"]
-    if renders:
-        check_display(env)
-    elif arguments.render:
+    radius, unit, note = success_radius(env), "m" if is_mujoco(env) else "", ""
+    renders = (arguments.render or arguments.video) and "rgb_array" in env.unwrapped.metadata["render_modes"]
+    if arguments.render and not renders:
         print(f"{config.env.name} renders nothing: the picture shows goals.")
     policy = load_policy(config, checkpoint)
+    if renders:  # all episodes in one environment: after it is closed, MuJoCo renders black frames in others
+        env = make_rendering_env(config.env, env)
+        note = mark_goal(env, radius) if is_mujoco(env) else ""
 
-    evaluation = Evaluation(config)
-    print(f"{checkpoint.name}: {config.evaluation.episodes} greedy episodes of {config.env.name}")
+    evaluation = Evaluation(config, arguments.seed)
+    print(f"{checkpoint.name}: {arguments.evaluate} greedy episodes of {config.env.name}, seed {arguments.seed}")
     print(table(evaluation(policy)))
     evaluation.close()
 
-    # Render all episodes in one environment: after a rendering environment is closed, MuJoCo renders black frames in
-    # others.
-    if renders:
-        env.close()
-        env = make_env(config.env, **PIXELS)
-    note = mark_goal(env, radius) if renders and is_mujoco(env) else ""
-    episodes, seed = [], EVALUATION_SEED  # the first episodes of the table
+    episodes, seed = [], arguments.seed  # the first episodes of the table
     for _ in range(arguments.episodes):
         episode, seed = play(env, policy, seed, config.env)
         episodes.append(episode)
     env.close()
-    figure = draw_frames(episodes, note) if renders else draw_episodes(episodes, radius, unit)
+    figure = draw_frames(episodes, note) if arguments.render and renders else draw_episodes(episodes, radius, unit)
     picture = arguments.folder / "episodes.png"
     save(figure, picture, f"{config.algorithm}, {config.env.name}, {checkpoint.name}")
     print(f"Picture: {picture}")
+    if arguments.video:
+        frames = list(draw_video(episodes, radius, unit))
+        imageio.imwrite(picture.with_suffix(".gif"), frames, duration=1000 / FRAMES_PER_SECOND, loop=0)
+        print(f"Video: {picture.with_suffix('.gif')}")
 
 
 if __name__ == "__main__":

@@ -14,27 +14,18 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from common import (
-    Evaluation,
-    make_adam,
-    make_collector,
-    make_hindsight,
-    make_inputs,
-    make_replay_buffer,
-    speed_up,
-)
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import PositiveInt
-from run import Checkpoints, History, Log, Progress, set_up
-from settings import LossFunction, NonNegative, Priority, Settings
-from start import check_env, start
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
+from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.run import Run
+from training.settings import LossFunction, NonNegative, Settings
+from training.start import prepare, start
 
 from torchrl_her import NormalizedInputs
 
@@ -59,36 +50,43 @@ ConfigStore.instance().store("td3", Config)
 def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
-    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    actor = MLP(len(inputs.mean), spec.shape[-1], **layers)
-    actor = TensorDictModule(actor, ["inputs"], ["action"])
+    actor = TensorDictModule(MLP(len(inputs.mean), spec.shape[-1], **hidden_layers(config)), ["inputs"], ["action"])
     return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
 
 
-# Training
+def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
+    """Make a critic, which reads normalized inputs and actions."""
+    features = len(inputs.mean) + env.action_spec.shape[-1]
+    return ValueOperator(MLP(features, 1, **hidden_layers(config)), in_keys=["inputs", "action"])
 
 
-def train(config: Config, folder: Path) -> Checkpoints:
-    """Train an agent, and save the run in a folder."""
-    env = check_env(config)
+# Loss
 
-    set_up(config)
-    inputs = make_inputs(config, env)
-    policy, spec = make_policy(config, env, inputs), env.action_spec.to(config.device)
-    layers = {"num_cells": config.hidden, "activation_class": nn.ReLU, "device": config.device}
-    critic = ValueOperator(MLP(len(inputs.mean) + spec.shape[-1], 1, **layers), in_keys=["inputs", "action"])
 
+def make_loss(config: Config, actor: TensorDictSequential, critic: ValueOperator, env: EnvBase) -> TD3Loss:
     loss = TD3Loss(
-        policy[1:], critic, action_spec=spec, policy_noise=config.target_noise, noise_clip=config.target_noise_clip,
-        loss_function=config.loss_function.name, delay_actor=True, delay_qvalue=True, deactivate_vmap=True,
+        actor, critic, action_spec=env.action_spec.to(config.device), policy_noise=config.target_noise,
+        noise_clip=config.target_noise_clip, loss_function=config.loss_function.name, delay_actor=True,
+        delay_qvalue=True, deactivate_vmap=True,
     )  # fmt: skip
     loss.make_value_estimator(gamma=config.gamma)
+    return loss
+
+
+# Update and loop
+
+
+def train(config: Config, folder: Path) -> Run:
+    """Train an agent, and save the run in a folder."""
+    env = prepare(config)
+    inputs = make_inputs(config, env)
+    policy, critic = make_policy(config, env, inputs), make_critic(config, env, inputs)
+    loss = make_loss(config, policy[1:], critic, env)  # without `inputs`, which samples already contain
     target_updater = SoftUpdate(loss, tau=config.tau)
     actor_optimizer = make_adam(config, loss.actor_network_params.parameters())
     critic_optimizer = make_adam(config, loss.qvalue_network_params.parameters())
-
     hindsight = make_hindsight(config)
-    replay_buffer = make_replay_buffer(config, hindsight, inputs)
+    replay_buffer = make_buffer(config, hindsight, inputs)
 
     def update(batch: TensorDictBase, with_actor: bool) -> TensorDictBase:
         loss_qvalue, values = loss.value_loss(batch)
@@ -107,42 +105,17 @@ def train(config: Config, folder: Path) -> Checkpoints:
 
     update_critics = speed_up(partial(update, with_actor=False), config.speedup)
     update_all = speed_up(partial(update, with_actor=True), config.speedup)
-    collector = make_collector(config, policy, gaussian=True)
-    evaluate, progress = Evaluation(config), Progress(config)
-    history: History = {}
-    save = Checkpoints(
-        config, folder, collector, hindsight, policy=policy, loss=loss, buffer=replay_buffer, log=history,
-        progress=progress.counts, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
-    )  # fmt: skip
-    with progress.paused():
-        save.resume_or_start()
-        log = Log(config, folder, history)
-        if not progress.steps:
-            log("evaluation", evaluate(policy), 0)
-    losses: dict[str, Tensor] = {}
-    for data in collector:
+    collector = make_collector(config, policy, hindsight, gaussian=True)
+    optimizers = {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
+    run = Run(config, folder, collector, hindsight, replay_buffer, policy=policy, loss=loss, **optimizers)
+    for data in run.collect():  # between chunks of steps, it logs, evaluates and saves
         replay_buffer.extend(data)
         if config.normalization.enabled:
             inputs.update(data)
-        progress.add(data)
-        for count in progress.updates_due():  # several batches in one call of the buffer
-            batches = replay_buffer.sample(count * config.batch_size).split(config.batch_size)
-            for number, batch in enumerate(batches, progress.counts["updates"]):
-                with_actor = number % config.actor_interval == 0
-                losses.update(update_all(batch) if with_actor else update_critics(batch))
-                if config.buffer.prioritized == Priority.error:
-                    replay_buffer.update_tensordict_priority(batch.set("td_error", losses["td_error"]))
-        with progress.paused():
-            if progress.due(config.logger.interval):
-                log("train", progress.metrics() | losses, progress.steps)
-                losses.clear()
-            if progress.due(config.evaluation.interval):
-                log("evaluation", evaluate(policy), progress.steps)
-            if progress.due(config.checkpoint.interval):
-                save(progress.steps)
-    for tool in (evaluate, progress, log):
-        tool.close()
-    return save
+        for batch in run.batches():  # of the updates that are due
+            actor_is_due = run.updates % config.actor_interval == 0
+            run.finish_update(batch, update_all(batch) if actor_is_due else update_critics(batch))
+    return run
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="td3")

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from start import check
 from torch.utils._pytree import keystr, tree_leaves_with_path
+from training.start import check
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = [
@@ -40,7 +40,7 @@ def train(command, folder, *, picture=False):
     """Train with small settings; without the picture, which takes as long to draw as the training."""
     script, *overrides = shlex.split(command)
     settings = configure(script, *SMALL, *(BITS if script == "dqn" and "env.name" not in command else []), *overrides)
-    with contextlib.nullcontext() if picture else patch("run.draw_training"):
+    with contextlib.nullcontext() if picture else patch("training.run.draw_training"):
         return importlib.import_module(script).train(settings, folder)
 
 

@@ -1,40 +1,42 @@
 """The demo, and the scripts that show results: tables with the right numbers, and pictures that open."""
 
+import os
+import subprocess
 import sys
 
 import compare
 import demo
+import imageio.v3 as iio
 import numpy as np
-import plot_strategies
 import prioritized_bit_flipping
 import pytest
 from matplotlib import pyplot as plt
 from omegaconf import OmegaConf
-from script_runs import BITS, SMALL, logged, train
-
-from torchrl_her import Future
+from script_runs import BITS, EXAMPLES, SMALL, logged, train
+from training.settings import Collection, Evaluating
 
 
 def is_picture(path):
     return plt.imread(path).std() > 0.01
 
 
-def test_the_demo_trains_with_and_without_hindsight(tmp_path, monkeypatch):
-    short = {"total_steps": 500, "random_steps": 450, "updates_per_step": 1, "hidden": 8}
-    monkeypatch.setattr(demo, "WITH", demo.Config("with hindsight", **short))
-    monkeypatch.setattr(demo, "WITHOUT", demo.Config("without hindsight", her_ratio=0.0, **short))
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--processes", "1", "--output", str(tmp_path)])
-    results, train_all = [], demo.train_all
-    monkeypatch.setattr(demo, "train_all", lambda *runs: results.extend(train_all(*runs)) or results)
+def test_the_demo_trains_with_and_without_hindsight(tmp_path, monkeypatch, capsys):
+    short = {"total_steps": 1000, "collector": Collection(random_steps=900), "hidden": [8], "batch_size": 64}
+    monkeypatch.setattr(demo, "SETTINGS", demo.SETTINGS | short | {"evaluation": Evaluating(interval=500, episodes=4)})
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
+    drawn, draw = [], demo.draw_relabelled
+    monkeypatch.setattr(demo, "draw_relabelled", lambda episodes, path: drawn.append(episodes) or draw(episodes, path))
     demo.main()
-    rows = (tmp_path / "table.csv").read_text().splitlines()[1:]
-    for row, result in zip(rows, results, strict=True):
-        assert list(result.curve) == [0, 500]
-        assert row.startswith(f"{result.config.name},1,500,{result.curve[500]:.2f},")
-        goals = [tuple(goal) for episode in result.episodes for goal in episode["relabelled_goals"].tolist()]
-        assert bool(goals) == (result.config.name == "with hindsight")
-        assert set(goals) <= {tuple(place) for episode in result.episodes for place in episode["path"].tolist()}
-    assert all(is_picture(tmp_path / f"{name}.png") for name in ("success", "hindsight"))
+    (folder,), (episodes,), printed = tmp_path.iterdir(), drawn, capsys.readouterr().out
+    for group in ("with", "without"):
+        success = logged(folder / f"{group}-hindsight-1", "evaluation/success")
+        assert [step for step, _ in success] == [0, 500, 1000]
+        assert f"| {group} hindsight | 1 | {success[-1][1]:.2f} |" in printed
+    for episode in episodes:
+        goals = {tuple(goal) for goal in episode["relabelled_goals"].tolist()}
+        assert goals
+        assert goals <= {tuple(place) for place in episode["path"].tolist()}
+    assert all(is_picture(folder / f"{name}.png") for name in ("success", "hindsight"))
 
 
 def test_the_example_of_prioritized_replay_trains(monkeypatch, capsys):
@@ -45,24 +47,26 @@ def test_the_example_of_prioritized_replay_trains(monkeypatch, capsys):
     assert "of 4 episodes reach their goal" in capsys.readouterr().out
 
 
-def test_the_picture_of_strategies_shows_where_goals_come_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(plot_strategies, "DRAWS", 2000)
-    monkeypatch.setattr(sys, "argv", ["plot_strategies.py", str(tmp_path / "picture.png")])
-    plot_strategies.main()
-    assert is_picture(tmp_path / "picture.png")
-    own, *others = plot_strategies.draw_goals(Future())
-    assert (np.flatnonzero(own)[0], own.sum(), others) == (15, pytest.approx(1), [0, 0])
-
-
 def test_the_table_and_the_picture_of_a_run_have_the_outcomes_of_its_policy(run_script, tmp_path):
     train("ddpg hidden=[16,8] evaluation.episodes=3", tmp_path)
-    printed = run_script("show", tmp_path, "--step", 100, "--episodes", 1, "--render")
+    printed = run_script("show", tmp_path, "--step", 100, "--evaluate", 3, "--episodes", 1, "--render")
     for name in ("success", "return", "distance"):
         mean = dict(map(tuple, logged(tmp_path, f"evaluation/{name}")))[100]
         assert any(line.split()[:2] == [name, f"{mean:.3f}"] for line in printed.splitlines())
     assert is_picture(tmp_path / "episodes.png")
+    other = run_script("show", tmp_path, "--step", 100, "--evaluate", 3, "--episodes", 2, "--seed", 7, "--video")
+    assert printed.splitlines()[1:4] != other.splitlines()[1:4]
+    assert iio.imread(tmp_path / "episodes.gif").std((0, 3)).max() > 0  # something moves
     with pytest.raises(SystemExit, match=r"no checkpoint of step 150 in .*, only of 100, 200"):
         run_script("show", tmp_path, "--step", 150)
+
+
+def test_a_missing_library_of_opengl_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "mujoco.py").write_text("raise AttributeError(\"'NoneType' object has no attribute 'glGetError'\")")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MUJOCO_GL": "osmesa"}
+    command = [sys.executable, EXAMPLES / "show.py", "folder"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.stderr.startswith("A library that MuJoCo needs for MUJOCO_GL=osmesa is missing. Without a display, set")
 
 
 def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):

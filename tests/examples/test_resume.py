@@ -15,7 +15,8 @@ RUNS = [
     "dqn env.num_envs=5 buffer.prioritized=error hindsight.when=writing",
     "ddpg buffer.prioritized=movement ++env.kwargs.max_episode_steps=25 average=0.9 exploration.final=0",
     "td3 updates_per_step=0.02 logger.interval=50",  # updates at 100, 150 and 200, the second without the actor
-    "sac loss=tqc env.num_envs=5 normalization.enabled=true buffer.n_steps=3 hindsight.strategy=final",
+    "sac loss=tqc env.num_envs=5 layer_norm=true buffer.n_steps=3 hindsight.strategy={future:0.5,past_desired:0.5}",
+    "td3 goals.selection=lowest_density goals.share=1 goals.start=30 exploration.at_goal=0.5",
     pytest.param("sac env.num_envs=2 env.parallel=true env.clip_observation=200", marks=pytest.mark.slow),
 ]
 
@@ -64,6 +65,17 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
         ("dqn", f"resume={folder} total_steps=100", "already has 200 steps: set a larger total_steps"),
         ("dqn", "resume=nowhere", "There is no run in nowhere/"),
         ("dqn", "hydra.run.dir=run/config.yaml/a", r"^The folder run/config.yaml/a cannot be created: .*run.dir="),
+        (
+            "dqn",
+            "hindsight.enabled=false hindsight.her_ratio=0.5",
+            "her_ratio has no effect with .*enabled=False",
+        ),
+        (
+            "sac",
+            "loss=tqc loss_function=l2",
+            "has no effect with loss=tqc: leave it out, or set loss=sac",
+        ),
+        ("sac", "algorithm=td3", "sac.py cannot train with algorithm=td3: use td3.py"),
     ):
         with pytest.raises(SystemExit, match=message):
             run_script(script, *given.split())
@@ -71,7 +83,7 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     kept = OmegaConf.load(folder / "config.yaml")
     assert (kept.total_steps, kept.batch_size, kept.env.kwargs.n_bits, kept.resume) == (200, 32, 5, None)
-    assert "checkpoint-000000000200: 2 greedy episodes" in run_script("show", folder, "--episodes", 2)
+    assert "checkpoint-000000000200: 2 greedy episodes" in run_script("show", folder, "--evaluate", 2)
     os.truncate(folder / "config.yaml", 400)
     with pytest.raises(SystemExit, match=r"config\.yaml is incomplete or damaged: .* or start a new run"):
         run_script("dqn", f"resume={folder}")

@@ -5,16 +5,19 @@ import importlib
 import re
 import warnings
 
-import common
 import ddpg
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from record import Recorded
+from omegaconf import OmegaConf
 from script_runs import EXAMPLES, configure, differences, state_of, train
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torchrl.data import Bounded
+from training import environments, parts
+from training.record import Recorded
+from training.settings import Settings
 
 from support.pages import DOCS, python_blocks
 from torchrl_her.envs import BitFlipping
@@ -27,11 +30,15 @@ REFUSED = {
     "ddpg hindsight.when=writing env.num_envs=10": r"no episode ends in the first .* Increase collector\.random_steps",
     "ddpg buffer.prioritized=movement": r"steps_per_chunk=50 must be a multiple of whole episodes, 15",
     "ddpg env.name=torchrl_her/PointReach-v7": r"v7' cannot be made: .*gymnasium-robotics mujoco",
-    "ddpg env.name=CartPole-v1": r"Observations of CartPole-v1 have no \['achieved_goal', 'desired_goal'\]",
-    "ddpg inputs=[observation]": r"inputs=\['observation'\] must contain the desired goal, 'desired_goal'",
+    "dqn env.name=CartPole-v1 env.success=terminated": "CartPole-v1 cannot .* needs a goal environment",
+    "ddpg inputs=[observation]": r"PointReach-v0 cannot be trained on: .*'desired_goal'",
     "sac env.name=torchrl_her/BitFlipping-v0": r"are Discrete\(15\)\. .*the others a bounded, flat Box",
     "ddpg env.info_keys=[fuel]": r"\['fuel'\] must be .* which has \['is_success', 'terminated'\]: return info",
     "ddpg env.goal_fn=no_such_module:goal": r"No module named 'no_such_module'.*env\.goal_fn=module:function",
+    "ddpg hindsight.strategy={future:0.7,final:0.7}": "must sum to 1",
+    "ddpg hindsight.when=writing hindsight.her_ratio=0.7": r"hindsight.her_ratio must be k / \(k \+ 1\)",
+    "ddpg hindsight.when=writing buffer.size=2000 goals.selection=uniform env.num_envs=2": "must be the HERTransform",
+    "sac loss=tqc dropped_quantiles=25": "dropped_quantiles must be less than quantiles=25",
     "ddpg gamma=1": r"clip_target=true needs gamma < 1 .* gives -1 to 0 \(gamma=1.0\): use clip_target=false",
 }
 
@@ -122,7 +129,7 @@ def test_updates_are_exact_and_keep_the_number_of_threads_when_environments_are_
     """0.82 * 150 is a little less than 123 in floating point."""
     threads = []
     counted = lambda function: lambda batch: threads.append(torch.get_num_threads()) or function(batch)  # noqa: E731
-    monkeypatch.setattr("common.Recorded", counted)
+    monkeypatch.setattr("training.parts.Recorded", counted)
     run = train("ddpg env.num_envs=5 updates_per_step=0.82", tmp_path)
     steps = run.components["critic_optimizer"].state_dict()["state"].values()
     assert {int(state["step"]) for state in steps} == {123}
@@ -142,10 +149,10 @@ def test_the_average_of_the_policy_is_saved(tmp_path):
 @pytest.mark.parametrize("bias", [100.0, -100.0])
 def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
     config = configure("ddpg", "gamma=0.9")
-    env = common.make_env(config.env)
-    inputs = common.make_inputs(config, env)
+    env = environments.make_env(config.env)
+    inputs = parts.make_inputs(config, env)
     actor = ddpg.make_policy(config, env, inputs)[1:]
-    critic = ddpg.ValueOperator(ddpg.MLP(len(inputs.mean) + 2, 1, num_cells=[16]), in_keys=["inputs", "action"])
+    critic = ddpg.make_critic(config, env, inputs)
     torch.nn.init.constant_(list(critic.parameters())[-1], bias)  # of the value itself
     batch = inputs(env.rollout(50))
     clipped, free, penalized = (
@@ -166,12 +173,35 @@ def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(tmp_path):
     assert (len(buffer), int(buffer.sample(200)["hindsight", "relabelled"].sum())) == (200, 0)
 
 
+def test_training_episodes_pursue_achieved_goals_and_explore_at_them(tmp_path):
+    settings = "goals.selection=uniform goals.share=1 goals.start=30 total_steps=400 buffer.size=400"
+    run = train(f"ddpg {settings} logger.interval=50", tmp_path)
+    assert run.components["goals"].report().selected > 10
+    stored = run.buffer.storage[:]
+    selected = stored["goal_selection", "selected"].squeeze(-1)
+    achieved = {tuple(goal) for goal in stored["next", "achieved_goal"].tolist()}
+    pursued = [tuple(goal) in achieved for goal in stored["desired_goal"].tolist()]
+    assert pursued == selected.tolist()
+    assert not train("ddpg", tmp_path / "without").components.get("goals")
+
+    explore = parts.explore_at_goals(Bounded(-1, 1, (4, 2)), 0.5)
+    steps = torch.tensor([[0], [2], [0], [5]])
+    acted = explore(TensorDict({"action": torch.full((4, 2), 7.0), "goal_selection": {"steps_at_goal": steps}}, 4))
+    assert (acted["action"] == 7).all(1).tolist() == [True, False, True, False]
+
+
+def test_the_folder_of_a_run_has_no_colon():
+    pattern = Settings().hydra["run"]["dir"].replace("${hydra.job.name}", "td3").partition("/${now")[0]
+    config = OmegaConf.create({"dir": pattern, "env": {"name": "panda:PandaReachFixed-v3"}})
+    assert config.dir == "outputs/td3/panda-PandaReachFixed-v3"
+
+
 def test_inputs_are_normalized_alike_when_acting_and_at_both_ends_of_sampled_transitions():
     names = ["desired_goal", "observation"]
     config = configure("ddpg", "buffer.size=300", f"inputs=[{','.join(names)}]", "normalization.clip=1.5")
-    env = common.make_env(config.env)
-    inputs = common.make_inputs(config, env)
-    buffer = common.make_replay_buffer(config, common.make_hindsight(config), inputs)
+    env = environments.make_env(config.env)
+    inputs = parts.make_inputs(config, env)
+    buffer = parts.make_buffer(config, parts.make_hindsight(config), inputs)
     data = torch.cat([env.rollout(50) for _ in range(4)])
     buffer.extend(data)
     inputs.update(data)
@@ -201,10 +231,13 @@ def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environment
         wrong = observation != goal  # flips the first wrong bit, or, with an even number of wrong bits, bit 0
         return torch.where(wrong.sum(-1) % 2 == 0, 0, wrong.int().argmax(-1))
 
-    policy, evaluation = TensorDictModule(act, ["observation", "desired_goal"], ["action"]), common.Evaluation(config)
+    policy, evaluation = (
+        TensorDictModule(act, ["observation", "desired_goal"], ["action"]),
+        environments.Evaluation(config),
+    )
     found = [evaluation(policy) for _ in range(2)][-1]  # the same episodes every time
     evaluation.close()
-    env, seeds, seed = gymnasium.make("RewardedBits-v0"), common.make_env(config.env), 1_000_000
+    env, seeds, seed = gymnasium.make("RewardedBits-v0"), environments.make_env(config.env), 1_000_000
     for number in range(7):
         env.reset(seed=seed)  # TorchRL's set_seed does this; the episode starts with the next reset
         observation, _ = env.reset()

@@ -1,17 +1,20 @@
-"""The settings of the training scripts: names, types, ranges and defaults."""
+"""Read this to look up a setting of the training scripts: names, types, ranges and defaults."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
+from omegaconf import OmegaConf
 from pydantic import Field, NonNegativeInt, PositiveInt
+
+OmegaConf.register_new_resolver("file_name", lambda text: text.replace(":", "-"), replace=True)
 
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
 Priority = Enum("Priority", "error movement")
 LossFunction = Enum("LossFunction", "l1 l2 smooth_l1")
 When = Enum("When", "sampling writing")
-Strategy = Enum("Strategy", "future final episode random")
+Selection = Enum("Selection", "lowest_density uniform")
 LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -47,6 +50,7 @@ class Collection:
 class Exploration:
     noise: NonNegative = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
     random_actions: Share = 0.2  # share of uniformly random actions
+    at_goal: Share = 0.1  # added to this share for each step of the episode at a selected goal (goals.selection)
     final: Share = 1.0  # share of both that is left after anneal_steps; until then, both fall linearly
     anneal_steps: PositiveInt = "${total_steps}"  # type: ignore[assignment]  # from the start; a resumed run keeps it
 
@@ -66,14 +70,16 @@ class Buffer:
 class Hindsight:
     enabled: bool = True
     when: When = When.sampling  # writing: stores k relabelled copies of each transition
-    strategy: Strategy = Strategy.future
+    strategy: Any = "future"  # or final, episode, random, past_desired, or a mixture: {future: 0.5, past_desired: 0.5}
     her_ratio: Share = 0.8  # k / (k + 1) for the paper's k
 
-    @property
-    def copies(self) -> int:
-        """The paper's k, or 0 if there is none for this ratio."""
-        k = round(self.her_ratio / (1 - self.her_ratio)) if self.her_ratio < 1 else 0
-        return k if abs(k / (k + 1) - self.her_ratio) <= 0.005 else 0
+
+@dataclass
+class Goals:
+    selection: Selection | None = None  # which achieved goals training episodes pursue: see GoalSelection
+    share: Share = 0.5  # of the episodes with a selected goal
+    start: PositiveInt = 500  # achieved goals before the first selection
+    within_desired: bool = False  # leaves out goals outside the bounding box of the environment's goals
 
 
 @dataclass
@@ -84,9 +90,9 @@ class Normalizing:
 
 @dataclass
 class Evaluating:
-    interval: PositiveInt = 500
-    episodes: PositiveInt = 100
-    num_envs: PositiveInt = 20
+    interval: PositiveInt = 2_500
+    episodes: PositiveInt = 10  # show.py plays 100
+    num_envs: PositiveInt = 20  # at most; the episodes are the same for each number
     parallel: bool = "${env.parallel}"  # type: ignore[assignment]
 
 
@@ -112,7 +118,7 @@ class Settings:
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     threads: PositiveInt = 1  # number of PyTorch's threads; one is fastest for small networks
     matmul_precision: Precision = Precision.highest  # medium: bfloat16 if supported, faster for large networks
-    speedup: Speedup = Speedup.record  # record: see record.py; compile: for large networks; cudagraph: with device=cuda
+    speedup: Speedup = Speedup.record  # see record.py; compile: for large networks; cudagraph: on a GPU
     resume: str | None = None  # the folder of a run to continue
     gamma: Share = 0.95
     tau: PositiveShare = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
@@ -121,21 +127,23 @@ class Settings:
     learning_rate: Positive = 1e-3
     loss_function: LossFunction = LossFunction.l2  # of TD errors; smooth_l1 limits the gradients of those above 1
     hidden: list[PositiveInt] = field(default_factory=lambda: [128, 128])  # units of each hidden layer
+    layer_norm: bool = False  # LayerNorm after each hidden layer of actor and critic
     inputs: Names = field(default_factory=lambda: ["observation", "achieved_goal", "desired_goal"])  # of networks
     env: Env = field(default_factory=Env)
     collector: Collection = field(default_factory=Collection)
     exploration: Exploration = field(default_factory=Exploration)
     buffer: Buffer = field(default_factory=Buffer)
     hindsight: Hindsight = field(default_factory=Hindsight)
+    goals: Goals = field(default_factory=Goals)
     normalization: Normalizing = field(default_factory=Normalizing)
     evaluation: Evaluating = field(default_factory=Evaluating)
     logger: Logging = field(default_factory=Logging)
     checkpoint: Saving = field(default_factory=Saving)
     hydra: Any = field(
         default_factory=lambda: {
-            "run": {"dir": "outputs/${hydra.job.name}/${env.name}/${now:%Y-%m-%d_%H-%M-%S}"},
+            "run": {"dir": "outputs/${hydra.job.name}/${file_name:${env.name}}/${now:%Y-%m-%d_%H-%M-%S}"},
             "sweep": {"dir": "outputs/${hydra.job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
-            "callbacks": {"folder": {"_target_": "start.FolderOfRun"}},
+            "callbacks": {"folder": {"_target_": "training.start.FolderOfRun"}},
             "output_subdir": None,  # the settings of the run are in config.yaml
             "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
         }

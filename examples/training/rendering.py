@@ -1,4 +1,6 @@
-"""Rendering with MuJoCo for `show.py`: checks that it is possible, and makes the goal visible."""
+"""Read this if MuJoCo cannot render, or to change how `show.py` renders a goal."""
+
+# ruff: noqa: E402 (the first import finds out whether MuJoCo can render)
 
 from __future__ import annotations
 
@@ -6,7 +8,19 @@ import os
 import sys
 from typing import Any
 
+BACKEND = os.environ.get("MUJOCO_GL")
+GL = "Without a display, set MUJOCO_GL=egl (needs libegl1 of Debian and Ubuntu) or MUJOCO_GL=osmesa (libosmesa6)."
+try:
+    import mujoco  # noqa: F401 (before TorchRL, which imports it, too)
+except ModuleNotFoundError:
+    pass
+except (ImportError, AttributeError):
+    raise SystemExit(f"A library that MuJoCo needs for MUJOCO_GL={BACKEND} is missing. {GL}") from None
+
 from torchrl.envs import EnvBase
+
+from training.environments import make_env
+from training.settings import Env
 
 GOAL_COLOUR = (0.9, 0.1, 0.6, 0.45)  # red, green, blue and opacity
 CAMERAS: dict[str, dict[str, Any]] = {  # by the prefix of the environment's name
@@ -21,11 +35,18 @@ def is_mujoco(env: EnvBase) -> bool:
     return type(getattr(env.unwrapped, "model", None)).__module__.startswith("mujoco")
 
 
-def check_display(env: EnvBase) -> None:
-    """Refuse to render with MuJoCo if there is no display and no other backend is set."""
+def make_rendering_env(config: Env, env: EnvBase) -> EnvBase:
+    """Replace an environment with one that adds rendered frames to its observations, or exit if it cannot render."""
     display = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if is_mujoco(env) and not display and os.environ.get("MUJOCO_GL") not in ("egl", "osmesa"):
-        raise SystemExit("MuJoCo cannot render without a display: set MUJOCO_GL=egl, or MUJOCO_GL=osmesa.")
+    if is_mujoco(env) and not display and BACKEND not in ("egl", "osmesa"):
+        raise SystemExit(f"MuJoCo has no display to render {config.name}. {GL}")
+    env.close()
+    try:
+        env = make_env(config, from_pixels=True, pixels_only=False)
+        env.reset()
+    except Exception as error:  # each backend raises another one
+        raise SystemExit(f"{config.name} cannot render with MUJOCO_GL={BACKEND}: {error}. {GL}") from None
+    return env
 
 
 def mark_goal(env: EnvBase, radius: float | None) -> str:

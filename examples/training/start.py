@@ -1,34 +1,48 @@
-"""The start of a training script: checks of its settings and environment, and the settings of a resumed run."""
+"""Read this if a setting or an environment is refused, and to see which settings a resumed run can change."""
 
 import contextlib
+import importlib
 import importlib.util
 import traceback
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from common import make_env, make_hindsight, make_inputs, make_replay_buffer
 from gymnasium import spaces
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
-from settings import LoggerKind, Priority, Settings, Speedup, When
+from tensordict import TensorDict, TensorDictBase
+from torchrl import torchrl_logger
 from torchrl.envs import EnvBase
 from yaml import YAMLError
 
+from training.environments import make_env, make_reward
+from training.parts import make_buffer, make_hindsight, make_inputs, make_selection
+from training.settings import LoggerKind, Priority, Settings, Speedup, When
+
 ENDLESS = 10_000  # steps in which an episode without a time limit must end
-CHUNK = "collector.steps_per_chunk"
+CHUNK, SELECTED = "collector.steps_per_chunk", "goals.selection=lowest_density,uniform"
 MEANINGS = (
-    "Arguments such as goal_fn are settings: env.goal_fn=module:function, with the module on PYTHONPATH. HERTransform "
-    "is hindsight.when=sampling, HindsightAugmentation is hindsight.when=writing, MultiStepTransform is buffer.n_steps."
+    "Arguments such as goal_fn are settings: env.goal_fn=module:function, with the module on PYTHONPATH. HERKeys are "
+    "env.achieved_goal and env.desired_goal, in_keys are inputs. HERTransform is hindsight.when=sampling, "
+    "HindsightAugmentation is hindsight.when=writing, MultiStepTransform is buffer.n_steps."
 )
 MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
     "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
+}  # fmt: skip
+NEEDS = {  # settings that have an effect only with these values of another setting
+    "hindsight.strategy": "hindsight.enabled=True", "hindsight.her_ratio": "hindsight.enabled=True",
+    "hindsight.when": "hindsight.enabled=True", "goals.share": SELECTED, "goals.start": SELECTED,
+    "goals.within_desired": SELECTED, "exploration.at_goal": SELECTED, "exploration.noise": "algorithm=ddpg,td3",
+    "buffer.alpha": "buffer.prioritized=error,movement", "buffer.beta": "buffer.prioritized=error,movement",
+    "buffer.far": "buffer.prioritized=movement", "normalization.clip": "normalization.enabled=True",
+    "quantiles": "loss=tqc", "dropped_quantiles": "loss=tqc", "loss_function": "loss=sac",
 }  # fmt: skip
 # The settings that a resumed run can change.
 CHANGEABLE = [
@@ -36,18 +50,13 @@ CHANGEABLE = [
     "checkpoint", "resume",
 ]  # fmt: skip
 
+# Settings
+
 
 class FolderOfRun(Callback):
     """Creates the folder of a run or of a sweep, or exits with a message. Hydra would show a traceback."""
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: D102
-        self.create(config, "hydra.run.dir")
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: D102
-        self.create(config, "hydra.sweep.dir")
-
-    def create(self, config: DictConfig, setting: str) -> None:
-        """Create the folder in a setting."""
+    def on_run_start(self, config: DictConfig, setting: str = "hydra.run.dir", **kwargs: Any) -> None:  # noqa: D102
         folder = OmegaConf.select(config, setting)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -55,23 +64,27 @@ class FolderOfRun(Callback):
             message = f"The folder {folder} cannot be created: {error.strerror}. Set another one: {setting}=..."
             raise SystemExit(message) from None
 
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: D102
+        self.on_run_start(config, "hydra.sweep.dir")
+
 
 def start(config: DictConfig) -> tuple[Any, Path]:
     """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder, overrides = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task
     with contextlib.suppress(OSError):  # Hydra creates it even if the command is refused or resumes another folder
         for path in (folder, *folder.parents):
             if path == folder or Path.cwd() in path.parents:
                 path.rmdir()
-    if config.algorithm != (script := kind_of(config)().algorithm):
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    if config.algorithm != (script := kind_of(config).algorithm):
         raise SystemExit(f"{script}.py cannot train with algorithm={config.algorithm}: use {config.algorithm}.py.")
     if config.resume is None:
+        refuse_without_effect(config, keys)
         return check(config), folder
-    saved = read_settings(Path(config.resume))
-    if saved.algorithm != config.algorithm:
-        raise SystemExit(f"The run in {config.resume} was started with {saved.algorithm}.py: use that script.")
-    with_types(saved, kind_of(config), Path(config.resume))  # exits if the file is incomplete
-    return check(change(saved, config, HydraConfig.get().overrides.task)), Path(config.resume)
+    saved = read_settings(Path(config.resume), kind_of(config))
+    changed = change(saved, config, keys)
+    refuse_without_effect(changed, keys)
+    return check(changed), Path(config.resume)
 
 
 def kind_of(config: DictConfig) -> type[Settings]:
@@ -79,70 +92,61 @@ def kind_of(config: DictConfig) -> type[Settings]:
     return cast(type, OmegaConf.get_type(config))
 
 
-def read_settings(folder: Path) -> DictConfig:
-    """Return the saved settings of a run, without types."""
+def name_of(value: Any) -> str:
+    """Return a value as on the command line."""
+    return str(getattr(value, "name", value))
+
+
+def read_settings(folder: Path, kind: type[Settings] | None = None) -> DictConfig:
+    """Return the settings of a run, with the types of its script."""
     path = folder / "config.yaml"
     try:
         saved: Any = OmegaConf.load(path) if path.exists() else {}
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise SystemExit(damaged(folder, " ".join(str(error).split()))) from None
-    if "algorithm" not in saved:
-        raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
-    return saved
+        if "algorithm" not in saved:
+            raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
+        kind = kind or cast(type[Settings], importlib.import_module(saved.algorithm).Config)
+        if saved.algorithm != kind.algorithm:
+            raise SystemExit(f"The run in {folder} was started with {saved.algorithm}.py: use that script.")
+        if missing := [field.name for field in fields(kind) if field.name not in saved]:
+            raise ValueError(f"{len(missing)} settings are missing, such as {missing[0]}")
+        return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(kind(hydra=None)), saved))
+    except (YAMLError, ValueError, OmegaConfBaseException) as error:
+        cause = str(error).splitlines()[0]
+        raise SystemExit(f"{path} is incomplete or damaged: {cause}. Repair it, or start a new run.") from None
 
 
-def damaged(folder: Path, cause: str) -> str:
-    """Return the message about a file with settings that was, for example, not written completely."""
-    return f"{folder / 'config.yaml'} is incomplete or damaged: {cause}. Repair it, or start a new run."
-
-
-def with_types(config: DictConfig, kind: type, folder: Path | None = None) -> Any:
-    """Return settings with the types of a dataclass, or exit if it has no such settings.
-
-    The settings of a run, in a folder, must be complete.
-    """
-    defaults = OmegaConf.structured(kind(hydra=None))
-    if folder and (missing := sorted(names(defaults) - names(config))):
-        raise SystemExit(damaged(folder, f"{len(missing)} settings are missing, such as {missing[0]}"))
-    try:
-        return OmegaConf.merge(defaults, OmegaConf.to_container(config))
-    except OmegaConfBaseException as error:
-        message = f"{error.full_key}: {str(error.msg).splitlines()[0]}"
-        raise SystemExit(damaged(folder, message) if folder else message) from None
-
-
-def names(config: DictConfig) -> set[str]:
-    """Return the names of all settings."""
-    settings = cast(dict[str, Any], OmegaConf.to_container(config))
-    groups = {key: value for key, value in settings.items() if isinstance(value, dict)}
-    return {f"{group}.{name}" for group, values in groups.items() for name in values} | set(settings) - set(groups)
-
-
-def change(saved: DictConfig, config: DictConfig, overrides: list[str]) -> DictConfig:
+def change(saved: DictConfig, config: DictConfig, keys: list[str]) -> DictConfig:
     """Return the saved settings with the changes of a resumed run, or exit if one of them is not allowed."""
-    kept, changed, defaults = with_types(saved, kind_of(config)), saved.copy(), OmegaConf.structured(kind_of(config))
-    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    changed, defaults = saved.copy(), OmegaConf.structured(kind_of(config))
     if "task" in keys:  # it sets several settings: compare all that cannot change
-        keys += [str(key) for key in config if key not in CHANGEABLE and config[key] != defaults[key]]
+        keys = keys + [str(key) for key in config if key not in CHANGEABLE and config[key] != defaults[key]]
     for key in keys:
         value = OmegaConf.select(config, key)
         if key in CHANGEABLE and isinstance(value, DictConfig):
-            raise SystemExit(
-                f"To change {key} of a resumed run, set {', '.join(f'{key}.{name}' for name in map(str, value))}."
-            )
+            raise SystemExit(f"Change single settings of a resumed run, such as {key}.{next(iter(value))!s}=...")
         if key.partition(".")[0] in CHANGEABLE:
             OmegaConf.update(changed, key, value)
-        elif value != (before := OmegaConf.select(kept, key)):
-            before = getattr(before, "name", before)  # of an enum
-            raise SystemExit(f"A resumed run keeps {key}={before}. It can change {', '.join(CHANGEABLE[:-1])}.")
-    return with_types(changed, kind_of(config))
+        elif value != (before := OmegaConf.select(saved, key)):
+            raise SystemExit(
+                f"A resumed run keeps {key}={name_of(before)}. It can change {', '.join(CHANGEABLE[:-1])}."
+            )
+    return changed
+
+
+def refuse_without_effect(config: DictConfig, keys: list[str]) -> None:
+    """Exit if one of the settings of a command has no effect."""
+    for key in set(keys) & set(NEEDS):
+        other, _, values = NEEDS[key].partition("=")
+        if other.partition(".")[0] not in config:  # a setting of other scripts
+            continue
+        if (value := name_of(OmegaConf.select(config, other))) not in values.split(","):
+            raise SystemExit(f"{key} has no effect with {other}={value}: leave it out, or set {NEEDS[key]}.")
 
 
 def check(config: DictConfig) -> Any:
     """Return the settings as a dataclass, or exit if they cannot work."""
-    values = OmegaConf.to_container(with_types(config, kind_of(config)), resolve=True)
     try:
-        settings: Any = TypeAdapter(kind_of(config)).validate_python(values)
+        settings: Any = TypeAdapter(kind_of(config)).validate_python(OmegaConf.to_container(config, resolve=True))
     except ValidationError as error:
         refused = [f"{'.'.join(map(str, each['loc']))}={each['input']}: {each['msg']}." for each in error.errors()]
         raise SystemExit("\n".join(refused)) from None
@@ -162,29 +166,22 @@ def check(config: DictConfig) -> Any:
         raise SystemExit("logger.kinds contains wandb, which is not installed: pip install wandb")
     if settings.speedup == Speedup.cudagraph and settings.device == "cpu":
         raise SystemExit("speedup=cudagraph needs device=cuda, not cpu.")
-    if settings.hindsight.when == When.writing and settings.hindsight.enabled and not settings.hindsight.copies:
-        raise SystemExit("hindsight.when=writing stores k copies: hindsight.her_ratio must be k / (k + 1).")
     return settings
 
 
-def check_env(config: Settings, discrete: bool = False) -> EnvBase:
-    """Return the environment, or exit if it cannot be trained on."""
-    torch.manual_seed(config.seed)
-    env, name, goal = make_env(config.env), config.env.name, config.env.desired_goal
-    read = {config.env.success, *config.env.info_keys}
-    entries = set(env.observation_spec.keys()) - read
-    clipped = ["observation"] if config.env.clip_observation else []
-    if missing := {*config.inputs, *clipped, config.env.achieved_goal, goal} - entries:
-        raise SystemExit(
-            f"Observations of {name} have no {sorted(missing)}, only {sorted(entries)}: set inputs, "
-            "env.achieved_goal, env.desired_goal and env.clip_observation."
-        )
-    if goal not in config.inputs:
-        raise SystemExit(f"inputs={config.inputs} must contain the desired goal, {goal!r}.")
-    space = env.action_space
+# Environment
+
+
+def prepare(config: Settings, discrete: bool = False) -> EnvBase:
+    """Set threads, precision and seeds, and return the environment, or exit if it cannot be trained on."""
+    torchrl_logger.setLevel("WARNING")
+    torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision(config.matmul_precision.name)
+    set_seeds(config.seed)
+    env, name = make_env(config.env), config.env.name
+    read, space = {config.env.success, *config.env.info_keys}, env.action_space
     is_box = isinstance(space, spaces.Box) and space.is_bounded() and len(space.shape) == 1
-    is_discrete = isinstance(space, spaces.Discrete) and space.start == 0
-    if not (is_discrete if discrete else is_box):
+    if not (isinstance(space, spaces.Discrete) and space.start == 0 if discrete else is_box):
         raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
     env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
     info = {"terminated": False} | env.get_wrapper_attr("step")(space.sample())[-1]
@@ -196,7 +193,14 @@ def check_env(config: Settings, discrete: bool = False) -> EnvBase:
             "the goal)."
         )
     play_on_trial(config, env)
+    set_seeds(config.seed)
     return env
+
+
+def set_seeds(seed: int) -> None:
+    """Seed the generators of torch and NumPy. Prioritized sampling draws from that of NumPy."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
 
 
 def play_on_trial(config: Settings, env: EnvBase) -> None:
@@ -209,7 +213,7 @@ def play_on_trial(config: Settings, env: EnvBase) -> None:
     writing = config.hindsight.enabled and config.hindsight.when == When.writing  # stores whole episodes
     longest = config.checkpoint.interval if writing else (100 + config.buffer.n_steps) * config.env.num_envs
     steps = min(config.collector.random_steps + chunk, longest) // config.env.num_envs
-    data = env.rollout(steps, break_when_any_done=writing).reshape((1, -1) if config.buffer.n_steps > 1 else -1)
+    data = env.rollout(steps, break_when_any_done=writing)
     if writing and not data["next", "done"].any():
         raise SystemExit(
             f"hindsight.when=writing: no episode ends in the first {steps} steps of an environment. Increase "
@@ -217,9 +221,25 @@ def play_on_trial(config: Settings, env: EnvBase) -> None:
         )
     trial = replace(config, buffer=replace(config.buffer, size=steps + 1))  # the last episode may go on
     try:
-        buffer = make_replay_buffer(trial, make_hindsight(trial), make_inputs(trial, env))
-        buffer.extend(data)
+        buffer = make_buffer(trial, make_hindsight(trial), make_inputs(trial, env))
+        buffer.extend(data.reshape((1, -1) if config.buffer.n_steps > 1 else -1))
         buffer.sample(config.batch_size)
+        if config.goals.selection:
+            make_selection(config, make_hindsight(config))
     except Exception as error:
         traceback.print_exception(error)
         raise SystemExit(f"{config.env.name} cannot be trained on: {error!r}. {MEANINGS}") from error
+    if getattr(config, "clip_target", False):
+        check_rewards(config, data.reshape(-1))
+
+
+def check_rewards(config: Settings, steps: TensorDictBase) -> None:
+    """Exit if rewards, including the rewards of reached goals, can lead to returns outside the clipped range."""
+    goals = steps[config.env.desired_goal]
+    reached = TensorDict({"desired_goal": goals, "next": steps["next"].copy().set("achieved_goal", goals)}, len(goals))
+    rewards = torch.cat([steps["next", "reward"], make_reward(config.env).forward(reached)["next", "reward"]])
+    if config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1:
+        raise SystemExit(
+            f"clip_target=true needs gamma < 1 and rewards from -1 to 0, but {config.env.name} gives {rewards.min():g} "
+            f"to {rewards.max():g} (gamma={config.gamma}): use clip_target=false."
+        )

@@ -1,6 +1,6 @@
 """Checks a release: its files, its description, and the README's example with the wheel in a clean environment.
 
-    python release/check_dist.py dist
+    python .ci/check_dist.py dist
 
 ``make dist`` builds both archives and runs this. The environment is made in a temporary folder and installs the
 dependencies that the wheel declares, in the tested versions.
@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRA = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "hatch_build.py", "pyproject.toml"}  # of the sdist
+EXTRA = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"}  # of the sdist
 
 
 def run(*command: object, cwd: Path | None = None) -> str:

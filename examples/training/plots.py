@@ -1,0 +1,237 @@
+"""Read this to change a picture: curves of a run, comparisons of runs, and episodes with their goals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")  # draws into files, without a display
+
+from cycler import cycler
+from matplotlib import pyplot as plt
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+# Colours that colour-blind readers can tell apart (Okabe and Ito 2008).
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+plt.rcParams["axes.prop_cycle"] = cycler(color=[BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "black"])
+MARKERS = "osD^vPX"
+PANELS = {  # title: the label of the y axis, and the metrics to draw
+    "Success": ("success rate", ["evaluation/success", "train/success"]),
+    "Return": ("return of an episode", ["evaluation/return"]),
+    "Losses": ("loss", ["train/loss", "train/loss_value", "train/loss_qvalue", "train/loss_actor", "train/loss_alpha"]),
+    "Q values": ("value", ["train/q_value", "train/target_value"]),
+}
+LABELS = {
+    "evaluation/success": "evaluation (greedy)", "train/success": "training (exploring)",
+    "evaluation/return": "evaluation (greedy)", "train/loss": "Q", "train/loss_value": "critic",
+    "train/loss_qvalue": "critic", "train/loss_actor": "actor", "train/loss_alpha": "entropy coefficient",
+    "train/q_value": "Q", "train/target_value": "target",
+}  # fmt: skip
+
+GREY = "0.88"
+COLUMNS = 4  # of panels
+
+# Runs
+
+
+def draw_training(history: dict[str, list[list[float]]], path: Path, title: str) -> None:
+    """Draw success, return, losses and Q values against environment steps."""
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained", sharex=True)
+    for panel, (name, (label, metrics)) in zip(axes.flat, PANELS.items(), strict=True):
+        curves = {metric: np.array(history[metric]).T for metric in metrics if metric in history}  # [2, logs]
+        if name == "Losses" and len(curves) > 1:  # of different sizes; the loss of an actor can be negative
+            positive = all((values > 0).all() for _, values in curves.values())
+            panel.set_yscale("log") if positive else panel.set_yscale("symlog", linthresh=0.1)
+        for metric, (steps, values) in curves.items():
+            marker = "o" if metric.startswith("evaluation/") or len(steps) == 1 else None
+            panel.plot(steps, values, label=LABELS[metric], marker=marker, ms=3)
+        panel.set(title=name, ylabel=label)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False) if curves else panel.set_axis_off()
+    axes[0, 0].set_ylim(-0.03, 1.03)
+    for panel in axes[1]:
+        panel.set_xlabel("environment steps")
+        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    save(figure, path, title)
+
+
+def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], path: Path, title: str) -> None:
+    """Draw the success of groups of runs, median and range: steps ``[n]`` and success ``[runs, n]`` of each."""
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    size = (max(5.5, 3.6 * columns), 2.8 * rows + 1)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", sharey=True, squeeze=False)
+    names = sorted({group for groups in panels.values() for group in groups})
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": f"C{number}", "marker": MARKERS[number % len(MARKERS)]} for number, name in enumerate(names)
+    }
+    for panel in axes.flat[len(panels) :]:
+        panel.set_axis_off()
+    for panel, (title_of_panel, groups) in zip(axes.flat, panels.items(), strict=False):
+        for group, (steps, success) in groups.items():
+            panel.plot(steps, np.median(success, axis=0), **styles[group], ms=4)
+            panel.fill_between(steps, success.min(0), success.max(0), color=styles[group]["color"], alpha=0.15, lw=0)
+        panel.set(title=title_of_panel, xlabel="environment steps", ylim=(-0.03, 1.03))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        panel.grid(alpha=0.3)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("success rate")
+    if len(names) > 1:
+        lines = [Line2D([], [], **styles[name], ms=4) for name in names]
+        columns = int(11 * figure.get_figwidth() / (max(map(len, names)) + 6))  # as many as fit
+        figure.legend(lines, names, loc="outside lower center", ncols=min(max(columns, 1), 4), frameon=False)
+    save(figure, path, title)
+
+
+def pixels_of(figure: Figure) -> np.ndarray:
+    """Return the pixels of a figure, ``[height, width, 3]``, and close it."""
+    canvas: Any = figure.canvas
+    canvas.draw()
+    plt.close(figure)
+    return np.array(canvas.buffer_rgba())[..., :3]
+
+
+def save(figure: Figure, path: Path, title: str) -> None:
+    """Write a picture, and close the figure."""
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# Episodes
+
+
+def draw_episodes(
+    episodes: list[dict[str, Any]], radius: float | None = None, unit: str = "", until: int | None = None
+) -> Figure:
+    """Draw the achieved goals and the desired goal of each episode, all at the same scale.
+
+    Goals of zeros and ones are drawn as rows of bits, and goals with two or three dimensions as positions. For other
+    goals, the distance from the desired goal is drawn.
+
+    Args:
+        episodes: for each, ``"achieved_goal"`` ``[steps + 1, goal]``, ``"desired_goal"`` ``[goal]`` and ``"success"``.
+        radius: the largest distance at which a goal is reached.
+        unit: the unit of goals and radius, such as m.
+        until: the last step that is drawn.
+    """
+    goals = np.concatenate([[*episode["achieved_goal"], episode["desired_goal"]] for episode in episodes])
+    bits, size = bool(np.isin(goals, (0, 1)).all()), goals.shape[1]
+    draw = _draw_bits if bits else _draw_positions if size in (2, 3) else _draw_distance
+    space = draw == _draw_positions and size == 3
+    columns, rows = min(len(episodes), COLUMNS), -(-len(episodes) // COLUMNS)
+    figure = plt.figure(figsize=(max(3.2 * columns, 6), 3.2 * rows + 0.7))
+    figure.set_layout_engine("constrained", h_pad=0.06)  # inches
+    for number, episode in enumerate(episodes):
+        panel = figure.add_subplot(rows, columns, number + 1, projection="3d" if space else None)
+        panel.set(title=_title(number, episode))
+        achieved = episode["achieved_goal"].astype(float)
+        achieved[len(achieved) if until is None else until + 1 :] = np.nan  # not drawn
+        draw(panel, achieved, episode["desired_goal"], radius, f" [{unit}]" if unit else "")
+        if number % columns and not space:
+            panel.set_ylabel("")
+    limits = {}
+    if draw == _draw_positions:  # squares or cubes: a unit has the same length on all axes
+        middle, half = (goals.max(0) + goals.min(0)) / 2, 0.55 * np.ptp(goals, axis=0).max() + (radius or 0)
+        limits = {f"{axis}lim": (at - half, at + half) for axis, at in zip("xyz", middle, strict=False)}
+    else:
+        for axis in "xy":
+            found = [getattr(panel, f"get_{axis}lim")() for panel in figure.axes]
+            limits[f"{axis}lim"] = np.min(found), np.max(found)
+    panels: list[Any] = figure.axes  # mypy does not know panels with three axes
+    for panel, episode in zip(panels, episodes, strict=True):
+        panel.set(**limits)
+        if space:
+            floor, (x, y) = limits["zlim"][0], episode["achieved_goal"][: until and until + 1].T[:2]
+            panel.plot(x, y, floor, color="0.5", lw=1, label="projection on the floor")
+            panel.set_box_aspect((1, 1, 1), zoom=0.85)
+        elif bits:
+            panel.invert_yaxis()
+        elif draw == _draw_positions:
+            panel.set_aspect("equal")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
+def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
+    """Draw stored episodes, their original goals, and the new goals of sampled transitions."""
+    figure, panels = plt.subplots(1, len(episodes), figsize=(8, 4.0), layout="constrained", sharey=True)
+    for axes, episode in zip(panels, episodes, strict=True):
+        way, goals = episode["path"], episode["relabelled_goals"]
+        axes.plot(*way.T, color="0.65", linewidth=2, label="stored trajectory", zorder=1)
+        axes.scatter(*way[0], color="0.3", marker="s", s=30, label="its start", zorder=3)
+        axes.scatter(*episode["desired_goal"], color=VERMILION, marker="*", s=150, label="its original goal", zorder=3)
+        axes.scatter(*goals.T, color=BLUE, s=16, label="goals after relabelling", zorder=2)
+        for position, goal in list(zip(episode["positions"], goals, strict=True))[:4]:
+            bend = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.5", "color": BLUE}
+            axes.annotate("", xy=goal, xytext=position, arrowprops=bend)
+        last = episode["first_step"] + len(way) - 2
+        axes.set(title=f"steps {episode['first_step']:,} to {last:,}", xlabel="x", aspect="equal")
+        axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xticks=[-1, 0, 1], yticks=[-1, 0, 1])
+    panels[0].set_ylabel("y")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    save(figure, path, "Stored steps get goals that their episode reached later (arrows: from a step to its goal)")
+
+
+def draw_frames(episodes: list[dict[str, Any]], note: str = "") -> Figure:
+    """Draw a row for each episode: ``"frames"`` ``[n, height, width, 3]`` of the steps ``"frame_steps"`` ``[n]``."""
+    rows, columns = len(episodes), max(len(episode["frames"]) for episode in episodes)
+    size = (1.8 * columns, 2.1 * rows + 0.4)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for number, (row, episode) in enumerate(zip(axes, episodes, strict=True)):
+        for panel, frame, step in zip(row, episode["frames"], episode["frame_steps"], strict=False):
+            panel.imshow(frame)
+            panel.set(title=f"step {step}")
+        for panel in row:
+            panel.set(xticks=[], yticks=[], frame_on=bool(panel.images))
+        row[0].set_ylabel(_title(number, episode))
+    figure.supxlabel(note, fontsize="medium")
+    return figure
+
+
+def _title(number: int, episode: dict[str, Any]) -> str:
+    return f"episode {number + 1}: {'success' if episode['success'] else 'failure'}"
+
+
+def _draw_positions(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:
+    if radius and len(desired) == 3:
+        around, down = np.mgrid[0 : 2 * np.pi : 25j, 0 : np.pi : 13j]
+        unit_sphere = np.stack([np.cos(around) * np.sin(down), np.sin(around) * np.sin(down), np.cos(down)])
+        sphere = desired[:, None, None] + radius * unit_sphere  # [3, 25, 13]
+        panel.plot_surface(*sphere, color=VERMILION, alpha=0.2, lw=0, label="success radius")
+    elif radius:
+        around = np.linspace(0, 2 * np.pi, 100)
+        circle = desired[:, None] + radius * np.stack([np.cos(around), np.sin(around)])  # [2, 100]
+        panel.fill(*circle, facecolor=VERMILION + "40", edgecolor=VERMILION, label="success radius")
+    panel.plot(*achieved.T, color=BLUE, marker=".", ms=4, lw=1.2, label="achieved goals")
+    panel.plot(*achieved[:1].T, color="black", marker="s", ms=5, ls="", label="start")
+    panel.plot(*desired[:, None], color=VERMILION, marker="+", ms=9, mew=2, ls="", label="desired goal")
+    for axis in "xyz"[: len(desired)]:
+        panel.set(**{f"{axis}label": axis + unit})
+        panel.locator_params(axis=axis, nbins=5)
+
+
+def _draw_bits(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:
+    rows = np.stack([desired, np.full(len(desired), np.nan), *achieved])  # the goal, a gap, and a row for each step
+    extent = (-0.5, len(desired) - 0.5, len(achieved) - 0.5, -2.5)
+    panel.imshow(rows, ListedColormap([GREY, BLUE]), vmin=0, vmax=1, aspect="auto", extent=extent)
+    for value, colour in enumerate([GREY, BLUE]):
+        panel.plot([], [], color=colour, marker="s", ms=8, ls="", label=f"bit {value}")
+    steps, wrong = np.nonzero((achieved != desired) & ~np.isnan(achieved))
+    panel.plot(wrong, steps, color=VERMILION, marker=".", ms=5, ls="", label="differs from the desired goal")
+    last = len(achieved) - 1
+    panel.set(xlabel="bit", ylabel="step", yticks=[-2, 0, last], yticklabels=["goal", "0", last])
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def _draw_distance(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:
+    panel.plot(np.linalg.norm(achieved - desired, axis=1), color=BLUE, label="distance from the desired goal")
+    if radius:
+        panel.axhline(radius, color=VERMILION, ls="--", label="success radius")
+    panel.set(xlabel="step", ylabel="distance" + unit)
