@@ -35,7 +35,8 @@ def as_transitions(
     root |= {"desired_goal": desired, "action": torch.rand(*batch, ACTION, device=device), "next": after}
     if ids is not None:
         root["collector"] = {"traj_ids": ids}
-    return TensorDict(root, batch, device=device)
+    # Collectors on the CPU set no device.
+    return TensorDict(root, batch, device=None if device.type == "cpu" else device)
 
 
 def make_episodes(count: int, device: Any = None) -> TensorDict:
