@@ -13,6 +13,7 @@ PART = 100  # a goal at this part of a step should be reached
 REPEATED = 3  # goals are discrete if their values occur this many times on average
 
 Evaluate = Callable[[TensorDictBase, Tensor | None], Tensor]
+Kept = tuple[TensorDictBase, Tensor, Tensor]  # transitions [n], and the goals achieved before and after the step
 
 
 class ReachCheck:
@@ -30,7 +31,7 @@ class ReachCheck:
     def __init__(self) -> None:
         self.step: float | None = None
         self.is_over = False
-        self._kept: list[tuple[TensorDictBase, Tensor, Tensor]] = []
+        self._kept: list[Kept] = []
 
     def check(self, rows: TensorDictBase, root: Tensor, outcomes: Tensor, evaluate: Evaluate) -> None:
         """Keep transitions ``[n]`` until there are enough of them, then judge all of them.
@@ -42,20 +43,20 @@ class ReachCheck:
             self.is_over = True
             return
         moved = (root != outcomes).reshape(len(rows), -1).any(1)
+        kept = self._kept  # other threads may write, and replace the list, at the same time
         if bool(moved.any()):
-            self._kept.append((rows[moved].clone(), root[moved], outcomes[moved]))
-        if sum(len(goals) for *_, goals in self._kept) >= ENOUGH:
-            self.is_over = True
-            self._judge(evaluate)
-            self._kept = []
+            kept.append((rows[moved].clone(), root[moved], outcomes[moved]))
+        if sum(len(goals) for *_, goals in kept) >= ENOUGH:
+            self.is_over, self._kept = True, []
+            self._judge(list(kept), evaluate)
 
-    def _judge(self, evaluate: Evaluate) -> None:
-        root, outcomes = (torch.cat([kept[place] for kept in self._kept]).double() for place in (1, 2))
+    def _judge(self, kept: list[Kept], evaluate: Evaluate) -> None:
+        root, outcomes = (torch.cat([each[place] for each in kept]).double() for place in (1, 2))
         steps = (outcomes - root).reshape(len(root), -1)
         if _are_discrete(steps, outcomes.view_as(steps)):
             return
         missed, near_missed = 0, 0
-        for rows, before, after in self._kept:
+        for rows, before, after in kept:
             far, near = evaluate(rows, None), evaluate(rows, after + (before - after) / PART)
             is_missed = is_better(evaluate(rows, after), far)
             missed += int(is_missed.sum())

@@ -204,8 +204,9 @@ class RewardCheck(Check):
         self, rows: TensorDictBase, goals: Tensor, computed: Tensor, best: Tensor, name: Callable[[int], str]
     ) -> None:
         """Find out whether the transitions get a better reward for their own outcome than for another goal."""
-        self._outcomes.append(goals)
-        outcomes, desired, rewards = torch.cat(self._outcomes), rows.get(self.keys.desired_goal), computed
+        kept = self._outcomes  # other threads may write, and replace the list, at the same time
+        kept.append(goals)
+        outcomes, desired, rewards = torch.cat(list(kept)), rows.get(self.keys.desired_goal), computed
         others = outcomes.roll(len(outcomes) // 2, 0)[-len(goals) :]
         if not is_better(best, computed).any():
             rewards = self._evaluate(rows, others)
