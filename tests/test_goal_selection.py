@@ -70,6 +70,15 @@ def make_hindsight(reward=None, goals=0, **arguments):
     return hindsight, rb
 
 
+def bit_flipping():
+    """Return an environment that terminates on success, and a selection of goals that were achieved there."""
+    env, hindsight = GymWrapper(BITS(), categorical_action_encoding=True), HERTransform(EnvReward(BITS), capacity=1000)
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
+    rb.extend(env.rollout(200, break_when_any_done=False))
+    hindsight.flush()
+    return env, GoalSelection(hindsight, Uniform(), share=1.0, start=1)
+
+
 def collect(env, frames, total):
     collector = Collector(env, None, frames_per_batch=frames, total_frames=total)
     yield from (data.clone() for data in collector)
@@ -182,14 +191,8 @@ def test_nothing_is_selected_before_the_table_has_enough_goals():
 
 
 def test_an_episode_ends_at_the_selected_goal_and_is_truncated_at_the_goal_of_the_environment():
-    hindsight = HERTransform(EnvReward(BITS), capacity=1000)
-    rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
-    env = GymWrapper(BITS(), categorical_action_encoding=True)
-    rb.extend(env.rollout(200, break_when_any_done=False))
-    hindsight.flush()
-    data = TransformedEnv(env, GoalSelection(hindsight, Uniform(), share=1.0, start=1)).rollout(
-        600, break_when_any_done=False
-    )
+    env, selection = bit_flipping()
+    data = TransformedEnv(env, selection).rollout(600, break_when_any_done=False)
     ends = {"selected": 0, "own": 0}
     for row in data.unbind(0):
         if not row["goal_selection", "selected"]:
@@ -447,13 +450,8 @@ def test_goals_without_dimensions_can_be_left_out():
 
 
 def test_episodes_end_without_a_truncated_flag():
-    hindsight = HERTransform(EnvReward(BITS), capacity=1000)
-    rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
-    base = GymWrapper(BITS(), categorical_action_encoding=True)
-    rb.extend(base.rollout(200, break_when_any_done=False))
-    hindsight.flush()
-    selection = GoalSelection(hindsight, Uniform(), share=1.0, start=1)
-    before = TransformedEnv(base, selection).reset().set("action", torch.tensor(0))
+    env, selection = bit_flipping()
+    before = TransformedEnv(env, selection).reset().set("action", torch.tensor(0))
     after = before.select("achieved_goal").set("desired_goal", before["goal_selection", "desired_goal"])
     after["reward"] = torch.zeros(1)
     after["terminated"] = after["done"] = torch.ones(1, dtype=torch.bool)

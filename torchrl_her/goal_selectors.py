@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ class Density:
         return torch.cat(sums) - torch.log(torch.tensor(float(len(centres)), device=rows.device))
 
 
-class GoalSelector(nn.Module):
+class GoalSelector(nn.Module, ABC):
     """Base class of selectors, which select a goal for each environment that resets.
 
     Examples:
@@ -63,6 +64,7 @@ class GoalSelector(nn.Module):
     def fit(self, goals: Tensor) -> None:
         """Learn from achieved goals ``[m, *goal]``. `GoalSelection` calls this every few resets. Default: nothing."""
 
+    @abstractmethod
     def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:
         """Select one goal for each environment.
 
@@ -73,7 +75,6 @@ class GoalSelector(nn.Module):
         Returns:
             Tensor: a goal for each environment, ``[n, *goal]``.
         """
-        raise NotImplementedError
 
 
 class Uniform(GoalSelector):
