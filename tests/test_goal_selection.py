@@ -41,7 +41,15 @@ from torchrl_her.goal_selectors import Density
 
 POINT = "torchrl_her.envs:torchrl_her/PointReach-v0"  # also registers it in other processes
 BITS = partial(gymnasium.make, "torchrl_her/BitFlipping-v0", n_bits=4)
-point = partial(GymEnv, POINT)
+
+
+def point():
+    """Return an environment whose starts and goals depend on torch's seed."""
+    env = GymEnv(POINT)
+    env.set_seed(int(torch.randint(2**31, ())))
+    return env
+
+
 ENVS = {"one": point, "serial": partial(SerialEnv, 3, point), "parallel": partial(ParallelEnv, 2, point)}
 
 
@@ -73,6 +81,7 @@ def make_hindsight(reward=None, goals=0, **arguments):
 def bit_flipping():
     """Return an environment that terminates on success, and a selection of goals that were achieved there."""
     env, hindsight = GymWrapper(BITS(), categorical_action_encoding=True), HERTransform(EnvReward(BITS), capacity=1000)
+    env.set_seed(0)
     rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
     rb.extend(env.rollout(200, break_when_any_done=False))
     hindsight.flush()
@@ -394,9 +403,9 @@ def test_a_collector_of_another_process_needs_a_shared_goal_table(shared):
     for data in collector:
         rb.extend(data.reshape(-1))
         selected.append(bool(data["goal_selection", "selected"].any()))
+    collector.shutdown()
     assert not selected[0]
     assert selected[-1]
-    collector.shutdown()
 
 
 def test_other_transforms_come_after():
