@@ -1,18 +1,48 @@
-"""The examples of README and documentation run, and the description of a release has no link that is broken there."""
+"""The examples of README and documentation run and print what they say. A release description has no broken link."""
 
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from pytest_examples import find_examples
 
 from support.pages import DOCS, python_blocks
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 README = (ROOT / "README.md").read_text()
-TRAIN, OWN = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+TRAIN, OWN = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
+
+RUN = [example for example in find_examples(DOCS) if example.prefix == "python"]
+PAGES = {path: list(examples) for path, examples in itertools.groupby(RUN, key=lambda example: example.path)}
+COLUMNS = 88
+# A report contains times, which vary, and is wrapped.
+TIME = re.compile(r":\s+[\d.]+\s+us\s+per\s+transition(,\s+[\d.]+\s+ms\s+for\s+a\s+batch\s+of\s+256)?")
+SHOWS_WARNINGS = {DOCS / "how-to/is-hindsight-working.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_the_examples_of_a_page_print_what_it_says(page, eval_example, monkeypatch, recwarn):
+    """The ``python`` blocks of a page share their names. ``pytest --update-examples`` formats and updates them."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # each block replaces it
+    eval_example.set_config(line_length=COLUMNS, target_version="py310")
+    eval_example.print_callback = lambda text: TIME.sub(
+        lambda time: ": 2 us per transition" + (", 0.5 ms for a batch of 256" if time[1] else ""), text
+    )
+    names = {}
+    for example in PAGES[page]:
+        update = eval_example.update_examples
+        (eval_example.format_black if update else eval_example.lint_black)(example)
+        run = eval_example.run_print_update if update else eval_example.run_print_check
+        try:
+            names |= run(example, module_globals=names)
+        except Exception as error:  # pytest cannot show the traceback that pytest-examples makes
+            pytest.fail(f"{example}: {error!r}")
+    ours = [warning.message for warning in recwarn if issubclass(warning.category, UserWarning)]
+    assert bool(ours) == (page in SHOWS_WARNINGS), ours
 
 
 @pytest.mark.parametrize("frames", [1_000, pytest.param(4_000, marks=pytest.mark.slow)])

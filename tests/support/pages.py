@@ -1,4 +1,4 @@
-"""Runs the Python blocks of the pages in docs/. Blocks with prompts are doctests."""
+"""Runs the ``py`` blocks of the pages in docs/. `test_pages.py` runs their ``python`` blocks."""
 
 import re
 import textwrap
@@ -9,9 +9,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def python_blocks(page: str) -> list[str]:
-    """Return the Python blocks of a page, such as ``how-to/ray``."""
+    """Return the ``py`` blocks of a page, such as ``how-to/ray``."""
     text = (DOCS / f"{page}.md").read_text()
-    return [textwrap.dedent(block) for block in re.findall(r"^ *```py(?:thon)?\n(.*?)^ *```", text, re.M | re.S)]
+    return [textwrap.dedent(block) for block in re.findall(r"^ *```py\n(.*?)^ *```", text, re.M | re.S)]
 
 
 def run_block(page: str, number: int, names: dict[str, Any], changes: dict[str, str] | None = None) -> None:
