@@ -49,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torchrl_logger.setLevel("WARNING")
     torch.set_num_threads(1)
-    scripts = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    scripts = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     seeds = ", ".join(map(str, arguments.seeds))
     print(" | ".join([f"| success with seeds {seeds}", *(f"{steps:,} steps" for steps in arguments.steps)]), "|")
     print("|---" * (len(arguments.steps) + 1), end="|\n")

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 
-import adopting
 import frames
-import inside
 import sampling
+import strategies
 from measuring import set_up
 
 PARTS: dict[str, Callable[..., None]] = {
@@ -28,11 +27,8 @@ PARTS: dict[str, Callable[..., None]] = {
     "growth": sampling.growth,
     "frames": frames.frames,
     "share": frames.share,
-    "strategies": inside.strategies,
-    "checks": inside.checks,
-    "where": inside.where,
-    "compiled": inside.compiled,
-    "adopt": adopting.adopt,
+    "strategies": strategies.strategies,
+    "compiled": strategies.compiled,
 }
 
 

@@ -19,7 +19,7 @@ def run(monkeypatch, capsys):
     """Runs a command in this process, also what it would run in new processes, and returns what it prints."""
 
     def run(command, *arguments):
-        for name in {"adopting", "inside", "memory"} & sys.modules.keys():
+        for name in {"memory", "strategies"} & sys.modules.keys():
             monkeypatch.setattr(sys.modules[name], "in_new_process", lambda function, *arguments: function(*arguments))
         monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
         monkeypatch.setattr(HERTransform, "compile", lambda her: None)  # takes a minute

@@ -8,18 +8,16 @@ import pytest
 
 pytest.importorskip("peers", reason="the benchmarks need the extra 'benchmarks'")
 
-import adopting
 import frames
-import inside
 import measuring
 import sampling
 import speed
+import strategies
 
 SMALL = {  # constants of the modules
     sampling: {"SIZES": (1000, 2000), "GROWTH": (1000, 10_000), "ROWS": 5000, "WARM_UP": 2},
     frames: {"ENVS": (1, 64), "LOOPS": (64,), "CHUNK": 5, "CASES": {"16": (16, 100, 1600, 0), "1": (1, 20, 1000, 1)}},
-    inside: {"STORED": 1000, "EPISODES": 5},
-    adopting: {"ROWS": 2000, "LENGTHS": {adopting.BATCHED: 50, adopting.WITHOUT: 1000}},
+    strategies: {"STORED": 1000},
 }
 
 
