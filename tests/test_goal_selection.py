@@ -172,6 +172,22 @@ def test_only_environments_that_reset_get_a_new_goal():
     assert report.reached == sum(is_selected and is_reached for is_selected, is_reached in ended)
 
 
+def test_a_collector_that_resets_in_place_gets_the_selected_goal():
+    hindsight, rb = make_hindsight()
+    env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=25))
+    collector = Collector(env, None, frames_per_batch=30, total_frames=60)
+    first, second = [], []
+    for data in collector:
+        (second if first else first).append(data.clone())
+        rb.extend(data.reshape(-1))
+        hindsight.flush()
+        collector.reset()  # within an episode
+    collector.shutdown(close_env=False)
+    assert not first[0]["goal_selection", "selected"].any()
+    assert second[0]["goal_selection", "selected"].all()
+    assert second[0]["desired_goal"][0].tolist() in first[0]["next", "achieved_goal"].tolist()
+
+
 def _limited(steps):
     return TransformedEnv(point(), StepCounter(max_steps=steps))
 

@@ -333,7 +333,8 @@ class GoalSelection(Transform):
             next_tensordict.set(keys.desired_goal, goals)
             steps = steps + (selected & self._recompute(tensordict, next_tensordict, selected)).long()
             self._reached = (steps > 0).reshape(-1)
-        added = {"desired_goal": own, "selected": selected, "steps_at_goal": steps}
+        # A collector updates its tensors in place, so no two entries may share memory.
+        added = {"desired_goal": own.clone(), "selected": selected, "steps_at_goal": steps}
         return next_tensordict.set(
             SELECTION,
             TensorDict(added, batch_size=next_tensordict.batch_size, device=next_tensordict.device),
