@@ -8,6 +8,7 @@
   process on one thread, and the library that runs first changes from seed to seed.
 - ``suite``: the training scripts on Fetch and panda-gym, which needs ``pip install -c constraints.txt panda-gym``.
 - ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
+- ``selection``: `GoalSelection`, compared with the goals of the environment.
 - ``writing``: relabelling when transitions are sampled and when they are written.
 
 All evaluations are written to ``results.csv`` in the output folder. A script's run that was interrupted continues from
@@ -63,6 +64,7 @@ SCRIPTS = {
         "PandaPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=panda:PandaPickAndPlaceFixed-v3", *RARELY)),
     },
     "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},
+    "selection": {"PointMaze_Large, corner to corner": Script("sac", 200_000, ("+task=point_maze_corners",))},
     "writing": {
         "BitFlipping, 15 bits, DQN": Script("dqn", 5_000, OFTEN),
         "BitFlipping, 15 bits, prioritized DQN": Script("dqn", 5_000, ("buffer.prioritized=error", *OFTEN)),
@@ -73,12 +75,19 @@ WAYS = {
     "sb3": {"ours": (), "Stable-Baselines3": ()},
     "suite": {"": ()},
     "movement": {"neither": ("buffer.alpha=0",), "priority": ("buffer.alpha=1",)},
+    "selection": {"GoalSelection": (), "goals of the environment": ("goals.selection=null",)},
     "writing": {  # with room for four copies of each transition
         "HERTransform": ("hindsight.when=sampling", "buffer.size=5000"),
         "HindsightAugmentation": ("hindsight.when=writing", "buffer.size=25000"),
     },
 }
-SEEDS = {"sb3": [0, 1, 2], "suite": [21, 22, 23], "movement": [20, 21, 22], "writing": [1, 2, 3]}
+SEEDS = {
+    "sb3": [0, 1, 2],
+    "suite": [21, 22, 23],
+    "movement": [20, 21, 22],
+    "selection": [61, 62, 63],
+    "writing": [1, 2, 3],
+}
 
 
 def train_script(script: Script, overrides: tuple[str, ...], seed: int, folder: Path) -> list[Row]:

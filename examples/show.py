@@ -6,10 +6,12 @@ It loads the last checkpoint of the run, or the checkpoint of ``--step``::
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --seed 7 --evaluate 1000
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8
     MUJOCO_GL=egl python examples/show.py outputs/ddpg/FetchReach-v4/2026-01-31_12-00-00 --render --video
+    python examples/show.py outputs/sac/PointMaze_Large-v3/2026-01-31_12-00-00 --goals 10000 50000 200000
 
 The picture is ``episodes.png`` in the folder of the run. With ``--render``, it shows frames that the environment
 renders (``rgb_array``). ``--video`` also writes ``episodes.gif``, of the same episodes, with the goal drawn in. MuJoCo
-needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display.
+needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display. With ``--goals``, ``goals.png`` shows
+which goals a run with ``goals.selection`` selected until each of these steps.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,14 +36,15 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from training.checkpoints import damage_of
 from training.environments import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env
-from training.parts import make_inputs
-from training.plots import draw_episodes, draw_frames, pixels_of, save
+from training.parts import make_buffer, make_hindsight, make_inputs
+from training.plots import draw_episodes, draw_frames, draw_goals, pixels_of, save
 from training.settings import Env, Settings
 from training.start import read_settings
 
 MAZE_RADIUS = 0.45  # metres; an attribute for it is missing in the mazes of Gymnasium-Robotics
 FRAMES = 6  # per episode of a picture
 FRAMES_PER_SECOND = 20  # of the video
+MOST_POINTS = 4_000  # in a panel of the picture of goals
 
 
 def load_settings(folder: Path) -> Settings:
@@ -112,6 +116,36 @@ def draw_video(episodes: list[dict[str, Any]], radius: float | None, unit: str) 
             yield pixels_of(draw_episodes(episodes, radius, unit, until=step))
 
 
+def find_walls(env: EnvBase) -> list[tuple[float, float, float]]:
+    """Return the walls of a maze of Gymnasium-Robotics as squares (left, lower, side), or an empty list."""
+    maze = getattr(env.unwrapped, "maze", None)
+    if maze is None:
+        return []
+    side = maze.maze_size_scaling
+    cells = np.argwhere(np.array(maze.maze_map, dtype=str) == "1")
+    return [(*(maze.cell_rowcol_to_xy(cell) - side / 2), side) for cell in cells]
+
+
+def goals_between(config: Settings, checkpoint: Path, env: EnvBase, steps: list[int]) -> dict[str, Any]:
+    """Return the goals that the buffer of a run contains, for each part of the run, in the form for `draw_goals`."""
+    buffer = make_buffer(config, make_hindsight(config), make_inputs(config, env))
+    Checkpoint(buffer=buffer).load(checkpoint, components=["buffer"], map_location=config.device)
+    if config.buffer.n_steps > 1 or max(steps) > len(buffer):
+        raise SystemExit(f"--goals needs steps up to {len(buffer):,}, the size of the buffer, and buffer.n_steps=1.")
+    data, goal_fn, panels = buffer.storage[:], load_function(config.env.goal_fn), {}
+    for begin, end in pairwise([0, *sorted(steps)]):
+        part = data[begin:end]
+        achieved, goals = part["next", config.env.achieved_goal], part[config.env.desired_goal]
+        selection = part.get("goal_selection", None)
+        selected = torch.zeros(len(part), 1) if selection is None else selection["selected"]
+        panels[f"{begin:,} to {end:,} steps"] = {
+            "achieved": (achieved if goal_fn is None else goal_fn(achieved))[:: -(-len(part) // MOST_POINTS)].numpy(),
+            "selected": goals[selected.flatten().bool()].unique(dim=0).numpy(),
+            "environment": (goals if selection is None else selection["desired_goal"]).unique(dim=0).numpy(),
+        }
+    return panels
+
+
 def table(outcomes: dict[str, Tensor]) -> str:
     """Return a table with the mean, minimum, median and maximum of each outcome."""
     lines = [f"{'':10}{'mean':>10}{'lowest':>10}{'median':>10}{'highest':>10}"]
@@ -131,6 +165,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=4, help="number of episodes in the picture")
     parser.add_argument("--render", action="store_true", help="draw frames that the environment renders")
     parser.add_argument("--video", action="store_true", help="write a video of the episodes in the picture")
+    parser.add_argument("--goals", type=int, nargs="+", metavar="STEP", help="draw only the goals until these steps")
     arguments = parser.parse_args()
     if min(arguments.episodes, arguments.evaluate) < 1:
         parser.error("--episodes and --evaluate must be 1 or more.")
@@ -144,6 +179,12 @@ def main() -> None:
     renders = (arguments.render or arguments.video) and "rgb_array" in env.unwrapped.metadata["render_modes"]
     if arguments.render and not renders:
         print(f"{config.env.name} renders nothing: the picture shows goals.")
+    if arguments.goals:
+        picture = arguments.folder / "goals.png"
+        figure = draw_goals(goals_between(config, checkpoint, env, arguments.goals), find_walls(env), unit)
+        save(figure, picture, f"{config.algorithm}, {config.env.name}")
+        print(f"Picture: {picture}")
+        return
     policy = load_policy(config, checkpoint)
     if renders:  # all episodes in one environment: after it is closed, MuJoCo renders black frames in others
         env = make_rendering_env(config.env, env)

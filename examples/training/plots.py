@@ -89,6 +89,36 @@ def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]],
     save(figure, path, title)
 
 
+def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: list[tuple[float, float, float]], unit: str) -> Figure:
+    """Draw where goals were selected, a panel for each part of a run.
+
+    Args:
+        panels: for each title, the positions ``"achieved"``, ``"selected"`` and ``"environment"``, ``[n, 2 or 3]``.
+            Of positions with three dimensions, the first and the last one are drawn.
+        walls: squares: left, lower, side.
+        unit: of the positions.
+    """
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False)
+    looks: dict[str, tuple[str, dict[str, Any]]] = {
+        "achieved": ("achieved goals", {"color": "0.6", "marker": ".", "s": 4, "lw": 0}),
+        "selected": ("selected goals", {"color": PURPLE, "marker": "o", "s": 12, "lw": 0}),
+        "environment": ("goals of the environment", {"color": BLUE, "marker": "*", "s": 60, "lw": 0}),
+    }
+    for panel, (title, goals) in zip(axes.flat, panels.items(), strict=True):
+        for name, (_, look) in looks.items():
+            panel.scatter(goals[name][:, 0], goals[name][:, -1], rasterized=True, **look)
+        for left, lower, side in walls:
+            panel.add_patch(plt.Rectangle((left, lower), side, side, color="0.3", lw=0))
+        panel.set(title=title, aspect="equal", xlabel=f"x, {unit}".strip(" ,"))
+    axes[0, 0].set_ylabel(f"{'yz'[len(goals['achieved'][0]) - 2]}, {unit}".strip(" ,"))
+    lines = [
+        Line2D([], [], ls="", marker=look["marker"].replace(".", "o"), color=look["color"], ms=6, label=label)
+        for label, look in looks.values()
+    ]
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
+    return figure
+
+
 def pixels_of(figure: Figure) -> np.ndarray:
     """Return the pixels of a figure, ``[height, width, 3]``, and close it."""
     canvas: Any = figure.canvas

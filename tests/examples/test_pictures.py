@@ -13,6 +13,7 @@ import pytest
 from matplotlib import pyplot as plt
 from omegaconf import OmegaConf
 from script_runs import BITS, EXAMPLES, SMALL, logged, train
+from training import plots
 from training.settings import Collection, Evaluating
 
 
@@ -59,6 +60,23 @@ def test_the_table_and_the_picture_of_a_run_have_the_outcomes_of_its_policy(run_
     assert iio.imread(tmp_path / "episodes.gif").std((0, 3)).max() > 0  # something moves
     with pytest.raises(SystemExit, match=r"no checkpoint of step 150 in .*, only of 100, 200"):
         run_script("show", tmp_path, "--step", 150)
+
+
+def test_the_picture_of_goals_shows_what_a_run_selected(run_script, tmp_path, monkeypatch):
+    selecting = "goals.selection=uniform goals.start=50 goals.share=1"
+    train(f"td3 {selecting} seed=3 buffer.size=200 collector.random_steps=150", tmp_path)
+    drawn, draw = [], plots.draw_goals
+    monkeypatch.setattr(plots, "draw_goals", lambda panels, *more: drawn.append(panels) or draw(panels, *more))
+    run_script("show", tmp_path, "--goals", 100, 200)
+    (panels,) = drawn
+    assert list(panels) == ["0 to 100 steps", "100 to 200 steps"]
+    achieved = {tuple(goal) for goals in panels.values() for goal in goals["achieved"].tolist()}
+    selected = {tuple(goal) for goal in panels["100 to 200 steps"]["selected"].tolist()}
+    assert selected
+    assert selected <= achieved
+    assert is_picture(tmp_path / "goals.png")
+    with pytest.raises(SystemExit, match="--goals needs steps up to 200"):
+        run_script("show", tmp_path, "--goals", 300)
 
 
 def test_a_missing_library_of_opengl_is_named_with_the_remedy(tmp_path):
