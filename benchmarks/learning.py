@@ -9,6 +9,7 @@
 - ``suite``: the training scripts on Fetch and panda-gym, which needs ``pip install -c constraints.txt panda-gym``.
 - ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
 - ``selection``: `GoalSelection`, compared with the goals of the environment.
+- ``crl``: contrastive RL (``examples/crl.py``) and SAC with hindsight, with equal numbers of updates.
 - ``writing``: relabelling when transitions are sampled and when they are written.
 
 All evaluations are written to ``results.csv`` in the output folder. A script's run that was interrupted continues from
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from measuring import in_new_process, print_table, print_versions
-from scripts import load
+from scripts import EXAMPLES, load
 from tqdm import tqdm
 
 from compare import Run  # isort: skip (`scripts` finds it)
@@ -52,6 +54,7 @@ class Script(NamedTuple):
 
 OFTEN = "evaluation.interval=500", "evaluation.episodes=100"
 OBJECT, RARELY = "+task=fetch_push", ("evaluation.interval=100_000", "checkpoint.interval=100_000")
+PUSH_SAC = "env.name=FetchPush-v4", "updates_per_step=0.25", "evaluation.interval=15_000", "checkpoint.interval=15_000"
 PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
 SCRIPTS = {
     "suite": {
@@ -65,17 +68,29 @@ SCRIPTS = {
     },
     "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},
     "selection": {"PointMaze_Large, corner to corner": Script("sac", 200_000, ("+task=point_maze_corners",))},
+    "crl": {
+        "PointReach": Script("sac", 15_000, ("evaluation.interval=1_500", "evaluation.episodes=100")),
+        "FetchReach": Script("sac", 10_000, ("env.name=FetchReach-v4", "evaluation.interval=1_000", OFTEN[1])),
+        "FetchPush": Script("sac", 150_000, (*PUSH_SAC, OFTEN[1])),
+    },
     "writing": {
         "BitFlipping, 15 bits, DQN": Script("dqn", 5_000, OFTEN),
         "BitFlipping, 15 bits, prioritized DQN": Script("dqn", 5_000, ("buffer.prioritized=error", *OFTEN)),
         "PointReach, DDPG": Script("ddpg", 5_000, ("normalization.enabled=false", *OFTEN)),
     },
 }
+CRL = "contrastive RL"
+CRL_ARGUMENTS = {
+    "PointReach": ("--evaluate-every", "1500"),
+    "FetchReach": ("--env", "FetchReach-v4", "--evaluate-every", "1000"),
+    "FetchPush": ("--env", "FetchPush-v4", "--updates-per-step", "0.25", "--evaluate-every", "15000"),
+}
 WAYS = {
     "sb3": {"ours": (), "Stable-Baselines3": ()},
     "suite": {"": ()},
     "movement": {"neither": ("buffer.alpha=0",), "priority": ("buffer.alpha=1",)},
     "selection": {"GoalSelection": (), "goals of the environment": ("goals.selection=null",)},
+    "crl": {"SAC with hindsight": (), CRL: ()},
     "writing": {  # with room for four copies of each transition
         "HERTransform": ("hindsight.when=sampling", "buffer.size=5000"),
         "HindsightAugmentation": ("hindsight.when=writing", "buffer.size=25000"),
@@ -86,6 +101,7 @@ SEEDS = {
     "suite": [21, 22, 23],
     "movement": [20, 21, 22],
     "selection": [61, 62, 63],
+    "crl": [61, 62, 63],
     "writing": [1, 2, 3],
 }
 
@@ -105,6 +121,18 @@ def train_script(script: Script, overrides: tuple[str, ...], seed: int, folder: 
     return [{"steps": step, **{name: run.at(name, step) for name in METRICS[:3]}} for step in steps]
 
 
+def train_crl(task: str, steps: int, seed: int, folder: Path) -> list[Row]:
+    """Train with ``examples/crl.py``, unless the run exists, and return its evaluations."""
+    path = folder / "results.csv"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        options = "--steps", str(steps), "--seed", str(seed), "--output", str(path)
+        subprocess.run([sys.executable, EXAMPLES / "crl.py", *CRL_ARGUMENTS[task], *options], check=True)
+    rows = csv.DictReader(path.read_text().splitlines())
+    columns = {"steps": int, "success": float, "seconds": float}
+    return [{name: kind(row[name]) for name, kind in columns.items()} | {"return": np.nan} for row in rows]
+
+
 def train(arguments: argparse.Namespace, tasks: list[str]) -> Iterator[Row]:
     """Train all runs, and yield their evaluations."""
     ways = list(WAYS[arguments.experiment])
@@ -119,7 +147,10 @@ def train(arguments: argparse.Namespace, tasks: list[str]) -> Iterator[Row]:
                 script = SCRIPTS[arguments.experiment][task]
                 script = script._replace(steps=arguments.steps or script.steps)
                 folder = arguments.output / task / way / str(seed)
-                rows = train_script(script, WAYS[arguments.experiment][way], seed, folder)
+                if way == CRL:
+                    rows = train_crl(task, script.steps, seed, folder)
+                else:
+                    rows = train_script(script, WAYS[arguments.experiment][way], seed, folder)
             yield from ({"task": task, "way": way, "seed": seed, **row} for row in rows)
 
 
