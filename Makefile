@@ -4,7 +4,7 @@ SEEDS ?= 1
 PYTEST ?=  # more arguments of pytest, for example --cov
 BIN := .venv/bin
 
-.PHONY: install demo test test-slow test-newest mutants bench lint format docs docs-serve dist clean
+.PHONY: install demo test test-slow test-newest mutants bench lint format docs docs-check docs-pictures docs-serve dist clean
 
 install: .venv/.dev
 demo: .venv/.dev
@@ -29,6 +29,10 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 docs: .venv/.docs  # into site/; warnings and broken links are errors
 	CHECK_LINKS=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs-check: docs  # in headless Chromium: overflow, contrast, search
+	$(BIN)/python docs/browser.py site
+docs-pictures: docs  # of all pages, on wide and narrow screens, light and dark
+	$(BIN)/python docs/browser.py site --pictures site/pictures
 docs-serve: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 dist: .venv/.dev
