@@ -1,4 +1,4 @@
-"""Measures hindsight on a GPU, in less than ten minutes, and prints four tables.
+r"""Measures hindsight on a GPU, in less than ten minutes, and prints four tables.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --device cpu    # the same with small sizes, in less than a minute
@@ -9,7 +9,14 @@
 - ``profile``: the operators of samples and of a write, by PyTorch's profiler.
 
 Needs PyTorch 2.11, TorchRL 0.14, tensordict 0.14, Gymnasium and tqdm, or newer ones. This package need not be
-installed. ``docs/how-to/gpu.md`` describes the tables, and how to run this command without network access.
+installed. For a machine without network access, download the missing packages on another one (here for Python 3.12):
+
+    python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest wheels \
+        torchrl==0.14.1 tensordict==0.14.3 gymnasium==1.4.0 orjson importlib-metadata zipp lazy-importer \
+        cloudpickle hoptorch pyvers farama-notifications
+    python -m pip install --no-index --no-deps --target site wheels/*.whl    # on the machine with the GPU
+    PYTHONPATH=site python benchmarks/gpu.py
 """
 
 from __future__ import annotations
