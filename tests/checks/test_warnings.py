@@ -404,7 +404,7 @@ def test_episodes_without_an_end_warn_when_writing_has_stopped():
 
 def test_a_full_buffer_with_few_steps_of_each_environment_warns():
     for envs, expected in (
-        (100, one_warning("of the transitions that were to be relabelled", "fewer environments")),
+        (100, one_warning("of the transitions selected for relabelling", "fewer environments")),
         (10, no_warning()),
     ):
         rb, before, data = make_buffer(size=2000, strategy="final"), walks(10, 300), walks(envs, 200).view(envs, 200)

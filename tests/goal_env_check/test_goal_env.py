@@ -14,7 +14,7 @@ import pytest
 import torch
 from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
 
-from support.goal_envs import CORRECT, FAULTS, EndsOnSuccess, Grid, Reach, computing, missed, paying, variant
+from support.goal_envs import CORRECT, FAULTS, EndsOnSuccess, Grid, Reach, computing, missed, paying, showing, variant
 from torchrl_her import EnvReward, HERKeys, SparseReward, __main__, check_goal_env
 from torchrl_her.goal_env_check.finding import NAMES, SEVERITIES
 
@@ -61,13 +61,47 @@ def test_a_mistake_is_found_and_is_the_only_error(fault):
     assert not name.startswith("terminated") or not [each for each in all_names(report) if each.startswith("reward")]
 
 
-def test_every_finding_is_tested_and_explained_on_the_page():
+def test_every_finding_is_tested_and_is_in_the_table_of_the_page():
     page = PAGE.read_text()
-    assert set(re.findall(r"[a-z]+(?:-[a-z]+)+|\bendless\b", page)) >= NAMES
-    headings = {name for line in re.findall(r"^### (.*)$", page, re.M) for name in line.split(", ")}
-    assert headings <= NAMES
-    assert {name.replace("terminated-", "reward-") for name in NAMES - headings} <= headings
+    rows = re.findall(r"^\| (`.*?) \| (error|warning|note) \| .+ \|$", page, re.M)
+    listed = sorted((severity, name) for cell, severity in rows for name in re.findall(r"`(.*?)`", cell))
+    assert listed == sorted((severity, name) for severity, each in SEVERITIES.items() for name in each)
+    assert set(re.findall(r"^### (.*)$", page, re.M)) <= NAMES
     assert {fault.split(":")[0] for fault in FAULTS} == NAMES
+
+
+# Parts of the message of a finding: the numbers and names that show the mistake.
+MESSAGES = {
+    "reward-ignores-desired-goal: current goal": "returns 0 for the desired goal of the episode, for the achieved goal",
+    "reward-ignores-achieved-goal: current state": "returns 0 for the goal just achieved, and for another goal in its",
+    "reward-depends-on-state: step count": "returned -1.01 right after the step and -1 after the last episode",
+    "reward-modifies-arguments: achieved goal": "modifies its argument achieved_goal (in 1,600 of 1,600 calls)",
+    "reward-constant: nothing is reached": "returned -1 for all 700 pairs of goals",
+    "reward-misses-achieved-goal: sign": "returns 0 where the achieved goal is the desired one, and 1 where another",
+    "reward-fails: other goals": "compute_reward failed: KeyError",
+    "reward-needs-info: energy": "reads 'energy' from info",
+    "success-differs: threshold": "info['is_success'] is False where the reward is 0",
+    "terminated-fails: other goals": "compute_terminated failed: KeyError",
+    "terminated-not-batched: bool": "compute_terminated failed with 256 pairs of goals (ValueError",
+    "terminated-differs: fall": "step returned terminated=True and compute_terminated False",
+    "terminated-one-verdict: norm": "returns a single value, False, for a batch in which 151 of 256 pairs",
+    "time-limit-terminates: 40 steps": "9 episodes were terminated after exactly 40 steps",
+    "goal-shapes-differ": "The achieved goal has the shape (2,) and the desired goal (3,)",
+    "goal-dtypes-differ: float64 and float32": "The achieved goal is float64 and the desired goal float32",
+    "desired-goal-far: centimetres": "in dimension 0, desired goals are in [-91.81, 99.44], and achieved",
+    "achieved-goal-stale-at-reset: always": "In 9 of 10 episodes, the achieved goal at reset is the last one",
+    "achieved-goal-jumps: reset": "changes by 2.339 in the first step of an episode (median of 10)",
+    "desired-goal-changes: after 20 steps": "in 10 of 400 steps; the first is step 20 of episode 0",
+    "desired-goal-in-observation: goal": "The features [2, 3] of the observation contain the desired goal",
+    "observation-outside-space: dtype": "'observation' has the dtype float64, the space float32",
+}
+
+
+@pytest.mark.parametrize("fault", MESSAGES)
+def test_a_message_contains_the_numbers_of_the_mistake(fault):
+    report = check_goal_env(FAULTS[fault](), steps=400)
+    found = {finding.name: finding for finding in report.errors + report.warnings + report.notes}
+    assert MESSAGES[fault] in found[fault.split(":")[0]].message
 
 
 # Reads of entries of info: methods of dict.
@@ -156,6 +190,8 @@ def test_an_environment_that_fails_is_reported_with_earlier_findings():
     report = check_goal_env(variant(FAULTS["step-fails: step"], reward_of_step=lambda *_: 5.0)())
     assert names(report.errors) == ["step-fails", "reward-differs"]
     assert "After 29 steps, step failed: RuntimeError: broken" in report.errors[0].message
+    report = check_goal_env(showing(achieved_goal=lambda s: np.append(s.position, 0.0))())
+    assert names(report.errors) == ["goal-shapes-differ", "step-fails"]
 
 
 def test_other_keys_and_a_goal_that_is_part_of_the_state():

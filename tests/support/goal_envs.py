@@ -257,14 +257,14 @@ class Lagging(Reach):
 
 
 class StaleAtReset(Reach):
-    """In every other episode, on average, reset returns a goal of the previous one."""
+    """Reset returns a goal of the previous episode, by default in every other episode on average."""
 
-    entry, attribute = "achieved_goal", "position"
+    entry, attribute, share = "achieved_goal", "position", 0.5
 
     def reset(self, **options):
         before = getattr(self, self.attribute, np.zeros(2))
         observation, info = super().reset(**options)
-        return observation | ({self.entry: before} if self.np_random.random() < 0.5 else {}), info
+        return observation | ({self.entry: before} if self.np_random.random() < self.share else {}), info
 
 
 def progress(self, achieved, desired, info):
@@ -294,6 +294,7 @@ FAULTS = {
     "reward-fails: missing info": computing(
         lambda s, a, d, i: missed(a, d) - i["energy"], reward_of_step=lambda *_: -1.0
     ),
+    "reward-fails: other goals": computing(lambda s, a, d, i: {tuple(s.goal): -1.0}[tuple(d)]),
     "reward-fails: None": computing(lambda *_: None, reward_of_step=lambda *_: 0.0),
     "reward-fails: two values": computing(lambda s, a, d, i: a - d, reward_of_step=lambda *_: 0.0),
     "reward-missing: no reward": computing(None, reward_of_step=lambda *_: 0.0),
@@ -308,6 +309,7 @@ FAULTS = {
     "reward-constant: nothing is reached": variant(threshold=-1),
     "reward-reaches-everything: threshold": variant(threshold=2.5),
     "no-goal-reached: threshold": variant(threshold=1e-6),
+    "success-differs: threshold": variant(info=lambda s, a, d: {"is_success": apart(a, d) < 0.1}),
     "success-differs: threshold, with a cost": computing(
         lambda s, a, d, i: missed(a, d) - i["cost"],
         info=lambda s, a, d: {"cost": 0.01 * s.time, "is_success": apart(a, d) < 0.1},
@@ -315,15 +317,20 @@ FAULTS = {
     "ends-on-success: always": variant(ends=lambda s, a, d: apart(a, d) <= 0.2),
     "ends-on-success: nearer than reached goals": variant(ends=lambda s, a, d: apart(a, d) <= 0.15),
     "terminated-differs: threshold": variant(EndsOnSuccess, ends=lambda s, a, d: apart(a, d) <= 0.15),
+    "terminated-differs: fall": variant(
+        EndsOnSuccess, ends=lambda s, a, d: bool(apart(a, d) <= 0.2 or np.abs(a).max() >= 1)
+    ),
     "terminated-one-verdict: norm": ending(lambda s, a, d, i: bool(np.linalg.norm(a - d) <= 0.2)),
     "terminated-ignores-desired-goal: current goal": ending(lambda s, *_: apart(s.position, s.goal) < 0.2),
     "terminated-ignores-achieved-goal: current state": ending(lambda s, a, d, i: apart(s.position, d) < 0.2),
     "terminated-depends-on-state: time": ending(lambda s, a, d, i: (apart(a, d) < 0.2) | (s.time > 30)),
     "terminated-random: noise": ending(lambda s, *_: s.np_random.random() < 0.5),
     "terminated-fails: missing info": ending(lambda s, a, d, i: i["contact"], ends=lambda *_: False),
+    "terminated-fails: other goals": ending(lambda s, a, d, i: {tuple(s.goal): False}[tuple(d)], ends=lambda *_: False),
     "terminated-needs-info: optional info": ending(lambda s, a, d, i: i.get("ends", False)),
     "terminated-modifies-arguments: achieved goal": ending(lambda s, a, d, i: bool(np.subtract(a, d, out=a).any())),
     "terminated-not-batched: None": ending(lambda s, a, d, i: apart(a, d) < 0.2 if a.ndim == 1 else None),
+    "terminated-not-batched: bool": ending(lambda s, a, d, i: bool(apart(a, d) <= 0.2)),
     "endless: no limit": variant(longest=np.inf),
     "time-limit-terminates: 40 steps": variant(ends=lambda s, a, d: s.time >= 40),
     "not-a-goal-env: array": variant(
@@ -335,12 +342,14 @@ FAULTS = {
     "desired-goal-far: frame": showing(desired_goal=lambda s: s.goal + np.array([0, 15])),
     "goal-nan: desired": showing(desired_goal=lambda s: s.goal * [1, np.nan]),
     "goal-nan: achieved at times": showing(achieved_goal=lambda s: s.position * (np.nan if s.time == 7 else 1)),
+    "goal-nan: infinity": showing(achieved_goal=lambda s: s.position * (np.inf if s.time == 7 else 1)),
     "modified-in-place: one array": showing(
         variant(array=np.zeros(2)), achieved_goal=lambda s: np.add(s.position, 0, out=s.array)
     ),
     "achieved-goal-constant: zero": showing(achieved_goal=lambda s: np.zeros(2)),
     "achieved-goal-unmoved: constant in an episode": showing(achieved_goal=lambda s: s.goal / 2),
     "achieved-goal-stale-at-reset: at times": StaleAtReset,
+    "achieved-goal-stale-at-reset: always": variant(StaleAtReset, share=1.0),
     "achieved-goal-jumps: reset": showing(achieved_goal=lambda s: s.position if s.time else np.full(2, -1.4)),
     "achieved-goal-lags: in the observation": Lagging,
     "achieved-goal-lags: in the reward": paying(

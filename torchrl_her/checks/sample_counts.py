@@ -167,9 +167,10 @@ class SampleCounts(Check):
         least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
         self._warn_once(
             "left",
-            f"{lost:.0%} of the transitions that were to be relabelled were not, because their goals are no longer in "
-            f"the goal table: HERTransform(capacity={capacity}) is too small for the transitions in the storage. Pass "
-            f"the number of transitions that the storage can hold, and at least {least}.",
+            f"{lost:.0%} of the transitions selected for relabelling kept their goal, because the achieved goals of "
+            f"their episodes are no longer in the goal table: HERTransform(capacity={capacity}) is too small for the "
+            f"transitions in the storage. Pass the number of transitions that the storage can hold, and at least "
+            f"{least}.",
         )
 
     def _warn_if_running(self, counts: Counts, table: GoalTable) -> None:
@@ -186,7 +187,7 @@ class SampleCounts(Check):
         if begin is not None and since.running >= SHARE_LOST * since.to_relabel:
             self._warn_once(
                 "running",
-                f"{since.running / since.to_relabel:.0%} of the transitions that were to be relabelled were not, "
+                f"{since.running / since.to_relabel:.0%} of the transitions selected for relabelling kept their goal, "
                 "because the goals of the last steps of a running episode, up to 63, are not in the goal table yet, "
                 "and the storage holds few earlier steps. Use a storage that holds at least 128 transitions of each "
                 "environment, and set the capacity of HERTransform to its size, or use fewer environments.",
@@ -201,9 +202,10 @@ class SampleCounts(Check):
         if share >= SHARE_LOST:
             self._warn_once(
                 "foreign",
-                f"{share:.0%} of the transitions that were to be relabelled were not, because another HERTransform "
-                "wrote them, and this one does not have their goals. Save and load a storage together with its "
-                "transform (rb.dumps and rb.loads), and pass the same transform to all buffers of one storage.",
+                f"{share:.0%} of the transitions selected for relabelling kept their goal, because another "
+                "HERTransform wrote them, and this one does not have their goals. Save and load a storage together "
+                "with its transform (rb.dumps and rb.loads), and pass the same transform to all buffers of one "
+                "storage.",
             )
 
     def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:
