@@ -284,9 +284,27 @@ def test_candidates_beyond_the_environments_goals_or_the_agents_reach_are_left_o
     own = torch.stack([env.rollout(1)["goal_selection", "desired_goal"][0] for _ in range(8)])
     for number, (candidates, _) in enumerate(selector.given):
         seen = own[: number + 1] if number else own[:1]
-        allowed = (candidates >= seen.amin(0)).all(-1) & (candidates <= seen.amax(0)).all(-1)
+        low, high = seen.amin(0), seen.amax(0)
+        margin = 0.05 * (high - low).max()
+        allowed = ((candidates >= low - margin) & (candidates <= high + margin)).all(-1)
         assert number < 3 or (allowed & (candidates[..., 0] <= 0)).all()
     assert selection.report().selected > 0
+
+
+def test_a_selector_learns_from_goals_within_the_box_of_the_environments_goals():
+    hindsight, rb = make_hindsight(SparseReward(0.05))
+    data = point().rollout(2000, break_when_any_done=False)
+    for td in (data, data["next"]):
+        td["achieved_goal"] = 3 * td["achieved_goal"]  # most of them are outside
+    rb.extend(hindsight.reward(data))
+    hindsight.flush()
+    selector = Seen()
+    env = TransformedEnv(point(), GoalSelection(hindsight, selector, start=1, within_desired=True))
+    own = torch.stack([env.rollout(1)["goal_selection", "desired_goal"][0] for _ in range(25)])[:21]
+    learned = selector.fitted[-1]  # at the 21st reset
+    margin = 0.05 * (own.amax(0) - own.amin(0)).max()
+    assert ((learned >= own.amin(0) - margin) & (learned <= own.amax(0) + margin)).all()
+    assert 50 < len(learned) < 1000
 
 
 def test_the_environments_own_goal_is_kept_if_no_candidate_is_allowed():

@@ -24,6 +24,7 @@ FITTED = 10_000  # goals from which a selector learns
 FIT_EVERY = 10  # resets
 DESIRED_KEPT = 1_000  # the last desired goals of the environment, for the comparison with achieved goals
 OFFSET = -3.0  # of the comparison
+MARGIN = 0.05  # of the bounding box of desired goals, as a share of its largest side
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class GoalSelection(Transform):
         share (float): the probability that a goal is selected at a reset. Default: 0.5.
         candidates (int): the number of candidates for each environment, drawn from the goal table; fewer if more than
             40 environments reset at the same time. Default: 500.
-        within_desired (bool): whether candidates outside the bounding box of the environment's goals so far are left
-            out. Without this, the goals of `LowestDensity` include objects that fell off a table. Default: False.
+        within_desired (bool): whether achieved goals outside the bounding box of the environment's goals so far are
+            left out, as candidates and when the selector learns. The box is enlarged by 5% of its largest side, on
+            each side. Without this, the goals of `LowestDensity` include objects that fell off a table. Default: False.
         feasible (Feasible, optional): leaves out candidates that the agent is not expected to reach.
         towards_desired (bool): whether the environment's own goal is kept more often as the achieved goals approach the
             environment's goals (OMEGA): with the probability 1 / max(KL - 3, 1), where KL is the divergence of the
@@ -285,7 +287,8 @@ class GoalSelection(Transform):
         goals = self.hindsight.random_goals(min(FITTED, self.hindsight.table_size))
         if goals is None:
             return
-        self.selector.fit(goals)
+        inside = goals[self._within_box(goals)] if self.within_desired else goals
+        self.selector.fit(inside if len(inside) else goals)  # goals outside would set the scale of a density estimate
         if self.towards_desired and self._desired is not None:
             density, desired = Density(goals, bandwidth=0.1), self._desired.to(goals.device)
             # The divergence, estimated at the desired goals.
@@ -295,14 +298,21 @@ class GoalSelection(Transform):
     def _allowed(self, candidates: Tensor, states: TensorDictBase) -> Tensor:
         """Return which candidates, ``[n, candidates, *goal]``, are allowed, ``bool [n, candidates]``."""
         allowed = torch.ones(candidates.shape[:2], dtype=torch.bool, device=candidates.device)
-        if self.within_desired and self._box is not None:
-            low, high = self._box
-            allowed &= ((candidates >= low) & (candidates <= high)).reshape(*allowed.shape, -1).all(-1)
+        if self.within_desired:
+            allowed &= self._within_box(candidates.flatten(0, 1)).view_as(allowed)
         if self.feasible is not None:
             with_goals = states.unsqueeze(1).expand(*candidates.shape[:2]).reshape(-1).clone()
             with_goals.set(self.hindsight.keys.desired_goal, candidates.flatten(0, 1))
             allowed &= self.feasible(with_goals).view(candidates.shape[:2])
         return allowed
+
+    def _within_box(self, goals: Tensor) -> Tensor:
+        """Return which goals, ``[n, *goal]``, are within the box of the environment's goals so far, ``bool [n]``."""
+        if self._box is None:
+            return torch.ones(len(goals), dtype=torch.bool, device=goals.device)
+        low, high = (bound.to(goals.device) for bound in self._box)
+        margin = MARGIN * (high - low).max()  # an object at rest varies in height, and the goals on a table do not
+        return ((goals >= low - margin) & (goals <= high + margin)).reshape(len(goals), -1).all(-1)
 
     # Steps
 
