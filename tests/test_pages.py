@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from pytest_examples import find_examples
+from torchrl.envs import GymEnv
 
 from support.pages import DOCS, python_blocks
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 README = (ROOT / "README.md").read_text()
-TRAIN, OWN = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
+SHORT, TRAIN, OWN = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
 
 RUN = [example for example in find_examples(DOCS) if example.prefix == "python"]
 PAGES = {path: list(examples) for path, examples in itertools.groupby(RUN, key=lambda example: example.path)}
@@ -41,6 +42,14 @@ def test_the_examples_of_a_page_print_what_it_says(page, eval_example, monkeypat
         except Exception as error:  # pytest cannot show the traceback that pytest-examples makes
             pytest.fail(f"{example}: {error!r}")
     assert [warning.message for warning in recwarn if issubclass(warning.category, UserWarning)] == []
+
+
+def test_the_short_example_of_the_readme_makes_a_buffer():
+    names = {"env": GymEnv("torchrl_her.envs:torchrl_her/PointReach-v0")}
+    exec("from torchrl.data import *; from torchrl_her import *", names)
+    exec(SHORT, names)
+    names["rb"].extend(names["env"].rollout(50))
+    assert names["rb"].sample()["hindsight", "relabelled"].any()
 
 
 @pytest.mark.parametrize("frames", [1_000, pytest.param(4_000, marks=pytest.mark.slow)])
