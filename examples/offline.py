@@ -59,7 +59,6 @@ NOW = "${now:%Y-%m-%d_%H-%M-%S}"
 RUN, SWEEP = f"outputs/offline/${{algorithm}}/${{env}}/{NOW}", f"outputs/offline/multirun/{NOW}"  # folders
 
 Algorithm = Enum("Algorithm", "gcbc gciql hiql")
-Speedup = Enum("Speedup", "none record compile")
 Precision = Enum("Precision", "highest high medium")
 
 
@@ -100,7 +99,7 @@ class Config:
     evaluation: Evaluating = field(default_factory=Evaluating)
     threads: int = 1  # number of PyTorch's threads
     matmul_precision: Precision = Precision.highest  # medium multiplies matrices in bfloat16
-    speedup: Speedup = Speedup.record  # how updates run, see training/record.py
+    record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
     hydra: Any = field(
         default_factory=lambda: {
             "run": {"dir": RUN},
@@ -188,7 +187,7 @@ class TwoValues(nn.Module):
         super().__init__()
         self.first, self.second = (make_layers(config, width, 1, norm=True) for _ in range(2))
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:  # noqa: D102
         return torch.cat([self.first(*inputs), self.second(*inputs)], -1)
 
 
@@ -278,13 +277,9 @@ class HIQLLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Return the losses of transitions ``[batch]``."""
-        return TensorDict(
-            {
-                "loss_value": self.value_loss(tensordict),
-                "loss_high_actor": self.high_actor_loss(tensordict),
-                "loss_low_actor": self.low_actor_loss(tensordict),
-            }
-        )
+        losses = {"loss_value": self.value_loss, "loss_high_actor": self.high_actor_loss}
+        losses["loss_low_actor"] = self.low_actor_loss
+        return TensorDict({name: function(tensordict) for name, function in losses.items()})
 
     def value_loss(self, batch: TensorDictBase) -> Tensor:
         """Return the expectile loss, whose weights come from the target network."""
@@ -371,22 +366,19 @@ class Evaluation:
     """Greedy episodes of each task of an environment of OGBench. All evaluations have the same starts and goals."""
 
     def __init__(self, config: Config):
-        self.envs: list[gymnasium.Env] = []
-        self.tasks: list[int] = []
-        count = cast(Any, gymnasium.make(config.env).unwrapped).num_tasks
-        for task in range(1, count + 1):
-            for _ in range(config.evaluation.episodes):
-                self.envs.append(gymnasium.make(config.env, disable_env_checker=True))
-                self.tasks.append(task)
+        env: Any = gymnasium.make(config.env).unwrapped
+        self.tasks = torch.arange(1, env.num_tasks + 1).repeat(config.evaluation.episodes)
+        self.envs = [gymnasium.make(config.env, disable_env_checker=True) for _ in self.tasks]
 
     @torch.no_grad()
     @set_exploration_type(ExplorationType.DETERMINISTIC)
     def run(self, policy: TensorDictModuleBase) -> dict[str, float]:
-        """Return the share of successful episodes, of all tasks (which are equally many) and of each."""
+        """Return the success rate of all episodes, which is the mean over tasks, and of each task."""
         np.random.seed(EVALUATION_SEED)  # noqa: NPY002
-        resets = [env.reset(seed=i, options={"task_id": self.tasks[i]}) for i, env in enumerate(self.envs)]
-        observation = torch.tensor(np.array([state for state, _ in resets]), dtype=torch.float32)
-        goal = torch.tensor(np.array([info["goal"] for _, info in resets]), dtype=torch.float32)
+        pairs = zip(self.envs, self.tasks.tolist(), strict=True)
+        states, infos = zip(*(env.reset(seed=task, options={"task_id": task}) for env, task in pairs), strict=True)
+        observation = torch.tensor(np.array(states), dtype=torch.float32)
+        goal = torch.tensor(np.array([info["goal"] for info in infos]), dtype=torch.float32)
         success, running = torch.zeros(len(goal)), list(range(len(goal)))
         while running:
             batch = TensorDict({"observation": observation[running], "desired_goal": goal[running]}, len(running))
@@ -397,8 +389,7 @@ class Evaluation:
                 if not (terminated or truncated):
                     still.append(i)
             running = still
-        tasks = torch.tensor(self.tasks)
-        of_tasks = {f"task{task}": float(success[tasks == task].mean()) for task in tasks.unique().tolist()}
+        of_tasks = {f"task{task}": float(success[self.tasks == task].mean()) for task in self.tasks.unique().tolist()}
         return {"success": float(success.mean())} | of_tasks
 
 
@@ -427,8 +418,7 @@ def train(config: Config, folder: Path) -> None:
             target_updater.step()
         return losses.detach()
 
-    if config.speedup != Speedup.none:
-        update = Recorded(update) if config.speedup == Speedup.record else torch.compile(update)
+    run_update = Recorded(update) if config.record else update
     evaluation, logger = Evaluation(config), CSVLogger("logs", log_dir=str(folder))
     bar = tqdm(range(1, config.updates + 1), f"{config.algorithm.name} {config.env}", unit=" updates")
     batches, seconds = list[TensorDictBase](), 0.0
@@ -436,7 +426,7 @@ def train(config: Config, folder: Path) -> None:
         began = time.perf_counter()
         if not batches:
             batches = list(replay_buffer.sample().split(config.batch_size))
-        losses = update(batches.pop())
+        losses = run_update(batches.pop())
         seconds += time.perf_counter() - began
         if step % config.evaluation.interval == 0 or step == config.updates:
             outcome = evaluation.run(policy)
