@@ -274,6 +274,8 @@ class HIQLLoss(LossModule):
         self.convert_to_functional(value_network, "value_network", create_target_params=True)
         self.delay_value = True
         self.gamma, self.expectile, self.alpha = gamma, expectile, alpha
+        self.in_keys = ["observation", "action", "desired_goal", "high_goal", "subgoal", "low_goal"]
+        self.in_keys += [("next", key) for key in ("observation", "reward", "terminated")]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Return the losses of transitions ``[batch]``."""

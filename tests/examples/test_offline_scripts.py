@@ -120,12 +120,16 @@ def make_loss(algorithm, path):
     config = configure(path, f"algorithm={algorithm}", "gamma=0.9")
     torch.manual_seed(0)
     batch = offline.make_replay_buffer(config).sample()[:12]
-    loss, policy = offline.make_loss(config, batch)
-    if algorithm != "gcbc":
-        for name, target in loss.named_buffers():  # the target networks differ from the others, as after updates
-            if name.startswith("target_"):
-                target += 0.1 * torch.randn_like(target)
-    return loss, policy, batch
+    batch = batch.apply(lambda each: each.double() if each.is_floating_point() else each)
+    for key in ("observation", ("next", "observation"), *(key for key in batch.keys() if "goal" in key)):  # noqa: SIM118
+        batch[key] = torch.randn_like(batch[key])  # so that all differ, and values have different signs
+    batch["next", "desired_goal"] = batch["desired_goal"]
+    loss, _ = offline.make_loss(config, batch)
+    loss.double()
+    owners = [name for name, _ in loss.named_children() if name.endswith("params")]
+    for name in owners:  # as after updates; the target networks differ from the others
+        getattr(loss, name).data.apply_(lambda each: each.add_(0.4 * torch.randn_like(each)))
+    return loss, batch
 
 
 def by_rows(module, params, *keys):
@@ -154,7 +158,7 @@ def mean_of(values):
 
 
 def test_gciql_has_the_losses_of_iql_and_an_actor_that_maximizes_values_and_clones(path):
-    loss, _, batch = make_loss("gciql", path)
+    loss, batch = make_loss("gciql", path)
     values = loss(batch)
     inputs = ("observation", "desired_goal")
     policy = by_rows(loss.actor_network.module[0], loss.actor_network_params["module", "0"], *inputs)
@@ -163,7 +167,7 @@ def test_gciql_has_the_losses_of_iql_and_an_actor_that_maximizes_values_and_clon
         [by_rows(loss.qvalue_network, each, *inputs, "action") for each in params.unbind(0)]
         for params in (loss.qvalue_network_params, loss.target_qvalue_network_params)
     )
-    losses, acted, cloned = {"loss_value": [], "loss_qvalue": []}, [], []
+    losses, values_of, cloned = {"loss_value": [], "loss_qvalue": []}, [], []
     for row in batch.unbind(0):
         state, action, goal, actor_goal = map(row.get, ("observation", "action", "desired_goal", "actor_goal"))
         lowest = min(target(state, goal, action)[0] for target in targets)
@@ -171,18 +175,29 @@ def test_gciql_has_the_losses_of_iql_and_an_actor_that_maximizes_values_and_clon
         future = 0.0 if row["next", "terminated"] else value(row["next", "observation"], goal)[0]
         backup = row["next", "reward"].item() + 0.9 * future
         losses["loss_qvalue"].append(sum((critic(state, goal, action)[0] - backup) ** 2 for critic in critics))
-        mean = policy(state, actor_goal)
-        clipped = torch.tensor(mean).clamp(-1, 1)
-        acted.append(min(critic(state, actor_goal, clipped)[0] for critic in critics))
-        cloned.append(log_prob(mean, action.tolist()))
+        mean = torch.tensor(policy(state, actor_goal), dtype=torch.float64)
+        cloned.append(lambda shift, mean=mean, action=action: log_prob((mean + shift).tolist(), action.tolist()))
+        values_of.append(
+            lambda shift, mean=mean, pair=(state, actor_goal): min(
+                critic(*pair, (mean + shift).clamp(-1, 1))[0] for critic in critics
+            )
+        )
     for name, terms in losses.items():
-        assert values[name].item() == pytest.approx(mean_of(terms), rel=1e-4)
-    expected = -mean_of(acted) / mean_of(map(abs, acted)) - 0.003 * mean_of(cloned)
-    assert values["loss_actor"].item() == pytest.approx(expected, rel=1e-4)
+        assert values[name].item() == pytest.approx(mean_of(terms))
+    scale = mean_of(abs(value(0.0)) for value in values_of)
+
+    def actor_loss(shift):  # of the loss with another bias of the last layer; the scale has no gradient
+        return -mean_of(value(shift) for value in values_of) / scale - 0.003 * mean_of(one(shift) for one in cloned)
+
+    assert values["loss_actor"].item() == pytest.approx(actor_loss(0.0))
+    values["loss_actor"].backward()
+    bias = [p for name, p in loss.named_parameters() if name.startswith("actor_network_params") and p.ndim == 1][-1]
+    for i, step in enumerate(1e-5 * torch.eye(2, dtype=torch.float64)):
+        assert bias.grad[i].item() == pytest.approx((actor_loss(step) - actor_loss(-step)) / 2e-5, rel=1e-4)
 
 
 def test_hiql_learns_values_and_clones_both_levels_by_their_advantages(path):
-    loss, _, batch = make_loss("hiql", path)
+    loss, batch = make_loss("hiql", path)
     values = loss(batch)
     inputs = ("observation", "desired_goal")
     value, target = (
@@ -205,16 +220,17 @@ def test_hiql_learns_values_and_clones_both_levels_by_their_advantages(path):
             if level == "high":
                 cloned = log_prob(high(state, goal), represent(state, reached))
             else:
-                cloned = log_prob(low(state, torch.tensor(represent(state, goal))), row["action"].tolist())
+                goal = torch.tensor(represent(state, goal), dtype=torch.float64)
+                cloned = log_prob(low(state, goal), row["action"].tolist())
             losses[f"loss_{level}_actor"].append(-weight * cloned)
     for name, terms in losses.items():
-        assert values[name].item() == pytest.approx(mean_of(terms), rel=1e-4)
-    assert math.hypot(*represent(state, goal)) == pytest.approx(math.sqrt(10), rel=1e-4)
+        assert values[name].item() == pytest.approx(mean_of(terms))
+    assert math.hypot(*goal) == pytest.approx(math.sqrt(10))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_loss_changes_only_its_own_networks(algorithm, path):
-    loss, _, batch = make_loss(algorithm, path)
+    loss, batch = make_loss(algorithm, path)
     owners = {
         "gcbc": {"loss_bc": "actor_network_params"},
         "gciql": {f"loss_{name}": f"{name}_network_params" for name in ("actor", "qvalue", "value")},
@@ -249,10 +265,11 @@ def test_a_short_run_learns_logs_and_saves(algorithm, path, run_script, tmp_path
 
 def test_a_policy_that_knows_the_way_succeeds(path):
     config, maze = configure(path, "evaluation.episodes=2"), offline.gymnasium.make(ENV).unwrapped
-    asked = []
+    asked, visited = [], []
 
     def act(states, goals):
         asked.append(goals)
+        visited.append(states.clone())
         ways = []
         for state, goal in zip(states.numpy(), goals.numpy(), strict=True):
             waypoint, _ = maze.get_oracle_subgoal(state, goal)
@@ -263,6 +280,7 @@ def test_a_policy_that_knows_the_way_succeeds(path):
     evaluation = offline.Evaluation(config)
     assert evaluation.run(policy) == {"success": 1.0} | {f"task{task}": 1.0 for task in range(1, 6)}
     assert len(asked[0]) == 10  # five tasks, two episodes
+    assert (visited[1] - visited[0]).norm(dim=-1).max() < 0.2 * math.sqrt(2) + 0.01  # the actions are clipped
     calls = len(asked)
     evaluation.run(policy)
     assert torch.equal(asked[0], asked[calls])  # the same goals
