@@ -18,7 +18,7 @@ import pointmaze_data
 import offline
 
 ENV, EPISODES, STEPS = "pointmaze-medium-v0", 3, 80
-SMALL = ["batch_size=16", "hidden=[8]", "evaluation.episodes=1"]
+SMALL = ["batch_size=16", "hidden=[8]", "evaluation.episodes=1", "matmul_precision=highest"]
 ALGORITHMS = ["gcbc", "gciql", "hiql"]
 
 
