@@ -88,8 +88,8 @@ class Config:
     seed: int = 0
     env: str = "pointmaze-medium-v0"  # or another one of OGBench
     data: str = "outputs/data/${env}.npz"  # written by: python examples/pointmaze_data.py ENV
-    # OGBench makes a million updates, with batches of 1,024 and hidden layers of 512 units. One core makes 4 of them per
-    # second (HIQL) to 60 (GCBC). With these settings it makes 40 to 470, so 100,000 take an hour at most.
+    # OGBench makes a million updates, with batches of 1,024 and hidden layers of 512 units. One core makes 4 (HIQL) to
+    # 60 (GCBC) of them per second. With these settings it makes 40 to 470, so 100,000 take an hour at most.
     updates: int = 100_000
     batch_size: int = 256
     hidden: list[int] = field(default_factory=lambda: [256, 256, 256])  # units of each hidden layer
