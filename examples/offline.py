@@ -432,7 +432,7 @@ def train(config: Config, folder: Path) -> None:
             for name, value in metrics.items():
                 logger.log_scalar(name, value, step)
             bar.set_postfix(success=f"{outcome['success']:.2f}")
-    torch.save(policy.state_dict(), folder / "policy.pt")
+            torch.save(policy.state_dict(), folder / "policy.pt")
     print(f"{config.updates:,} updates: success {outcome['success']:.2f}. See {folder}/")
 
 
