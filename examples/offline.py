@@ -99,7 +99,6 @@ class Config:
     gciql: GCIQL = field(default_factory=GCIQL)
     hiql: HIQL = field(default_factory=HIQL)
     evaluation: Evaluating = field(default_factory=Evaluating)
-    threads: int = 1  # number of PyTorch's threads
     matmul_precision: Precision = Precision.medium  # multiplies matrices in bfloat16, if the CPU has it
     record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
     hydra: Any = field(
@@ -117,8 +116,8 @@ ConfigStore.instance().store("offline", Config)
 def check(config: DictConfig) -> Config:
     """Return the settings as a dataclass, or exit if they cannot work."""
     for name in ("updates", "batch_size", "evaluation.interval", "evaluation.episodes"):
-        if OmegaConf.select(config, name) < 1:
-            raise SystemExit(f"{name}={OmegaConf.select(config, name)} must be 1 or more.")
+        if (number := OmegaConf.select(config, name)) < 1:
+            raise SystemExit(f"{name}={number} must be 1 or more.")
     if not Path(config.data).is_file():
         raise SystemExit(f"There is no file {config.data}: run python examples/pointmaze_data.py {config.env}")
     return cast(Config, OmegaConf.to_object(config))
@@ -127,7 +126,27 @@ def check(config: DictConfig) -> Config:
 # Data
 
 
-def make_replay_buffer(config: Config) -> TensorDictReplayBuffer:
+class Normalize(nn.Module):
+    """Maps states ``[*batch, n]`` to features with mean 0 and standard deviation 1 in the data, ``[N, n]``."""
+
+    def __init__(self, data: Tensor):
+        super().__init__()
+        self.mean, self.std = nn.Buffer(data.mean(0)), nn.Buffer(data.std(0))
+
+    def forward(self, states: Tensor) -> Tensor:  # noqa: D102
+        return (states - self.mean) / self.std
+
+
+def load_data(config: Config) -> tuple[TensorDict, Normalize]:
+    """Return transitions with normalized states (which OGBench does not have), and the module that normalizes."""
+    data = load_ogbench(config.data)
+    normalize = Normalize(data["observation"])
+    for key in ("observation", ("next", "observation")):
+        data[key] = normalize(data[key])
+    return data, normalize
+
+
+def make_replay_buffer(config: Config, data: TensorDict) -> TensorDictReplayBuffer:
     """Make a buffer whose samples have a goal of the values, ``desired_goal``, and the goals of the policies."""
     later, values = Future(own=False), Mixture({Current(): 0.2, Geometric(config.gamma): 0.5, Random(): 0.3})
     steps = config.hiql.subgoal_steps
@@ -141,14 +160,8 @@ def make_replay_buffer(config: Config) -> TensorDictReplayBuffer:
             "low_goal": Subgoal(steps, limit=None),  # of the policy that selects actions
         },
     }
-    data = load_ogbench(config.data)
-    her = HERTransform(
-        ReachedReward(),
-        strategy=strategies[config.algorithm],
-        her_ratio=1.0,
-        capacity=len(data),
-        keys=HERKeys(achieved_goal="observation"),
-    )
+    strategy, keys = strategies[config.algorithm], HERKeys(achieved_goal="observation")
+    her = HERTransform(ReachedReward(), strategy=strategy, her_ratio=1.0, capacity=len(data), keys=keys)
     storage = TensorStorage(her.adopt(data))  # the data itself, not a copy
     return TensorDictReplayBuffer(storage=storage, transform=her, batch_size=AT_ONCE * config.batch_size)
 
@@ -200,14 +213,7 @@ class GCIQLLoss(IQLLoss):
     """The losses of IQL, with DDPG+BC as that of the actor.
 
     The goals of the values are ``"desired_goal"``, those of the actor ``"actor_goal"``. The actor maximizes the value
-    of its mean action and the likelihood of the action in the data.
-
-    Args:
-        *args: the actor, the critic Q(s, a, g) and the value V(s, g).
-
-    Keyword Args:
-        alpha (float): the weight of the likelihood.
-        **kwargs: those of IQLLoss.
+    of its mean action and, with the weight ``alpha``, the likelihood of the action in the data.
     """
 
     def __init__(self, *args: Any, alpha: float, **kwargs: Any):
@@ -261,14 +267,7 @@ class HIQLLoss(LossModule):
     target_value_network_params: TensorDictParams
 
     def __init__(
-        self,
-        high_actor: ProbabilisticActor,
-        low_actor: ProbabilisticActor,
-        value_network: TensorDictSequential,
-        *,
-        gamma: float,
-        expectile: float,
-        alpha: float,
+        self, high_actor: Any, low_actor: Any, value_network: Any, *, gamma: float, expectile: float, alpha: float
     ):
         super().__init__()
         self.convert_to_functional(high_actor, "high_actor")
@@ -280,9 +279,11 @@ class HIQLLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Return the losses of transitions ``[batch]``."""
-        losses = {"loss_value": self.value_loss, "loss_high_actor": self.high_actor_loss}
-        losses["loss_low_actor"] = self.low_actor_loss
-        return TensorDict({name: function(tensordict) for name, function in losses.items()})
+        actors = {
+            "loss_high_actor": self.high_actor_loss(tensordict),
+            "loss_low_actor": self.low_actor_loss(tensordict),
+        }
+        return TensorDict({"loss_value": self.value_loss(tensordict)} | actors)
 
     def value_loss(self, batch: TensorDictBase) -> Tensor:
         """Return the expectile loss, whose weights come from the target network."""
@@ -395,12 +396,15 @@ class Evaluation:
 
 def train(config: Config, folder: Path) -> None:
     """Train an agent, and write logs and the policy into a folder."""
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(1)
     torch.set_float32_matmul_precision(config.matmul_precision.name)
     torch.manual_seed(config.seed)
-    replay_buffer = make_replay_buffer(config)
+    data, normalize = load_data(config)
+    replay_buffer = make_replay_buffer(config, data)
     replay_buffer.set_rng(torch.Generator().manual_seed(config.seed))
-    loss, policy = make_loss(config, replay_buffer.sample())
+    loss, normalized_policy = make_loss(config, replay_buffer.sample())
+    inputs = [TensorDictModule(normalize, [key], [key]) for key in ("observation", "desired_goal")]
+    policy = TensorDictSequential(*inputs, normalized_policy)
     target_updater = None if config.algorithm == Algorithm.gcbc else SoftUpdate(loss, tau=config.tau)
     # No loss has gradients for the networks of another loss.
     parameters = [each for each in loss.parameters() if each.requires_grad]
@@ -420,16 +424,15 @@ def train(config: Config, folder: Path) -> None:
     bar = tqdm(range(1, config.updates + 1), f"{config.algorithm.name} {config.env}", unit=" updates")
     batches, seconds = list[TensorDictBase](), 0.0
     for step in bar:
-        began = time.perf_counter()
+        began = time.process_time()
         if not batches:
             batches = list(replay_buffer.sample().split(config.batch_size))
         losses = run_update(batches.pop())
-        seconds += time.perf_counter() - began
+        seconds += time.process_time() - began
         if step % config.evaluation.interval == 0 or step == config.updates:
             outcome = evaluation.run(policy)
-            metrics = {f"train/{name}": float(value) for name, value in losses.items()}
-            metrics |= {f"evaluation/{name}": value for name, value in outcome.items()} | {"train/seconds": seconds}
-            for name, value in metrics.items():
+            metrics = {f"evaluation/{name}": value for name, value in outcome.items()} | {"train/cpu_seconds": seconds}
+            for name, value in (metrics | {f"train/{name}": float(value) for name, value in losses.items()}).items():
                 logger.log_scalar(name, value, step)
             bar.set_postfix(success=f"{outcome['success']:.2f}")
             torch.save(policy.state_dict(), folder / "policy.pt")

@@ -76,6 +76,14 @@ def test_a_corridor_has_walls_on_opposite_sides():
 # Goals
 
 
+def test_states_are_normalized(path):
+    raw, (data, normalize) = load_ogbench(path), offline.load_data(configure(path))
+    assert data["observation"].mean(0).abs().max() < 1e-4
+    assert data["observation"].std(0).tolist() == pytest.approx([1, 1], abs=1e-4)
+    for key in ("observation", ("next", "observation")):
+        assert torch.equal(data[key], normalize(raw[key]))
+
+
 def configure(path, *overrides):
     ConfigStore.instance().store("offline", offline.Config)  # a script that ran as __main__ has stored its own
     return offline.check(compose_settings("offline", f"data={path}", *SMALL, *overrides))
@@ -91,8 +99,9 @@ def locate(states, goals):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_values_and_policies_have_goals_of_their_own(algorithm, path):
     torch.manual_seed(0)
-    data = load_ogbench(path)
-    batch = offline.make_replay_buffer(configure(path, f"algorithm={algorithm}", "batch_size=125")).sample()
+    config = configure(path, f"algorithm={algorithm}", "batch_size=125")
+    data, _ = offline.load_data(config)
+    batch = offline.make_replay_buffer(config, data).sample()
     row, outcomes = locate(data["observation"], batch["observation"]), data["next", "observation"]
     end = (row // (STEPS - 1) + 1) * (STEPS - 1) - 1  # the last transition of the episode
     goals = {key: locate(outcomes, batch[key]) for key in batch.keys() if "goal" in key}  # noqa: SIM118
@@ -119,7 +128,7 @@ def test_values_and_policies_have_goals_of_their_own(algorithm, path):
 def make_loss(algorithm, path):
     config = configure(path, f"algorithm={algorithm}", "gamma=0.9")
     torch.manual_seed(0)
-    batch = offline.make_replay_buffer(config).sample()[:12]
+    batch = offline.make_replay_buffer(config, offline.load_data(config)[0]).sample()[:12]
     batch = batch.apply(lambda each: each.double() if each.is_floating_point() else each)
     for key in ("observation", ("next", "observation"), *(key for key in batch.keys() if "goal" in key)):  # noqa: SIM118
         batch[key] = torch.randn_like(batch[key])  # so that all differ, and values have different signs
@@ -260,7 +269,8 @@ def test_a_short_run_learns_logs_and_saves(algorithm, path, run_script, tmp_path
     success = np.loadtxt(logs / "evaluation" / "success.csv", delimiter=",")
     assert success[:, 0].tolist() == [10, 20]
     assert success[:, 1] == pytest.approx(np.mean(tasks, axis=0)[:, 1])
-    assert torch.load(tmp_path / "run" / "policy.pt")
+    saved = torch.load(tmp_path / "run" / "policy.pt")
+    assert any(key.endswith("mean") for key in saved)  # it reads raw states
 
 
 def test_a_policy_that_knows_the_way_succeeds(path):
