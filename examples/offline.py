@@ -1,0 +1,448 @@
+"""Goal-conditioned learning from data alone: behavioural cloning, GCIQL and HIQL, as in OGBench.
+
+The algorithms, goals and hyperparameters are those of OGBench (Park et al. 2024, arXiv:2410.20092). GCBC clones the
+actions that led to a goal. GCIQL learns values with implicit Q-learning (Kostrikov et al. 2021, arXiv:2110.06169). HIQL
+(Park et al. 2023, arXiv:2307.11949) also learns a policy that selects subgoals. Each sampled transition has a goal for
+the values and others for the policies, all from one ``HERTransform``. Only evaluations use the simulator::
+
+    python examples/pointmaze_data.py
+    python examples/offline.py algorithm=hiql
+    python examples/offline.py --multirun algorithm=gcbc,gciql,hiql seed=1,2,3
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+import gymnasium
+import hydra
+import numpy as np
+import ogbench  # noqa: F401  # registers the environments
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict, TensorDictBase, TensorDictParams
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.data import TensorDictReplayBuffer, TensorStorage
+from torchrl.envs import ExplorationType, set_exploration_type
+from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.objectives import BCLoss, IQLLoss, LossModule, SoftUpdate
+from torchrl.record import CSVLogger
+from tqdm import tqdm
+from training.record import Recorded
+
+from torchrl_her import (
+    Current,
+    Future,
+    Geometric,
+    HERKeys,
+    HERTransform,
+    Mixture,
+    Random,
+    ReachedReward,
+    Subgoal,
+    load_ogbench,
+)
+
+# Configuration
+
+EVALUATION_SEED = 1_000_000  # of NumPy, from which the environments draw starts and goals
+AT_ONCE = 16  # batches sampled in one call, which is faster
+NOW = "${now:%Y-%m-%d_%H-%M-%S}"
+RUN, SWEEP = f"outputs/offline/${{algorithm}}/${{env}}/{NOW}", f"outputs/offline/multirun/{NOW}"  # folders
+
+Algorithm = Enum("Algorithm", "gcbc gciql hiql")
+Precision = Enum("Precision", "highest high medium")
+
+
+@dataclass
+class GCIQL:
+    expectile: float = 0.9
+    alpha: float = 0.003  # weight of behavioural cloning in the loss of the actor
+
+
+@dataclass
+class HIQL:
+    expectile: float = 0.7
+    alpha: float = 3.0  # inverse temperature of both policies: 0 is behavioural cloning
+    subgoal_steps: int = 25
+    representation: int = 10  # features of a subgoal
+
+
+@dataclass
+class Evaluating:
+    interval: int = 10_000  # updates
+    episodes: int = 20  # of each of the five tasks
+
+
+@dataclass
+class Config:
+    algorithm: Algorithm = Algorithm.gciql
+    seed: int = 0
+    env: str = "pointmaze-medium-v0"  # or another one of OGBench
+    data: str = "outputs/data/${env}.npz"  # written by: python examples/pointmaze_data.py ENV
+    # OGBench makes a million updates, with batches of 1,024 and hidden layers of 512 units. One core makes 4 (HIQL) to
+    # 60 (GCBC) of them per second. With these settings it makes 40 to 470, so 100,000 take an hour at most.
+    updates: int = 100_000
+    batch_size: int = 256
+    hidden: list[int] = field(default_factory=lambda: [256, 256, 256])  # units of each hidden layer
+    learning_rate: float = 3e-4
+    gamma: float = 0.99  # also for the geometric goals
+    tau: float = 0.005  # step of the target networks' soft update
+    gciql: GCIQL = field(default_factory=GCIQL)
+    hiql: HIQL = field(default_factory=HIQL)
+    evaluation: Evaluating = field(default_factory=Evaluating)
+    matmul_precision: Precision = Precision.medium  # multiplies matrices in bfloat16, if the CPU has it
+    record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
+    hydra: Any = field(
+        default_factory=lambda: {
+            "run": {"dir": RUN},
+            "sweep": {"dir": SWEEP},
+            "callbacks": {"folder": {"_target_": "training.start.FolderOfRun"}},
+        }
+    )
+
+
+ConfigStore.instance().store("offline", Config)
+
+
+def check(config: DictConfig) -> Config:
+    """Return the settings as a dataclass, or exit if they cannot work."""
+    for name in ("updates", "batch_size", "evaluation.interval", "evaluation.episodes"):
+        if (number := OmegaConf.select(config, name)) < 1:
+            raise SystemExit(f"{name}={number} must be 1 or more.")
+    if not Path(config.data).is_file():
+        raise SystemExit(f"There is no file {config.data}: run python examples/pointmaze_data.py {config.env}")
+    return cast(Config, OmegaConf.to_object(config))
+
+
+# Data
+
+
+class Normalize(nn.Module):
+    """Maps states ``[*batch, n]`` to features with mean 0 and standard deviation 1 in the data, ``[N, n]``."""
+
+    def __init__(self, data: Tensor):
+        super().__init__()
+        self.mean, self.std = nn.Buffer(data.mean(0)), nn.Buffer(data.std(0))
+
+    def forward(self, states: Tensor) -> Tensor:  # noqa: D102
+        return (states - self.mean) / self.std
+
+
+def load_data(config: Config) -> tuple[TensorDict, Normalize]:
+    """Return transitions with normalized states (which OGBench does not have), and the module that normalizes."""
+    data = load_ogbench(config.data)
+    normalize = Normalize(data["observation"])
+    for key in ("observation", ("next", "observation")):
+        data[key] = normalize(data[key])
+    return data, normalize
+
+
+def make_replay_buffer(config: Config, data: TensorDict) -> TensorDictReplayBuffer:
+    """Make a buffer whose samples have a goal of the values, ``desired_goal``, and the goals of the policies."""
+    later, values = Future(own=False), Mixture({Current(): 0.2, Geometric(config.gamma): 0.5, Random(): 0.3})
+    steps = config.hiql.subgoal_steps
+    strategies: dict[Algorithm, dict[Any, Any]] = {
+        Algorithm.gcbc: {"desired_goal": later},
+        Algorithm.gciql: {"desired_goal": values, "actor_goal": later},
+        Algorithm.hiql: {
+            "desired_goal": values,
+            "high_goal": later,  # of the policy that selects subgoals
+            "subgoal": Subgoal(steps, limit="high_goal"),  # which it learns to select
+            "low_goal": Subgoal(steps, limit=None),  # of the policy that selects actions
+        },
+    }
+    strategy, keys = strategies[config.algorithm], HERKeys(achieved_goal="observation")
+    her = HERTransform(ReachedReward(), strategy=strategy, her_ratio=1.0, capacity=len(data), keys=keys)
+    storage = TensorStorage(her.adopt(data))  # the data itself, not a copy
+    return TensorDictReplayBuffer(storage=storage, transform=her, batch_size=AT_ONCE * config.batch_size)
+
+
+# Networks
+
+
+def make_layers(config: Config, inputs: int, outputs: int, *, norm: bool) -> MLP:
+    """Make a network. Those of values normalize each hidden layer."""
+    options: dict[str, Any] = {"num_cells": config.hidden, "activation_class": nn.GELU}
+    if norm:
+        options["norm_class"] = nn.LayerNorm
+        options["norm_kwargs"] = [{"normalized_shape": units} for units in config.hidden]
+    return MLP(inputs, outputs, **options)
+
+
+def make_actor(config: Config, sizes: dict[str, int], output: str, size: int) -> ProbabilisticActor:
+    """Make a normal policy with standard deviation 1, which reads the entries in ``sizes`` and writes ``output``."""
+    means = make_layers(config, sum(sizes.values()), size, norm=False)
+    return ProbabilisticActor(
+        TensorDictModule(means, [*sizes], ["loc"]),
+        in_keys=["loc"],
+        out_keys=[output],
+        distribution_class=IndependentNormal,
+        distribution_kwargs={"scale": 1.0, "validate_args": False},
+    )
+
+
+def scale(features: Tensor) -> Tensor:
+    """Return features ``[*batch, n]`` of length √n in the same direction."""
+    return nn.functional.normalize(features, dim=-1) * math.sqrt(features.shape[-1])
+
+
+class TwoValues(nn.Module):
+    """Two independent values ``[*batch, 2]`` of concatenated inputs."""
+
+    def __init__(self, config: Config, width: int):
+        super().__init__()
+        self.first, self.second = (make_layers(config, width, 1, norm=True) for _ in range(2))
+
+    def forward(self, *inputs: Tensor) -> Tensor:  # noqa: D102
+        return torch.cat([self.first(*inputs), self.second(*inputs)], -1)
+
+
+# Losses
+
+
+class GCIQLLoss(IQLLoss):
+    """The losses of IQL, with DDPG+BC as that of the actor.
+
+    The goals of the values are ``"desired_goal"``, those of the actor ``"actor_goal"``. The actor maximizes the value
+    of its mean action and, with the weight ``alpha``, the likelihood of the action in the data.
+    """
+
+    def __init__(self, *args: Any, alpha: float, **kwargs: Any):
+        super().__init__(*args, loss_function="l2", deactivate_vmap=True, **kwargs)
+        self.alpha = alpha
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Return the losses of transitions ``[batch]``."""
+        functions = {"loss_actor": self.actor_loss, "loss_qvalue": self.qvalue_loss, "loss_value": self.value_loss}
+        return TensorDict({name: function(tensordict)[0] for name, function in functions.items()})
+
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict]:
+        """Return the loss of the actor, and no metadata."""
+        batch = tensordict.select("observation", "action").set("desired_goal", tensordict["actor_goal"])
+        with self.actor_network_params.to_module(self.actor_network):
+            policy = self.actor_network.get_dist(batch)
+        acting, values = batch.copy().set("action", policy.mean.clamp(-1, 1)), []
+        for params in self.qvalue_network_params.data.unbind(0):  # the actor does not change the critics
+            with params.to_module(self.qvalue_network):
+                values.append(self.qvalue_network(acting.copy())["state_action_value"])
+        value = torch.minimum(*values)
+        cloning = -policy.log_prob(batch["action"]).mean()
+        return self.alpha * cloning - value.mean() / value.abs().mean().detach(), {}
+
+
+class HIQLLoss(LossModule):
+    """The losses of HIQL: two values V(s, φ(s, g)), a policy that selects φ of a subgoal, and one of actions.
+
+    Reads ``"observation"``, ``"action"``, ``("next", "observation")``, ``("next", "reward")``, ``("next",
+    "terminated")`` and the goals ``"desired_goal"`` (of the values), ``"high_goal"``, ``"subgoal"`` and ``"low_goal"``.
+
+    Args:
+        high_actor (ProbabilisticActor): reads ``"observation"`` and ``"desired_goal"``, selects a representation φ.
+        low_actor (ProbabilisticActor): reads ``"observation"`` and ``"representation"``, selects an action.
+        value_network (TensorDictSequential): writes ``"representation"``, then ``"state_value"``, ``[*batch, 2]``.
+
+    Keyword Args:
+        gamma (float): the discount.
+        expectile (float): the expectile of the values, more than 0.5 for optimistic ones.
+        alpha (float): the inverse temperature of the advantages that weight the actions.
+    """
+
+    high_actor: ProbabilisticActor
+    low_actor: ProbabilisticActor
+    value_network: TensorDictSequential
+    high_actor_params: TensorDictParams
+    low_actor_params: TensorDictParams
+    value_network_params: TensorDictParams
+    target_high_actor_params: TensorDictParams  # unused, but every LossModule has them
+    target_low_actor_params: TensorDictParams
+    target_value_network_params: TensorDictParams
+
+    def __init__(
+        self, high_actor: Any, low_actor: Any, value_network: Any, *, gamma: float, expectile: float, alpha: float
+    ):
+        super().__init__()
+        self.convert_to_functional(high_actor, "high_actor")
+        self.convert_to_functional(low_actor, "low_actor")
+        self.convert_to_functional(value_network, "value_network", create_target_params=True)
+        self.delay_value = True
+        self.gamma, self.expectile, self.alpha = gamma, expectile, alpha
+        self.in_keys = ["observation", "action", "desired_goal", "high_goal", "subgoal", "low_goal", "next"]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Return the losses of transitions ``[batch]``."""
+        actors = {
+            "loss_high_actor": self.high_actor_loss(tensordict),
+            "loss_low_actor": self.low_actor_loss(tensordict),
+        }
+        return TensorDict({"loss_value": self.value_loss(tensordict)} | actors)
+
+    def value_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the expectile loss, whose weights come from the target network."""
+        goal, target = batch["desired_goal"], self.target_value_network_params
+        continues = ~batch["next", "terminated"]
+        future = self._evaluate(batch["next", "observation"], goal, target)["state_value"]
+        targets = batch["next", "reward"] + self.gamma * continues * future  # [batch, 2]
+        present = self._evaluate(batch["observation"], goal, target)["state_value"].mean(-1, keepdim=True)
+        optimistic = targets.min(-1, keepdim=True).values >= present
+        weight = torch.where(optimistic, self.expectile, 1 - self.expectile)
+        values = self._evaluate(batch["observation"], goal, self.value_network_params)["state_value"]
+        return (weight * (targets - values).square()).sum(-1).mean()
+
+    def high_actor_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the loss of the policy that selects the representation of a subgoal on the way to a goal."""
+        state, goal, subgoal, fixed = *map(batch.get, ("observation", "high_goal", "subgoal")), self._fixed
+        before, after = self._evaluate(state, goal, fixed), self._evaluate(subgoal, goal, fixed)
+        with fixed.to_module(self.value_network):
+            selected = self.value_network[0](TensorDict({"observation": state, "desired_goal": subgoal}, len(state)))
+        with self.high_actor_params.to_module(self.high_actor):
+            policy = self.high_actor.get_dist(TensorDict({"observation": state, "desired_goal": goal}, len(state)))
+        return self._weighted_cloning(policy.log_prob(selected["representation"]), before, after)
+
+    def low_actor_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the loss of the policy that selects an action on the way to a subgoal."""
+        state, goal, fixed = batch["observation"], batch["low_goal"], self._fixed
+        before, after = self._evaluate(state, goal, fixed), self._evaluate(batch["next", "observation"], goal, fixed)
+        with self.low_actor_params.to_module(self.low_actor):
+            policy = self.low_actor.get_dist(before.select("observation", "representation"))
+        return self._weighted_cloning(policy.log_prob(batch["action"]), before, after)
+
+    @property
+    def _fixed(self) -> Any:
+        """The parameters of the values, without gradients: the policies do not change them."""
+        return self.value_network_params.data
+
+    def _evaluate(self, observation: Tensor, goal: Tensor, params: Any) -> TensorDict:
+        """Return the representation of goals and both values, of states ``[batch, n]``."""
+        with params.to_module(self.value_network):
+            return self.value_network(TensorDict({"observation": observation, "desired_goal": goal}, len(goal)))
+
+    def _weighted_cloning(self, log_prob: Tensor, before: TensorDict, after: TensorDict) -> Tensor:
+        """Return the loss of advantage-weighted regression."""
+        advantage = (after["state_value"] - before["state_value"]).mean(-1)
+        return -((self.alpha * advantage).exp().clamp(max=100.0) * log_prob).mean()
+
+
+def make_loss(config: Config, batch: TensorDictBase) -> tuple[LossModule, TensorDictModuleBase]:
+    """Make the loss, and the policy that selects actions by its networks, for samples like ``batch``."""
+    sizes = {key: batch[key].shape[-1] for key in ("observation", "desired_goal")}
+    width, actions = sum(sizes.values()), batch["action"].shape[-1]
+    if config.algorithm == Algorithm.hiql:
+        features = config.hiql.representation
+        encoder = TensorDictModule(make_layers(config, width, features, norm=True), [*sizes], ["representation"])
+        scaled = TensorDictModule(scale, ["representation"], ["representation"])
+        high_actor = make_actor(config, sizes, "representation", features)
+        inputs = {"observation": sizes["observation"], "representation": features}
+        low_actor = make_actor(config, inputs, "action", actions)
+        values = TensorDictModule(TwoValues(config, sum(inputs.values())), [*inputs], ["state_value"])
+        networks = high_actor, low_actor, TensorDictSequential(TensorDictSequential(encoder, scaled), values)
+        options = {"gamma": config.gamma, "expectile": config.hiql.expectile, "alpha": config.hiql.alpha}
+        loss: LossModule = HIQLLoss(*networks, **options)
+        return loss, TensorDictSequential(high_actor, scaled, low_actor)
+    actor = make_actor(config, sizes, "action", actions)
+    if config.algorithm == Algorithm.gcbc:
+        return BCLoss(actor), actor
+    critic = ValueOperator(make_layers(config, width + actions, 1, norm=True), in_keys=[*sizes, "action"])
+    value = ValueOperator(make_layers(config, width, 1, norm=True), in_keys=[*sizes])
+    loss = GCIQLLoss(actor, critic, value, expectile=config.gciql.expectile, alpha=config.gciql.alpha)
+    loss.make_value_estimator(gamma=config.gamma)
+    return loss, actor
+
+
+# Evaluation
+
+
+class Evaluation:
+    """Greedy episodes of each task of an environment of OGBench. All evaluations have the same starts and goals."""
+
+    def __init__(self, config: Config):
+        env: Any = gymnasium.make(config.env).unwrapped
+        self.tasks = torch.arange(1, env.num_tasks + 1).repeat(config.evaluation.episodes)
+        self.envs = [gymnasium.make(config.env, disable_env_checker=True) for _ in self.tasks]
+
+    @torch.no_grad()
+    @set_exploration_type(ExplorationType.DETERMINISTIC)
+    def run(self, policy: TensorDictModuleBase) -> dict[str, float]:
+        """Return the success rate of all episodes, which is the mean over tasks, and of each task."""
+        np.random.seed(EVALUATION_SEED)  # noqa: NPY002
+        pairs = zip(self.envs, self.tasks.tolist(), strict=True)
+        states, infos = zip(*(env.reset(seed=task, options={"task_id": task}) for env, task in pairs), strict=True)
+        observation = torch.tensor(np.array(states), dtype=torch.float32)
+        goal = torch.tensor(np.array([info["goal"] for info in infos]), dtype=torch.float32)
+        success, running = torch.zeros(len(goal)), list(range(len(goal)))
+        while running:
+            batch = TensorDict({"observation": observation[running], "desired_goal": goal[running]}, len(running))
+            actions, still = policy(batch)["action"].clamp(-1, 1).numpy(), []
+            for i, action in zip(running, actions, strict=True):
+                state, _, terminated, truncated, info = self.envs[i].step(action)
+                observation[i], success[i] = torch.from_numpy(state), info["success"]
+                if not (terminated or truncated):
+                    still.append(i)
+            running = still
+        of_tasks = {f"task{task}": float(success[self.tasks == task].mean()) for task in self.tasks.unique().tolist()}
+        return {"success": float(success.mean())} | of_tasks
+
+
+# Update and loop
+
+
+def train(config: Config, folder: Path) -> None:
+    """Train an agent, and write logs and the policy into a folder."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(config.matmul_precision.name)
+    torch.manual_seed(config.seed)
+    data, normalize = load_data(config)
+    replay_buffer = make_replay_buffer(config, data)
+    replay_buffer.set_rng(torch.Generator().manual_seed(config.seed))
+    loss, normalized_policy = make_loss(config, replay_buffer.sample())
+    inputs = [TensorDictModule(normalize, [key], [key]) for key in ("observation", "desired_goal")]
+    policy = TensorDictSequential(*inputs, normalized_policy)
+    target_updater = None if config.algorithm == Algorithm.gcbc else SoftUpdate(loss, tau=config.tau)
+    # No loss has gradients for the networks of another loss.
+    parameters = [each for each in loss.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(parameters, config.learning_rate, fused=True)
+
+    def update(batch: TensorDictBase) -> TensorDict:
+        losses = loss(batch)
+        sum(losses.values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if target_updater is not None:
+            target_updater.step()
+        return losses.detach()
+
+    run_update = Recorded(update) if config.record else update
+    evaluation, logger = Evaluation(config), CSVLogger("logs", log_dir=str(folder))
+    bar = tqdm(range(1, config.updates + 1), f"{config.algorithm.name} {config.env}", unit=" updates")
+    batches, seconds = list[TensorDictBase](), 0.0
+    for step in bar:
+        began = time.process_time()
+        if not batches:
+            batches = list(replay_buffer.sample().split(config.batch_size))
+        losses = run_update(batches.pop())
+        seconds += time.process_time() - began
+        if step % config.evaluation.interval == 0 or step == config.updates:
+            outcome = evaluation.run(policy)
+            metrics = {f"evaluation/{name}": value for name, value in outcome.items()} | {"train/cpu_seconds": seconds}
+            for name, value in (metrics | {f"train/{name}": float(value) for name, value in losses.items()}).items():
+                logger.log_scalar(name, value, step)
+            bar.set_postfix(success=f"{outcome['success']:.2f}")
+            torch.save(policy.state_dict(), folder / "policy.pt")
+    print(f"{config.updates:,} updates: success {outcome['success']:.2f}. See {folder}/")
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="offline")
+def main(config: DictConfig) -> None:
+    train(check(config), Path(HydraConfig.get().runtime.output_dir))
+
+
+if __name__ == "__main__":
+    main()
