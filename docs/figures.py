@@ -492,6 +492,19 @@ def draw_strategies(path: Path) -> None:
     save(figure, path)
 
 
+def draw_both_ways(path: Path) -> None:
+    """Draw the success with both transforms on three tasks."""
+    colours = {"HERTransform": BLUE, "HindsightAugmentation": VERMILION}
+    tasks = "BitFlipping, DQN", "BitFlipping, prioritized DQN", "PointReach, DDPG"
+    figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 3.0), layout="constrained", sharey=True)
+    for axes, task in zip(panels, tasks, strict=True):
+        draw_curves(axes, {name: curve("both_ways", name, task) for name in colours}, colours, 1000)
+        axes.set(title=task.replace(", ", "\n"), xlabel="environment steps [thousands]")
+    panels[0].set_ylabel("success rate")
+    legend(figure, panels[0], 2)
+    save(figure, path)
+
+
 def draw_one(path: Path, title: str, lines: dict[str, str], unit: int) -> None:
     """Draw the success of a single task."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
@@ -592,6 +605,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "learning.png": draw_learning,
     "point_maze.png": draw_point_maze,
     "strategies.png": draw_strategies,
+    "both_ways.png": draw_both_ways,
     "success.png": draw_success,
     "bit_flipping_50.png": draw_bit_flipping,
     "sampling.png": draw_sampling,

@@ -10,17 +10,10 @@ from support.pages import DOCS
 TEXTS = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "examples" / "README.md"]
 PICTURES = sorted(path.name for path in (DOCS / "images").iterdir())
 
-RESULTS = [
-    "fetch",
-    "movement",
-    "learning",
-    "point_maze",
-    "strategies",
-    "success",
-    "bit_flipping_50",
-    "sampling",
-    "memory",
-]
+RESULTS = (
+    *("fetch", "movement", "learning", "point_maze", "strategies", "both_ways"),
+    *("success", "bit_flipping_50", "sampling", "memory"),
+)
 
 
 @pytest.fixture(scope="module")
