@@ -27,7 +27,12 @@ def cells(heading):
     """Return the cells of a table as ``(storage, column, "yes" or "no")``."""
     section = (DOCS / "buffers.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line.replace("`", "").strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return [(name, column, cell) for name, *rest in lines[1:] for column, cell in zip(lines[0][1:], rest, strict=True)]
+    return [
+        (name, column, cell)
+        for names, *rest in lines[1:]
+        for name in names.split("; ")
+        for column, cell in zip(lines[0][1:], rest, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("storage", "sampler", "works"), cells("Storages and samplers"))
