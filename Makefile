@@ -4,7 +4,7 @@ SEEDS ?= 1
 PYTEST ?=  # more arguments of pytest, for example --cov
 BIN := .venv/bin
 
-.PHONY: install demo test test-slow test-newest mutants bench lint format docs docs-serve dist clean
+.PHONY: install demo test test-slow test-newest mutants bench lint format docs docs-serve notebooks dist clean
 
 install: .venv/.dev
 demo: .venv/.dev
@@ -31,6 +31,8 @@ docs: .venv/.docs  # into site/; warnings and broken links are errors
 	CHECK_LINKS=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 docs-serve: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+notebooks: .venv/.dev  # the tutorials, into site/notebooks/
+	$(BIN)/python docs/notebooks.py
 dist: .venv/.dev
 	rm -rf dist
 	$(BIN)/python -m build --quiet

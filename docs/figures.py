@@ -574,6 +574,8 @@ def draw_memory(path: Path) -> None:
 
 def draw_tutorials(path: Path) -> None:
     """Run the code of the tutorials, which writes pictures into the current folder."""
+    plt.rcdefaults()
+    torch.set_num_threads(1)
     pages = sorted((Path(__file__).parent / "tutorials").glob("*.md"))
     before = Path.cwd()
     for page in pages:
