@@ -4,7 +4,8 @@ SEEDS ?= 1
 PYTEST ?=  # more arguments of pytest, for example --cov
 BIN := .venv/bin
 
-.PHONY: install demo test test-slow test-newest mutants bench lint format docs docs-check docs-pictures docs-serve dist clean
+.PHONY: install demo test test-slow test-newest mutants bench lint format docs docs-check docs-pictures docs-serve
+.PHONY: notebooks dist clean
 
 install: .venv/.dev
 demo: .venv/.dev
@@ -35,6 +36,8 @@ docs-pictures: docs  # of all pages, on wide and narrow screens, light and dark
 	$(BIN)/python docs/browser.py site --pictures site/pictures
 docs-serve: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+notebooks: .venv/.dev  # the tutorials, into site/notebooks/
+	$(BIN)/python docs/notebooks.py
 dist: .venv/.dev
 	rm -rf dist
 	$(BIN)/python -m build --quiet

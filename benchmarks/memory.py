@@ -1,6 +1,6 @@
 """Memory of transitions and goals, with and without hindsight.
 
-    python benchmarks/memory.py --figure memory.png
+    python benchmarks/memory.py
 
 Prints the tables of ``docs/reference/results/memory.md``, except for adopted data sets.
 
@@ -41,7 +41,7 @@ CHUNK = ENVS * STEPS + STRAYS * STRAY_STEPS
 TOLERANCE = 8.0  # MiB by which the memory of a process varies
 MIB = 2**20
 SCRIPTS = {"BitFlipping, 15 bits": "dqn", "PointReach": "ddpg"}
-COLOURS = {"with hindsight": "#0072B2", "without": "#000000"}  # blue and black of Okabe and Ito
+BUFFERS = "with hindsight", "without"
 
 Measured = list[tuple[int, float]]  # transitions written, MiB
 
@@ -147,36 +147,18 @@ def at(measured: Measured, millions: float) -> float:
     return float(np.median([mib for count, mib in measured if abs(count / 1e6 - millions) <= 0.05]))
 
 
-def draw(results: dict[str, Measured], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(6.5, 3.8), layout="constrained")
-    for name, measured in results.items():
-        counts, mib = np.array(measured).T
-        panel.plot(counts / 1e6, mib, color=COLOURS[name], label=name)
-    panel.set(xlabel="transitions written, millions", ylabel="memory beyond the libraries, MiB", ylim=(0, None))
-    panel.set_title(f"A buffer of {SIZE:,} transitions")
-    panel.grid(axis="y", alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, default=10, help="transitions to write, in millions, at least 2")
-    parser.add_argument("--figure", type=Path, help="file for the figure")
     arguments = parser.parse_args()
     set_up()
     print_versions()
     print_bytes()
     print_running()
-    found = {name: in_new_process(write_many, name, arguments.millions * 1_000_000) for name in COLOURS}
+    found = {name: in_new_process(write_many, name, arguments.millions * 1_000_000) for name in BUFFERS}
     columns = range(1, arguments.millions + 1)
     rows = {name: [f"{at(measured, each):.1f}" for each in columns] for name, measured in found.items()}
     print_table("MiB after", (f"{each} M" for each in columns), rows)
-    if arguments.figure:
-        draw(found, arguments.figure)
     growths = {name: at(measured, arguments.millions) - at(measured, 1) for name, measured in found.items()}
     if failures := [f"{name} by {growth:.1f} MiB" for name, growth in growths.items() if growth > TOLERANCE]:
         sys.exit(f"Memory grew after the first million transitions: {', '.join(failures)}")

@@ -16,7 +16,6 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ BY_STEP = "cpprb, a step at a time, as in its examples"
 COMPARED = BUFFERS | PEERS
 CONTENDERS = COMPARED | {BY_STEP: CpprbByStep}
 # In the order of the rows; colour-blind readers can distinguish them (Okabe and Ito 2008). Packed buffers are open.
-COLOURS = ["#000000", "#0072B2", "#000000", "#0072B2", "#CC79A7", "#CC79A7", "#D55E00", "#E69F00", "#009E73", "#56B4E9"]
 
 
 class Entrant:
@@ -112,14 +110,12 @@ def print_times(times: Times, operation: str, names: Iterable[str]) -> None:
     print_table(operation, map(short, SIZES), rows)
 
 
-def sample(rounds: int = 300, figure: Path | None = None) -> None:
-    """Sampling and writing, by buffer and size. Can draw a figure."""
+def sample(rounds: int = 300) -> None:
+    """Sampling and writing, by buffer and size."""
     print_versions("stable-baselines3", "cpprb", "tianshou")
     times = measure(tuple(COMPARED), SIZES, rounds)
     for operation in (SAMPLE, BOTH, EXTEND):
         print_times(times, operation, COMPARED)
-    if figure:
-        draw(times, figure)
 
 
 def groups(rounds: int = 300) -> None:
@@ -191,26 +187,3 @@ def add(episodes: int, contenders: dict[str, Any]) -> None:
     means = {name: of.reshape(episodes, EPISODE_STEPS).mean(axis=1) for name, of in times.items()}
     rows = {name: [cell(times[name], times[PLAIN]), cell(means[name], means[PLAIN])] for name in contenders}
     print_table("`add` of one transition, µs", ("median", "mean over an episode"), rows)
-
-
-def draw(times: Times, path: Path) -> None:
-    """Draw medians with the 10th and 90th percentiles, a panel for each operation that samples."""
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(3, 1, figsize=(7.2, 8.4), sharex=True, layout="constrained")
-    for panel, operation in zip(panels, (SAMPLE, MANY, BOTH), strict=True):
-        for i, (name, colour) in enumerate(zip(COMPARED, COLOURS, strict=True)):
-            parts = [np.percentile(times[operation, (name, size)], (10, 50, 90)) for size in SIZES]
-            low, median, high = np.array(parts).T
-            left = np.arange(len(SIZES)) + (i - (len(COMPARED) - 1) / 2) * 0.8 / len(COMPARED)
-            style = {"color": colour, "mfc": "white" if "Packed" in name else colour, "label": name.replace("`", "")}
-            panel.errorbar(left, median, (median - low, high - median), fmt="o", ms=5, **style)
-        panel.set(yscale="log", ylabel="µs", title=operation.replace("`", ""))
-        panel.set_xticks(range(len(SIZES)), [f"{size:,}" for size in SIZES])
-        panel.yaxis.set_major_formatter("{x:,.0f}")
-        panel.grid(axis="y", alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("transitions stored")
-    lines = panels[0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)

@@ -1,7 +1,7 @@
 """Speed of sampling and writing with hindsight, compared with plain replay and with other libraries.
 
     python benchmarks/speed.py                # all parts, in eight minutes and 7 GB of memory
-    python benchmarks/speed.py sample groups --rounds 400 --figure sampling.png
+    python benchmarks/speed.py sample groups --rounds 400
 
 Each part prints its tables of ``docs/reference/results/speed.md`` and ``memory.md``. All contenders take turns within a
 round, on one thread. Times are medians, and ratios are medians of the ratios within a round. Fails if a sampled
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from inspect import signature
-from pathlib import Path
 
 import frames
 import sampling
@@ -38,7 +37,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], metavar="PART")
     parser.add_argument("--rounds", type=int, help="turns of each contender (default: 150 to 1500, by part)")
-    parser.add_argument("--figure", type=Path, help="file for the figure of the part `sample`")
     arguments = parser.parse_args()
     for name in arguments.parts or PARTS:
         set_up()

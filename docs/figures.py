@@ -1,11 +1,21 @@
-"""Draw the figures of `docs/explanation/`: the data flow of HERTransform, its two ideas, and the goals of strategies.
+"""Draw the pictures of the documentation.
 
-python docs/figures.py    # writes data_flow.svg, goal_names.png, running_episodes.png and goal_distributions.png
+    python docs/figures.py                      # all, into docs/images/; the tutorials train, which takes minutes
+    python docs/figures.py fetch learning       # these alone
+
+- Explanations: `data_flow`, `goal_names`, `running_episodes`, `goal_distributions`.
+- Results: drawn from the CSV files and tables in `docs/reference/results/`.
+- `tutorials`: the pictures that the code of the tutorials writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import os
+import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -38,7 +48,7 @@ from torchrl_her import (
 )
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito 2008).
-BLUE, GREEN, ORANGE = "#0072B2", "#009E73", "#E69F00"
+BLUE, GREEN, ORANGE, VERMILION, SKY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#56B4E9"
 INK, GREY, PAPER = "#222222", "#6e6e6e", "#ffffff"
 OURS = {"facecolor": "#e3f0f8", "edgecolor": BLUE, "linewidth": 1.8}
 THEIRS = {"facecolor": "#f4f4f4", "edgecolor": GREY, "linewidth": 1.2}
@@ -51,7 +61,7 @@ ROW = 4.2  # the height of a table's row
 # Of the goals that strategies draw
 STORED, STEPS, STEP = 4, 50, 15  # episodes, their steps; the step of the transition whose goals are drawn
 DRAWS = 100_000
-OWN, OTHER, DESIRED = BLUE, "#D55E00", GREEN
+OWN, OTHER, DESIRED = BLUE, VERMILION, GREEN
 STRATEGIES: list[GoalStrategy] = [
     Current(),
     Future(),
@@ -65,7 +75,7 @@ STRATEGIES: list[GoalStrategy] = [
     Mixture({Current(): 0.2, Geometric(0.9): 0.5, Random(): 0.3}),
 ]
 
-plt.rcParams["svg.hashsalt"] = "torchrl_her"  # the same file each time
+plt.rcParams |= {"svg.hashsalt": "torchrl_her", "font.size": 9, "axes.titlesize": 10}  # the same file each time
 
 
 def box(
@@ -314,6 +324,197 @@ def draw_goal_distributions(path: Path) -> None:
     save(figure, path)
 
 
+# Results
+
+RESULTS = Path(__file__).parent / "reference" / "results"
+WIDTH = 7.2  # inches
+Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # steps, median, lowest, highest
+
+
+def read(name: str, **columns: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file that have these values."""
+    with (RESULTS / name).open() as file:
+        return [row for row in csv.DictReader(file) if all(row[key] == value for key, value in columns.items())]
+
+
+def evaluations(name: str, x: str = "steps", **columns: str) -> Curve:
+    """Return the success at each step: the median of ``x``, and median and range of the success over the seeds."""
+    at: dict[int, list[tuple[float, float]]] = {}
+    for row in read(name, **columns):
+        at.setdefault(int(row["steps"]), []).append((float(row[x]), float(row["success"])))
+    places, success = np.array([at[step] for step in sorted(at)]).transpose(2, 0, 1)  # [steps, seeds]
+    return np.median(places, 1), np.median(success, 1), success.min(1), success.max(1)
+
+
+def table(page: str, title: str) -> tuple[list[str], dict[str, list[float]]]:
+    """Return columns and numbers of a table of a page, without the parentheses after the numbers."""
+    lines = (RESULTS / page).read_text().split(f"\n| {title} |", 1)[1].split("\n\n")[0].splitlines()
+    head, *rows = [re.sub(r" \([^|]*\) \|", " |", line).strip("| ").split(" | ") for line in lines]
+    return head, {row[0].replace("`", ""): [float(cell) for cell in row[1:]] for row in rows[1:]}
+
+
+def draw_curves(axes: Axes, curves: dict[str, Curve], colours: dict[str, str], unit: float = 1.0) -> None:
+    """Draw the success rate of each line: the median, and the range as an area."""
+    for name, (steps, median, lowest, highest) in curves.items():
+        grey = colours[name] == GREY
+        axes.plot(steps / unit, median, color=colours[name], label=name, marker="o", ms=3, ls="--" if grey else "-")
+        axes.fill_between(steps / unit, lowest, highest, color=colours[name], alpha=0.15, lw=0)
+    axes.set(ylim=(-0.03, 1.03))
+    plain(axes)
+
+
+def plain(axes: Axes, grid: str = "both") -> None:
+    """Remove what needs no ink."""
+    axes.grid(axis=grid, alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(figure: Figure, axes: Axes, columns: int) -> None:
+    """Write the legend above all panels."""
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
+
+
+def draw_fetch(path: Path) -> None:
+    """Draw the success on Fetch and panda-gym, a panel for each kind of task."""
+    uniform = "Fetch, all transitions sampled equally often"
+    colours = {"Fetch": BLUE, "panda-gym": VERMILION, uniform: GREY}
+    figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 5.6), layout="constrained", sharey=True)
+    for axes, task in zip(panels.flat, ("Reach", "Push", "PickAndPlace", "Slide"), strict=True):
+        curves = {"Fetch": evaluations("fetch.csv", task="Fetch" + task)}
+        if task != "Slide":
+            curves["panda-gym"] = evaluations("fetch.csv", task="Panda" + task)
+        if task == "Push":
+            curves[uniform] = evaluations("movement.csv", task="FetchPush", way="neither")
+        draw_curves(axes, curves, colours, 1000)
+        axes.set(title=task, xlabel="environment steps [thousands]")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("success rate")
+    legend(figure, panels[0, 1], 3)
+    save(figure, path)
+
+
+LIBRARIES = {"ours": "torchrl_her", "Stable-Baselines3": "Stable-Baselines3"}
+OF_LIBRARY = {"torchrl_her": BLUE, "Stable-Baselines3": VERMILION}
+
+
+def draw_learning(path: Path) -> None:
+    """Draw steps and CPU time until 95% of the episodes succeed: median and range of each library."""
+    rows = [row for row in read("learning-summary.csv") if not row["task"].startswith("PointMaze")]
+    groups = list(dict.fromkeys((row["settings"], row["task"]) for row in rows))
+    groups.sort(key=lambda group: (group[0] != "equal", not group[1].startswith("Point")))
+    figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 4.6), layout="constrained", sharey=True)
+    metrics = {"steps to 0.95": ("environment steps", 7000), "CPU seconds to 0.95": ("CPU seconds", 65)}
+    for axes, (metric, (label, limit)) in zip(panels, metrics.items(), strict=True):
+        for number, (settings, task) in enumerate(groups):
+            for shift, library in ((-0.17, "ours"), (0.17, "Stable-Baselines3")):
+                (row,) = (
+                    row for row in rows if (row["settings"], row["task"], row["library"]) == (settings, task, library)
+                )
+                median, low, high = (
+                    np.inf if text == "not reached" else float(text.replace(",", ""))
+                    for text in re.split(r" \(| to |\)", row[metric])[:3]
+                )
+                colour, y = OF_LIBRARY[LIBRARIES[library]], number + shift
+                axes.plot([low, min(high, limit)], [y, y], color=colour, lw=2, alpha=0.45, solid_capstyle="butt")
+                marker = {"marker": "o" if library == "ours" else "s", "color": colour, "ms": 5, "ls": ""}
+                axes.plot([median], [y], **marker, label="" if number else LIBRARIES[library])
+                if high == np.inf:
+                    axes.annotate(
+                        "", (limit * 1.02, y), (limit * 0.98, y), arrowprops={"arrowstyle": "->", "color": colour}
+                    )
+        axes.set(xlabel=f"{label} to a success rate of 0.95", xlim=(0, limit * 1.02))
+        plain(axes, "x")
+    names = [
+        f"{task}\n{'tuned for each' if settings == 'each tuned' else 'equal settings'}" for settings, task in groups
+    ]
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    legend(figure, panels[0], 2)
+    save(figure, path)
+
+
+def draw_point_maze(path: Path) -> None:
+    """Draw the success in two mazes, against steps and CPU time."""
+    figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 4.8), layout="constrained", sharey=True)
+    for row, maze in zip(panels, ("UMaze", "Medium"), strict=True):
+        for axes, (x, label, unit) in zip(
+            row,
+            (("steps", "environment steps [thousands]", 1000), ("cpu_seconds", "CPU time [minutes]", 60)),
+            strict=True,
+        ):
+            task = f"PointMaze_{maze}, SAC"
+            curves = {name: evaluations("point-maze.csv", x, task=task, way=way) for way, name in LIBRARIES.items()}
+            draw_curves(axes, curves, OF_LIBRARY, unit)
+            axes.set(title=f"PointMaze_{maze}", xlabel=label)
+        row[0].set_ylabel("success rate")
+    legend(figure, panels[0, 0], 2)
+    save(figure, path)
+
+
+def draw_sampling(path: Path) -> None:
+    """Draw the time of three operations against the size of the buffer."""
+    lines = {
+        "TensorDictReplayBuffer, no hindsight": ("TorchRL, no hindsight", INK, "o"),
+        "the same with HERTransform": ("TorchRL with HERTransform", BLUE, "o"),
+        "PackedStorage with HERTransform": ("the same with PackedStorage", SKY, "D"),
+        "TorchRL's HERReplayBuffer": ("TorchRL's HERReplayBuffer", ORANGE, "^"),
+        "Stable-Baselines3's HerReplayBuffer": ("Stable-Baselines3", VERMILION, "s"),
+    }
+    titles = {
+        "`sample(256)`": "sample(256)",
+        "16 batches of 256 per call, per batch": "one of 16 batches\nsampled together",
+        "`extend(50)` + `sample(256)`": "extend(50)\nand sample(256)",
+    }
+    figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 3.6), layout="constrained")
+    for axes, (title, name) in zip(panels, titles.items(), strict=True):
+        _, rows = table("speed.md", title)
+        for row, (label_, colour, marker) in lines.items():
+            axes.plot(range(4), np.array(rows[row]) / 1000, color=colour, marker=marker, ms=4, label=label_)
+        axes.set(title=name, xlabel="stored transitions", ylim=(0, None))
+        axes.set_xticks(range(4), ["10 k", "100 k", "500 k", "1 M"])
+        plain(axes, "y")
+    panels[0].set_ylabel("time [ms]")
+    legend(figure, panels[0], 3)
+    save(figure, path)
+
+
+def draw_memory(path: Path) -> None:
+    """Draw the memory of a buffer while it is overwritten."""
+    head, rows = table("memory.md", "MiB after")
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
+    for name, colour, text in (("with hindsight", BLUE, "with hindsight"), ("without", INK, "without hindsight")):
+        axes.plot(
+            [float(each.removesuffix(" M")) for each in head], rows[name], color=colour, marker="o", ms=3, label=text
+        )
+    axes.set(title="A buffer for 100,000 transitions", ylim=(0, 65), ylabel="memory [MiB]")
+    axes.set_xlabel("written transitions [millions]")
+    axes.legend(frameon=False, loc="lower right")
+    plain(axes, "y")
+    save(figure, path)
+
+
+# Tutorials
+
+
+def draw_tutorials(path: Path) -> None:
+    """Run the code of the tutorials, which writes pictures into the current folder."""
+    plt.rcdefaults()
+    torch.set_num_threads(1)
+    pages = sorted((Path(__file__).parent / "tutorials").glob("*.md"))
+    before = Path.cwd()
+    for page in pages:
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "__main__"})
+            os.chdir(before)
+            for file in sorted([*Path(folder).glob("*.png"), *Path(folder).glob("*.gif")]):
+                (path.parent / file.name).write_bytes(file.read_bytes())
+                print(f"Wrote {path.parent / file.name}.")
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a picture, the same file each time."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -322,16 +523,29 @@ def save(figure: Figure, path: Path) -> None:
     print(f"Wrote {path}.")
 
 
+FIGURES: dict[str, Callable[[Path], None]] = {
+    "data_flow.svg": draw_data_flow,
+    "goal_names.png": draw_goal_names,
+    "running_episodes.png": draw_running_episodes,
+    "goal_distributions.png": draw_goal_distributions,
+    "fetch.png": draw_fetch,
+    "learning.png": draw_learning,
+    "point_maze.png": draw_point_maze,
+    "sampling.png": draw_sampling,
+    "memory.png": draw_memory,
+    "tutorials": draw_tutorials,
+}
+
+
 def main() -> None:
     """Draw the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parent / "images"
-    parser.add_argument("folder", type=Path, nargs="?", default=default, help="the folder to write to")
-    folder = parser.parse_args().folder
-    draw_data_flow(folder / "data_flow.svg")
-    draw_goal_names(folder / "goal_names.png")
-    draw_running_episodes(folder / "running_episodes.png")
-    draw_goal_distributions(folder / "goal_distributions.png")
+    names = {name.split(".")[0]: name for name in FIGURES}
+    parser.add_argument("figures", nargs="*", choices=[[], *names], default=[], help="(default: all)")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "images", help="(default: docs/images)")
+    arguments = parser.parse_args()
+    for name in arguments.figures or names:
+        FIGURES[names[name]](arguments.folder / names[name])
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ TIME = re.compile(r":\s+[\d.]+\s+us\s+per\s+transition(,\s+[\d.]+\s+ms\s+for\s+a
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_the_examples_of_a_page_print_what_it_says(page, eval_example, monkeypatch, recwarn):
+def test_the_examples_of_a_page_print_what_it_says(page, eval_example, monkeypatch, recwarn, tmp_path):
     """The ``python`` blocks of a page share their names. ``pytest --update-examples`` formats and updates them."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # each block replaces it
+    monkeypatch.chdir(tmp_path)  # tutorials write pictures
     eval_example.set_config(line_length=COLUMNS, target_version="py310")
     eval_example.print_callback = lambda text: TIME.sub(
         lambda time: ": 2 us per transition" + (", 0.5 ms for a batch of 256" if time[1] else ""), text

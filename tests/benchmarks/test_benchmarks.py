@@ -9,11 +9,11 @@ import migration
 import pytest
 
 
-def test_the_memory_benchmark_prints_its_tables_and_fails_if_memory_grows(run, monkeypatch, tmp_path):
+def test_the_memory_benchmark_prints_its_tables_and_fails_if_memory_grows(run, monkeypatch):
     monkeypatch.setattr(memory, "print_running", lambda: None)  # allocates a gigabyte
     monkeypatch.setattr(memory, "script_bytes", lambda script, when: 1.0)  # trains
     monkeypatch.setattr(memory, "tqdm", lambda chunks, **options: [1, 100, 200])
-    printed = run(memory, "--millions", 2, "--figure", tmp_path / "figure.png")
+    printed = run(memory, "--millions", 2)
     assert "| `PackedStorage` | 312 | 296 |" in printed
     monkeypatch.setattr(memory, "write_many", lambda *arguments: [(1_000_000, 1.0), (2_000_000, 20.0)])
     with pytest.raises(SystemExit, match=r"with hindsight by 19.0 MiB, without by 19.0 MiB"):

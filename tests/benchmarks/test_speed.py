@@ -1,6 +1,5 @@
 """The parts of `benchmarks/speed.py` run with tiny sizes, and their tables show the right numbers."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,14 +21,12 @@ SMALL = {  # constants of the modules
 
 
 @pytest.mark.parametrize("part", speed.PARTS)
-def test_a_part_of_the_speed_benchmark_prints_its_tables(part, run, monkeypatch, tmp_path):
+def test_a_part_of_the_speed_benchmark_prints_its_tables(part, run, monkeypatch):
     for module, constants in SMALL.items():
         for name, value in constants.items():
             monkeypatch.setattr(module, name, value)
-    figure = ["--figure", tmp_path / "figure.png"] if part == "sample" else []
-    printed = run(speed, part, "--rounds", 4, *figure)
+    printed = run(speed, part, "--rounds", 4)
     assert ("|---|" in printed, "nan" in printed) == (True, False)
-    assert all(Path(path).stat().st_size > 10_000 for path in figure[1:])
 
 
 def test_the_first_rounds_are_not_measured_and_ratios_are_within_a_round():

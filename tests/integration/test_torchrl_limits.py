@@ -5,6 +5,7 @@ A failure of a "no" is good news: the docs name a restriction that TorchRL no lo
 
 import ast
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,12 @@ def cells(heading):
     """Return the cells of a table as ``(storage, column, "yes" or "no")``."""
     section = (DOCS / "buffers.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line.replace("`", "").strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return [(name, column, cell) for name, *rest in lines[1:] for column, cell in zip(lines[0][1:], rest, strict=True)]
+    return [
+        (name, column, cell)
+        for names, *rest in lines[1:]
+        for name in names.split("; ")
+        for column, cell in zip(lines[0][1:], rest, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("storage", "sampler", "works"), cells("Storages and samplers"))
@@ -54,9 +60,10 @@ def test_every_storage_is_copied_in_the_documented_ways(storage, way, works, tmp
                 WAYS_TO_COPY[way](rb, twin, tmp_path)
 
 
-KINDS = {kind.__name__: kind for kind in (Collector, MultiSyncCollector, MultiAsyncCollector)}
-ENVIRONMENTS = {"one": make_tape, "8 in SerialEnv": serial, "8 in ParallelEnv": parallel}
-DATA = re.compile(r"(by hand, (?:flattened|\[.*?\])|replay_buffer=rb|start\(\))((?:, \w+=[\w\"]+)*)")
+SEVERAL = {kind.__name__: kind for kind in (MultiSyncCollector, MultiAsyncCollector)}
+KINDS = {"Collector": Collector, **SEVERAL}
+ENVIRONMENTS = {"one": make_tape, "SerialEnv": serial, "ParallelEnv": parallel}
+WAYS = {"flattened": "flattened", "replay_buffer=rb": "replay_buffer", "start()": "start"}
 
 
 def options_of(words):
@@ -65,20 +72,23 @@ def options_of(words):
 
 
 def collected_rows():
-    """Yield collector, environments, way to write and options of both, of each row that works without special steps."""
+    """Yield collector, environments, way to write and options of both, for each combination in the tables."""
     text = (DOCS / "collectors.md").read_text().replace("`", "")
-    for line in re.findall(r"^\| (?!collector )(.+) \|$", text, re.MULTILINE):
-        collectors, environments, data, buffer, result = line.split(" | ")
-        found, kinds = DATA.fullmatch(data), collectors.split(" or ")
-        if found and "size=" not in buffer and result.startswith("works") and KINDS.keys() >= {*kinds}:
-            how = {"by hand, flattened": "flattened", "start()": "start", "replay_buffer=rb": "replay_buffer"}
-            for collector in kinds:
-                yield collector, environments, how.get(found[1], "extend"), found[2], buffer
+    for heading, kinds in (("One process", ["Collector"]), ("Several processes", list(SEVERAL))):
+        section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+        for line in re.findall(r"^\| (?!data )(.+) \|$", section, re.MULTILINE):
+            data, *cells = line.split(" | ")
+            data, _, only = data.partition(", only ")
+            choices = (cell.split("; ") for cell in cells)
+            for collector, (options, environments, buffer) in product([only] if only else kinds, product(*choices)):
+                yield collector, environments, WAYS.get(data, "extend"), options, buffer
 
 
 @pytest.mark.parametrize(("collector", "environments", "how", "options", "buffer"), collected_rows())
 def test_collectors_work_as_documented(collector, environments, how, options, buffer):
     kind, *storage = [word for word in buffer.split(", ") if "=" not in word]
     of_buffer = options_of(buffer) | ({"alpha": 0.7, "beta": 0.5} if "Prioritized" in kind else {})
+    if collector in SEVERAL and how in ("replay_buffer", "start"):
+        of_buffer = {"shared": True} | of_buffer
     rb = make_buffer(named(kind), named(storage[0] if storage else "LazyTensorStorage"), **of_buffer)
     check_collected(rb, KINDS[collector], ENVIRONMENTS[environments], how, **options_of(options))
