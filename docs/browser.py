@@ -33,7 +33,7 @@ FAULTS = """wide => {
     const found = [], root = document.documentElement
     if (root.scrollWidth > root.clientWidth) found.push(`is ${root.scrollWidth} pixels wide`)
     for (const code of wide ? document.querySelectorAll("article :is(p, li, td) code") : [])
-        if (!/[\\s/-]/.test(code.textContent) && new Set([...code.getClientRects()].map(box => box.top)).size > 1)
+        if (!/[\\s/[("-]/.test(code.textContent) && new Set([...code.getClientRects()].map(box => box.top)).size > 1)
             found.push(`breaks ${code.textContent}`)
     const light = colour => {
         const [red, green, blue] = colour.match(/[\\d.]+/g).map(Number).map(value => value / 255)
