@@ -11,12 +11,16 @@ transition has a wrong goal or reward.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from inspect import signature
 
-import frames
-import sampling
-import strategies
+try:
+    import frames
+    import sampling
+    import strategies
+except ModuleNotFoundError as error:  # a library of `peers`
+    sys.exit(f"{error.name} is missing. In a clone: make .venv/.benchmarks")
 from measuring import set_up
 
 PARTS: dict[str, Callable[..., None]] = {

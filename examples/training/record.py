@@ -1,4 +1,4 @@
-"""Records the tensor operations of an update with ``make_fx``, and replays them without the Python code around them."""
+"""Read this if `speedup=record` fails: it replays the tensor operations of an update without Python in between."""
 
 import warnings
 from collections.abc import Callable

@@ -1,9 +1,11 @@
 """Read this if a setting or an environment is refused, and to see which settings a resumed run can change."""
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import traceback
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +23,7 @@ from torchrl import torchrl_logger
 from torchrl.envs import EnvBase
 from yaml import YAMLError
 
+from torchrl_her import Mixture
 from training.environments import make_env, make_reward
 from training.parts import make_buffer, make_hindsight, make_inputs, make_selection
 from training.settings import LoggerKind, Priority, Settings, Speedup, When
@@ -78,6 +81,7 @@ def start(config: DictConfig) -> tuple[Any, Path]:
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
     if config.algorithm != (script := kind_of(config).algorithm):
         raise SystemExit(f"{script}.py cannot train with algorithm={config.algorithm}: use {config.algorithm}.py.")
+    refuse_unknown(kind_of(config), keys)
     if config.resume is None:
         refuse_without_effect(config, keys)
         return check(config), folder
@@ -133,6 +137,23 @@ def change(saved: DictConfig, config: DictConfig, keys: list[str]) -> DictConfig
     return changed
 
 
+def names_of(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the names of all settings, with those of groups."""
+    for key, value in settings.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from names_of(value, f"{prefix}{key}.")
+
+
+def refuse_unknown(kind: type[Settings], keys: list[str]) -> None:
+    """Exit if a command adds a setting that does not exist, as in ``+hiden=[64]``."""
+    known = list(names_of(cast(dict, OmegaConf.to_container(OmegaConf.structured(kind)))))
+    for key in keys:
+        if key not in known and not key.startswith(("env.kwargs.", "hydra.", "hindsight.strategy.", "task")):
+            closest = difflib.get_close_matches(key, known, n=1)
+            raise SystemExit(f"There is no setting {key}." + (f" Did you mean {closest[0]}?" if closest else ""))
+
+
 def refuse_without_effect(config: DictConfig, keys: list[str]) -> None:
     """Exit if one of the settings of a command has no effect."""
     for key in set(keys) & set(NEEDS):
@@ -140,7 +161,9 @@ def refuse_without_effect(config: DictConfig, keys: list[str]) -> None:
         if other.partition(".")[0] not in config:  # a setting of other scripts
             continue
         if (value := name_of(OmegaConf.select(config, other))) not in values.split(","):
-            raise SystemExit(f"{key} has no effect with {other}={value}: leave it out, or set {NEEDS[key]}.")
+            raise SystemExit(
+                f"{key} has no effect with {other}={value}: leave it out, or set {NEEDS[key].replace(',', ' or ')}."
+            )
 
 
 def check(config: DictConfig) -> Any:
@@ -150,6 +173,11 @@ def check(config: DictConfig) -> Any:
     except ValidationError as error:
         refused = [f"{'.'.join(map(str, each['loc']))}={each['input']}: {each['msg']}." for each in error.errors()]
         raise SystemExit("\n".join(refused)) from None
+    strategy = settings.hindsight.strategy
+    try:
+        Mixture(strategy if isinstance(strategy, dict) else {strategy: 1.0})
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"hindsight.strategy={strategy}: {error}") from None
     for name, unit in MULTIPLES.items():
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
             raise SystemExit(f"{name}={value} must be a multiple of {unit}={of}.")

@@ -76,6 +76,9 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
             "has no effect with loss=tqc: leave it out, or set loss=sac",
         ),
         ("sac", "algorithm=td3", "sac.py cannot train with algorithm=td3: use td3.py"),
+        ("sac", "+hiden=[64,64]", "There is no setting hiden. Did you mean hidden"),
+        ("sac", "+buffer.siz=600", "There is no setting buffer.siz. Did you mean buffer.size"),
+        ("sac", "hindsight.strategy=futur", "hindsight.strategy=futur: Unknown strategy 'futur': use one of 'current'"),
     ):
         with pytest.raises(SystemExit, match=message):
             run_script(script, *given.split())
