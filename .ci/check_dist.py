@@ -60,8 +60,8 @@ def check_example(wheel: Path) -> None:
         quiet = ["--quiet", "--disable-pip-version-check", "--no-cache-dir"]
         run(python, "-m", "pip", "install", *quiet, "-c", ROOT / "constraints.txt", wheel.resolve(), cwd=folder)
         example = folder / "example.py"
-        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-        example.write_text(blocks[0])
+        blocks = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+        example.write_text(blocks[1])  # the complete example
         print(run(python, example, cwd=folder).strip())
         mypy = [sys.executable, "-m", "mypy", "--strict", "--disable-error-code=import-untyped"]  # of TorchRL
         print(run(*mypy, "--python-executable", python, example, cwd=folder).strip())
