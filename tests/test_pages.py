@@ -20,8 +20,6 @@ SHORT, TRAIN, OWN = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
 RUN = [example for example in find_examples(DOCS) if example.prefix == "python"]
 PAGES = {path: list(examples) for path, examples in itertools.groupby(RUN, key=lambda example: example.path)}
 COLUMNS = 88
-# A report contains times, which vary, and is wrapped.
-TIME = re.compile(r":\s+[\d.]+\s+us\s+per\s+transition(,\s+[\d.]+\s+ms\s+for\s+a\s+batch\s+of\s+256)?")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
@@ -30,9 +28,6 @@ def test_the_examples_of_a_page_print_what_it_says(page, eval_example, monkeypat
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # each block replaces it
     monkeypatch.chdir(tmp_path)  # tutorials write pictures
     eval_example.set_config(line_length=COLUMNS, target_version="py310")
-    eval_example.print_callback = lambda text: TIME.sub(
-        lambda time: ": 2 us per transition" + (", 0.5 ms for a batch of 256" if time[1] else ""), text
-    )
     names = {}
     for example in PAGES[page]:
         update = eval_example.update_examples
