@@ -1,10 +1,10 @@
 """Shows the policy of a run: a table of greedy episodes, and a picture of some of them with their goals.
 
-It loads the last checkpoint of the run, or the checkpoint of ``--step``::
+It loads the last checkpoint of the run, or those of ``--step``, which then play the same episodes::
 
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
     python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --seed 7 --evaluate 1000
-    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 5000 --episodes 8
+    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 500 5000 --episodes 2
     MUJOCO_GL=egl python examples/show.py outputs/ddpg/FetchReach-v4/2026-01-31_12-00-00 --render --video
     python examples/show.py outputs/sac/PointMaze_Large-v3/2026-01-31_12-00-00 --goals 10000 50000 200000
 
@@ -37,7 +37,7 @@ from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from training.checkpoints import damage_of
 from training.environments import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env
 from training.parts import make_buffer, make_hindsight, make_inputs
-from training.plots import draw_episodes, draw_frames, draw_goals, pixels_of, save
+from training.plots import draw_episodes, draw_frames, draw_goals, draw_step, pixels_of, save
 from training.settings import Env, Settings
 from training.start import read_settings
 
@@ -57,22 +57,25 @@ def load_settings(folder: Path) -> Settings:
 def load_policy(config: Settings, checkpoint: Path) -> TensorDictModuleBase:
     """Return the greedy policy of a checkpoint, with its normalization."""
     if damage := damage_of(checkpoint):
-        raise SystemExit(f"{checkpoint} is damaged ({damage}): name another one with --step.")
+        raise SystemExit(f"{checkpoint} is damaged ({damage}): name other ones with --step.")
     env = make_env(config.env)
     policy = importlib.import_module(config.algorithm).make_policy(config, env, make_inputs(config, env))
     Checkpoint(policy=policy).load(checkpoint, components=["policy"], map_location=config.device)
     return policy
 
 
-def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """Return the last checkpoint of a run, or the checkpoint of a step."""
-    checkpoints = CheckpointRotation(folder / "checkpoints", keep_last=1).checkpoints()
-    if not checkpoints:
+def find_checkpoints(folder: Path, steps: list[int]) -> dict[int, Path]:
+    """Return the checkpoints of some steps of a run, or its last one if there are none, by step."""
+    paths = CheckpointRotation(folder / "checkpoints", keep_last=1).checkpoints()
+    if not paths:
         raise SystemExit(f"There is no checkpoint in {folder}/.")
-    steps = [int(path.name.rpartition("-")[2]) for path in checkpoints]
-    if step is not None and step not in steps:
-        raise SystemExit(f"There is no checkpoint of step {step} in {folder}/, only of {', '.join(map(str, steps))}.")
-    return checkpoints[-1 if step is None else steps.index(step)]
+    found = {int(path.name.rpartition("-")[2]): path for path in paths}
+    for step in steps:
+        if step not in found:
+            raise SystemExit(
+                f"There is no checkpoint of step {step} in {folder}/, only of {', '.join(map(str, found))}."
+            )
+    return {step: found[step] for step in steps or [max(found)]}
 
 
 def success_radius(env: EnvBase) -> float | None:
@@ -106,14 +109,19 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> 
     return episode, next_seed
 
 
-def draw_video(episodes: list[dict[str, Any]], radius: float | None, unit: str) -> Iterator[np.ndarray]:
-    """Yield the frames of a video ``[height, width, 3]``: rendered ones, or drawn goals, of all episodes together."""
-    if "video" in episodes[0]:
-        for episode in episodes:
-            yield from episode["video"]
-    else:
-        for step in range(max(len(episode["achieved_goal"]) for episode in episodes)):
-            yield pixels_of(draw_episodes(episodes, radius, unit, until=step))
+def draw_video(
+    episodes: list[dict[str, Any]], count: int, radius: float | None, unit: str, note: str
+) -> Iterator[np.ndarray]:
+    """Yield the frames of a video ``[height, width, 3]``: drawn goals of all episodes, or rendered frames.
+
+    ``count`` is the number of episodes of each checkpoint. Rendered episodes follow each other, and those of the
+    checkpoints are side by side.
+    """
+    rendered = "video" in episodes[0]
+    for together in [episodes[number::count] for number in range(count)] if rendered else [episodes]:
+        for step in range(max(len(episode["achieved_goal"]) for episode in together)):
+            figure = draw_step(together, step, note) if rendered else draw_episodes(together, radius, unit, until=step)
+            yield pixels_of(figure)
 
 
 def find_walls(env: EnvBase) -> list[tuple[float, float, float]]:
@@ -159,7 +167,7 @@ def table(outcomes: dict[str, Tensor]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the run")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the last)")
+    parser.add_argument("--step", type=int, nargs="+", default=[], help="steps of the checkpoints (default: the last)")
     parser.add_argument("--evaluate", type=int, default=100, help="number of episodes in the table")
     parser.add_argument("--seed", type=int, default=EVALUATION_SEED, help="seed (default: the seed of evaluations)")
     parser.add_argument("--episodes", type=int, default=4, help="number of episodes in the picture")
@@ -173,7 +181,7 @@ def main() -> None:
     config = load_settings(arguments.folder)
     config.evaluation.episodes = arguments.evaluate
     torch.set_float32_matmul_precision(config.matmul_precision.name)
-    checkpoint = find_checkpoint(arguments.folder, arguments.step)
+    checkpoints = find_checkpoints(arguments.folder, arguments.step)
     env = make_env(config.env)
     radius, unit, note = success_radius(env), "m" if is_mujoco(env) else "", ""
     renders = (arguments.render or arguments.video) and "rgb_array" in env.unwrapped.metadata["render_modes"]
@@ -181,31 +189,34 @@ def main() -> None:
         print(f"{config.env.name} renders nothing: the picture shows goals.")
     if arguments.goals:
         picture = arguments.folder / "goals.png"
-        figure = draw_goals(goals_between(config, checkpoint, env, arguments.goals), find_walls(env), unit)
+        figure = draw_goals(
+            goals_between(config, max(checkpoints.items())[1], env, arguments.goals), find_walls(env), unit
+        )
         save(figure, picture, f"{config.algorithm}, {config.env.name}")
         print(f"Picture: {picture}")
         return
-    policy = load_policy(config, checkpoint)
+    policies = {step: load_policy(config, checkpoint) for step, checkpoint in checkpoints.items()}
     if renders:  # all episodes in one environment: after it is closed, MuJoCo renders black frames in others
         env = make_rendering_env(config.env, env)
         note = mark_goal(env, radius) if is_mujoco(env) else ""
 
-    evaluation = Evaluation(config, arguments.seed)
-    print(f"{checkpoint.name}: {arguments.evaluate} greedy episodes of {config.env.name}, seed {arguments.seed}")
-    print(table(evaluation(policy)))
+    evaluation, episodes = Evaluation(config, arguments.seed), []
+    for step, policy in policies.items():
+        print(f"{arguments.evaluate} greedy episodes of {config.env.name} after {step:,} steps, seed {arguments.seed}")
+        print(table(evaluation(policy)))
+        seed = arguments.seed  # the first episodes of the table
+        for number in range(1, arguments.episodes + 1):
+            episode, seed = play(env, policy, seed, config.env)
+            after = f"{step:,} steps" if len(policies) > 1 else f"episode {number}"
+            episodes.append(episode | {"title": f"{after}: {'success' if episode['success'] else 'failure'}"})
     evaluation.close()
-
-    episodes, seed = [], arguments.seed  # the first episodes of the table
-    for _ in range(arguments.episodes):
-        episode, seed = play(env, policy, seed, config.env)
-        episodes.append(episode)
     env.close()
     figure = draw_frames(episodes, note) if arguments.render and renders else draw_episodes(episodes, radius, unit)
-    picture = arguments.folder / "episodes.png"
-    save(figure, picture, f"{config.algorithm}, {config.env.name}, {checkpoint.name}")
+    picture, steps = arguments.folder / "episodes.png", " and ".join(f"{step:,}" for step in policies)
+    save(figure, picture, f"{config.algorithm}, {config.env.name}, after {steps} steps")
     print(f"Picture: {picture}")
     if arguments.video:
-        frames = list(draw_video(episodes, radius, unit))
+        frames = list(draw_video(episodes, arguments.episodes, radius, unit, note))
         imageio.imwrite(picture.with_suffix(".gif"), frames, duration=1000 / FRAMES_PER_SECOND, loop=0)
         print(f"Video: {picture.with_suffix('.gif')}")
 

@@ -146,7 +146,7 @@ def draw_episodes(
     goals, the distance from the desired goal is drawn.
 
     Args:
-        episodes: for each, ``"achieved_goal"`` ``[steps + 1, goal]``, ``"desired_goal"`` ``[goal]`` and ``"success"``.
+        episodes: for each, ``"achieved_goal"`` ``[steps + 1, goal]``, ``"desired_goal"`` ``[goal]`` and ``"title"``.
         radius: the largest distance at which a goal is reached.
         unit: the unit of goals and radius, such as m.
         until: the last step that is drawn.
@@ -160,7 +160,7 @@ def draw_episodes(
     figure.set_layout_engine("constrained", h_pad=0.06)  # inches
     for number, episode in enumerate(episodes):
         panel = figure.add_subplot(rows, columns, number + 1, projection="3d" if space else None)
-        panel.set(title=_title(number, episode))
+        panel.set(title=episode["title"])
         achieved = episode["achieved_goal"].astype(float)
         achieved[len(achieved) if until is None else until + 1 :] = np.nan  # not drawn
         draw(panel, achieved, episode["desired_goal"], radius, f" [{unit}]" if unit else "")
@@ -214,19 +214,27 @@ def draw_frames(episodes: list[dict[str, Any]], note: str = "") -> Figure:
     rows, columns = len(episodes), max(len(episode["frames"]) for episode in episodes)
     size = (1.8 * columns, 2.1 * rows + 0.4)
     figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    for number, (row, episode) in enumerate(zip(axes, episodes, strict=True)):
+    for row, episode in zip(axes, episodes, strict=True):
         for panel, frame, step in zip(row, episode["frames"], episode["frame_steps"], strict=False):
             panel.imshow(frame)
             panel.set(title=f"step {step}")
         for panel in row:
             panel.set(xticks=[], yticks=[], frame_on=bool(panel.images))
-        row[0].set_ylabel(_title(number, episode))
+        row[0].set_ylabel(episode["title"])
     figure.supxlabel(note, fontsize="medium")
     return figure
 
 
-def _title(number: int, episode: dict[str, Any]) -> str:
-    return f"episode {number + 1}: {'success' if episode['success'] else 'failure'}"
+def draw_step(episodes: list[dict[str, Any]], step: int, note: str = "") -> Figure:
+    """Draw a step, or else the last one, of episodes side by side: ``"video"`` ``[steps + 1, height, width, 3]``."""
+    figure, axes = plt.subplots(
+        1, len(episodes), figsize=(2.4 * len(episodes), 2.9), layout="constrained", squeeze=False
+    )
+    for panel, episode in zip(axes[0], episodes, strict=True):
+        panel.imshow(episode["video"][min(step, len(episode["video"]) - 1)])
+        panel.set(title=episode["title"], xticks=[], yticks=[], frame_on=False)
+    figure.supxlabel(note, fontsize="small")
+    return figure
 
 
 def _draw_positions(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:

@@ -48,7 +48,7 @@ def test_the_example_of_prioritized_replay_trains(monkeypatch, capsys):
     assert "of 4 episodes reach their goal" in capsys.readouterr().out
 
 
-def test_the_table_and_the_picture_of_a_run_have_the_outcomes_of_its_policy(run_script, tmp_path):
+def test_the_table_and_the_picture_of_a_run_have_the_outcomes_of_its_policy(run_script, tmp_path, monkeypatch):
     train("ddpg hidden=[16,8] evaluation.episodes=3", tmp_path)
     printed = run_script("show", tmp_path, "--step", 100, "--evaluate", 3, "--episodes", 1, "--render")
     for name in ("success", "return", "distance"):
@@ -58,6 +58,16 @@ def test_the_table_and_the_picture_of_a_run_have_the_outcomes_of_its_policy(run_
     other = run_script("show", tmp_path, "--step", 100, "--evaluate", 3, "--episodes", 2, "--seed", 7, "--video")
     assert printed.splitlines()[1:4] != other.splitlines()[1:4]
     assert iio.imread(tmp_path / "episodes.gif").std((0, 3)).max() > 0  # something moves
+    drawn, draw = [], plots.draw_episodes
+    monkeypatch.setattr(plots, "draw_episodes", lambda episodes, *more: drawn.append(episodes) or draw(episodes, *more))
+    printed = run_script("show", tmp_path, "--step", 200, 100, "--evaluate", 2, "--episodes", 1)
+    assert [line for line in printed.splitlines() if "greedy" in line] == [
+        f"2 greedy episodes of torchrl_her/PointReach-v0 after {step} steps, seed 1000000" for step in (200, 100)
+    ]
+    (episodes,) = drawn
+    assert [episode["title"] for episode in episodes] == ["200 steps: failure", "100 steps: failure"]
+    assert (episodes[0]["desired_goal"] == episodes[1]["desired_goal"]).all()
+    assert (episodes[0]["achieved_goal"] != episodes[1]["achieved_goal"]).any()
     with pytest.raises(SystemExit, match=r"no checkpoint of step 150 in .*, only of 100, 200"):
         run_script("show", tmp_path, "--step", 150)
 

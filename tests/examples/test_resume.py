@@ -86,7 +86,8 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     kept = OmegaConf.load(folder / "config.yaml")
     assert (kept.total_steps, kept.batch_size, kept.env.kwargs.n_bits, kept.resume) == (200, 32, 5, None)
-    assert "checkpoint-000000000200: 2 greedy episodes" in run_script("show", folder, "--evaluate", 2)
+    shown = run_script("show", folder, "--evaluate", 2)
+    assert "2 greedy episodes of torchrl_her/BitFlipping-v0 after 200 steps" in shown
     os.truncate(folder / "config.yaml", 400)
     with pytest.raises(SystemExit, match=r"config\.yaml is incomplete or damaged: .* or start a new run"):
         run_script("dqn", f"resume={folder}")
@@ -107,7 +108,7 @@ def test_a_damaged_or_interrupted_run_goes_on_from_the_previous_checkpoint_and_l
     for name, damage in damages.items():
         shutil.rmtree(newest.with_name(f"damaged-{newest.name}"), ignore_errors=True)
         damage(newest / name)
-        with pytest.raises(SystemExit, match=rf"0200 is damaged \({name}\): name another one with --step"):
+        with pytest.raises(SystemExit, match=rf"0200 is damaged \({name}\): name other ones with --step"):
             show.load_policy(config, newest)
         message = f"200 is damaged: {name} missing or of another size. The run continues from checkpoint-000000000100"
         with pytest.warns(UserWarning, match=message):
