@@ -88,7 +88,8 @@ class ContrastiveLoss(LossModule):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Return the losses of transitions ``[batch]`` whose goals were reached later in their episodes."""
-        logits = self._logits(tensordict, self.encoder_params, self.goal_encoder_params)  # [batch, goals]
+        pairs, goals = self._encode(tensordict, self.encoder_params, self.goal_encoder_params)  # [batch, features]
+        logits = -torch.cdist(pairs, goals)  # [batch, goals]
         correct, sums = logits.diagonal(), logits.logsumexp(1)
         critic = (sums + logits.logsumexp(0) - 2 * correct).mean() + self.penalty * sums.square().mean()
 
@@ -99,18 +100,18 @@ class ContrastiveLoss(LossModule):
         acting = tensordict.copy().set(self.tensor_keys.action, action)
         fixed = self.encoder_params.data, self.goal_encoder_params.data  # the actor does not change the encoders
         alpha = self.log_alpha.exp().detach()
-        actor = (alpha * log_prob - self._logits(acting, *fixed).diagonal()).mean()
+        pairs, goals = self._encode(acting, *fixed)
+        actor = (alpha * log_prob + (pairs - goals).norm(dim=-1)).mean()
         weight = -self.log_alpha * (log_prob.detach() + self.target_entropy).mean()
         accuracy = (logits.argmax(1) == torch.arange(len(logits), device=logits.device)).float().mean()
         values = (actor, critic, weight, alpha, accuracy)
         return TensorDict(dict(zip(self.out_keys, values, strict=True)))
 
-    def _logits(self, tensordict: TensorDictBase, encoder: Any, goal_encoder: Any) -> Tensor:
-        """Return the logits of all pairs of transitions and goals, ``[batch, goals]``."""
+    def _encode(self, tensordict: TensorDictBase, encoder: Any, goal_encoder: Any) -> tuple[Tensor, Tensor]:
+        """Return the representations of states with their actions, and of goals, ``[batch, features]`` each."""
         with encoder.to_module(self.encoder), goal_encoder.to_module(self.goal_encoder):
             encoded = self.goal_encoder(self.encoder(tensordict.copy()))
-        pair = encoded.get(self.tensor_keys.representation), encoded.get(self.tensor_keys.goal_representation)
-        return -torch.cdist(*pair, compute_mode="donot_use_mm_for_euclid_dist")
+        return encoded.get(self.tensor_keys.representation), encoded.get(self.tensor_keys.goal_representation)
 
 
 def make_networks(env: GymEnv, inputs: NormalizedInputs, hidden: list[int], features: int = 64) -> list[Any]:
