@@ -376,22 +376,40 @@ def legend(figure: Figure, axes: Axes, columns: int) -> None:
     figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
 
 
+MRL = "mrl on Fetch, published"
+TASK_COLOURS = {"Fetch": BLUE, "panda-gym": VERMILION, MRL: GREY}
+
+
+def published(task: str) -> Curve:
+    """Return the success of mrl, with the better of its strategies."""
+    return evaluations("published.csv", task=task, way="DDPG with HER and past desired goals")
+
+
 def draw_fetch(path: Path) -> None:
     """Draw the success on Fetch and panda-gym, a panel for each kind of task."""
-    uniform = "Fetch, all transitions sampled equally often"
-    colours = {"Fetch": BLUE, "panda-gym": VERMILION, uniform: GREY}
     figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 5.6), layout="constrained", sharey=True)
     for axes, task in zip(panels.flat, ("Reach", "Push", "PickAndPlace", "Slide"), strict=True):
         curves = {"Fetch": evaluations("fetch.csv", task="Fetch" + task)}
         if task != "Slide":
             curves["panda-gym"] = evaluations("fetch.csv", task="Panda" + task)
-        if task == "Push":
-            curves[uniform] = evaluations("movement.csv", task="FetchPush", way="neither")
-        draw_curves(axes, curves, colours, 1000)
+        if task != "Reach":
+            curves[MRL] = published("Fetch" + task)
+        draw_curves(axes, curves, TASK_COLOURS, 1000)
         axes.set(title=task, xlabel="environment steps [thousands]")
     for axes in panels[:, 0]:
         axes.set_ylabel("success rate")
     legend(figure, panels[0, 1], 3)
+    save(figure, path)
+
+
+def draw_pick_and_place(path: Path) -> None:
+    """Draw the success on FetchPickAndPlace."""
+    curves = {"torchrl_her, three seeds": evaluations("fetch.csv", task="FetchPickAndPlace")}
+    curves["mrl, three seeds, as published"] = published("FetchPickAndPlace")
+    figure, axes = plt.subplots(figsize=(WIDTH, 2.9), layout="constrained")
+    draw_curves(axes, curves, dict(zip(curves, (BLUE, GREY), strict=True)), 1000)
+    axes.set(xlabel="environment steps [thousands]", ylabel="success rate")
+    axes.legend(frameon=False, loc="lower right")
     save(figure, path)
 
 
@@ -529,6 +547,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "running_episodes.png": draw_running_episodes,
     "goal_distributions.png": draw_goal_distributions,
     "fetch.png": draw_fetch,
+    "pick_and_place.png": draw_pick_and_place,
     "learning.png": draw_learning,
     "point_maze.png": draw_point_maze,
     "sampling.png": draw_sampling,
