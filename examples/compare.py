@@ -1,4 +1,4 @@
-"""Compares runs of the training scripts: a table, and a picture of their success against environment steps.
+"""Compares runs of the training scripts: a table, and a picture of their success against steps or updates.
 
 Runs with equal values of the settings ``--by`` form a group, which is shown as its median and range. The first command
 trains the runs, one after the other, and the second one compares them::
@@ -24,6 +24,7 @@ METRICS = {
     "success": "evaluation/success", "return": "evaluation/return", "distance": "evaluation/distance",
     "seconds": "train/seconds",
 }  # fmt: skip
+COLUMNS = {"return": ("return", 1), "distance": ("final distance", 3), "seconds": ("training, s", 0)}  # and digits
 
 
 class Run(NamedTuple):
@@ -34,8 +35,9 @@ class Run(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Read the folder of a run."""
-        logs = {name: np.loadtxt(path, delimiter=",", ndmin=2) for name, path in paths(folder).items()}
+        """Read the folder of a run. Offline runs log no returns and distances."""
+        found = {name: path for name, path in paths(folder).items() if path.exists()}
+        logs = {name: np.loadtxt(path, delimiter=",", ndmin=2) for name, path in found.items()}
         return cls(OmegaConf.load(folder / "config.yaml"), logs)
 
     def group(self, entries: list[str]) -> str:
@@ -61,7 +63,7 @@ def find_runs(folders: list[Path]) -> list[Run]:
 
 
 def _is_run(folder: Path) -> bool:
-    return all(path.exists() for path in paths(folder).values())
+    return all(paths(folder)[name].exists() for name in ("success", "seconds"))
 
 
 def median_and_range(values: list[float], digits: int = 2) -> str:
@@ -72,15 +74,13 @@ def median_and_range(values: list[float], digits: int = 2) -> str:
 
 def table(groups: dict[str, list[Run]], step: int) -> str:
     """Return a Markdown table of the metrics at a step: medians over runs, and the range of the success."""
-    lines = [
-        "| | runs | success: median (range) | return | final distance | training, s |",
-        "|---|---|---|---|---|---|",
-    ]
+    logged = [name for name in COLUMNS if all(name in run.logs for runs in groups.values() for run in runs)]
+    titles = ["", "runs", "success: median (range)", *(COLUMNS[name][0] for name in logged)]
+    lines = [f"| {' | '.join(titles)} |".replace("|  |", "| |"), "|---" * len(titles) + "|"]
     for name, runs in groups.items():
         success = median_and_range([run.at("success", step) for run in runs])
-        medians = {metric: np.median([run.at(metric, step) for run in runs]) for metric in METRICS}
-        columns = f"{medians['return']:.1f} | {medians['distance']:.3f} | {medians['seconds']:.0f}"
-        lines.append(f"| {name} | {len(runs)} | {success} | {columns} |")
+        medians = [f"{np.median([run.at(each, step) for run in runs]):.{COLUMNS[each][1]}f}" for each in logged]
+        lines.append(f"| {' | '.join([name, str(len(runs)), success, *medians])} |")
     return "\n".join(lines)
 
 
@@ -126,9 +126,10 @@ def main() -> None:
     for members in groups.values():
         panel = panels.setdefault(members[0].group(arguments.panels), {})
         panel[members[0].group(arguments.by)] = curves(members)
-    print(f"At {step:,} environment steps:\n\n{table(groups, step)}")
+    unit = "updates" if "updates" in found[0].config else "environment steps"
+    print(f"At {step:,} {unit}:\n\n{table(groups, step)}")
     picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison(panels, picture, arguments.title)
+    draw_comparison(panels, picture, arguments.title, unit)
     print(f"\nPicture: {picture}")
 
 

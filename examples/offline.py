@@ -7,14 +7,15 @@ the values and others for the policies, all from one ``HERTransform``. Only eval
 
     python examples/pointmaze_data.py
     python examples/offline.py algorithm=hiql
-    python examples/offline.py --multirun algorithm=gcbc,gciql,hiql seed=1,2,3
+    python examples/offline.py --multirun algorithm=gcbc,gciql,hiql seed=1,2,3 hydra.sweep.dir=outputs/offline/seeds
+    python examples/compare.py outputs/offline/seeds
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -399,6 +400,7 @@ def train(config: Config, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(config.matmul_precision.name)
     torch.manual_seed(config.seed)
+    OmegaConf.save(OmegaConf.structured(replace(config, hydra=None)), folder / "config.yaml")
     data, normalize = load_data(config)
     replay_buffer = make_replay_buffer(config, data)
     replay_buffer.set_rng(torch.Generator().manual_seed(config.seed))
@@ -420,7 +422,7 @@ def train(config: Config, folder: Path) -> None:
         return losses.detach()
 
     run_update = Recorded(update) if config.record else update
-    evaluation, logger = Evaluation(config), CSVLogger("logs", log_dir=str(folder))
+    evaluation, logger = Evaluation(config), CSVLogger("csv", log_dir=str(folder / "logs"))
     bar = tqdm(range(1, config.updates + 1), f"{config.algorithm.name} {config.env}", unit=" updates")
     batches, seconds = list[TensorDictBase](), 0.0
     for step in bar:
@@ -431,7 +433,7 @@ def train(config: Config, folder: Path) -> None:
         seconds += time.process_time() - began
         if step % config.evaluation.interval == 0 or step == config.updates:
             outcome = evaluation.run(policy)
-            metrics = {f"evaluation/{name}": value for name, value in outcome.items()} | {"train/cpu_seconds": seconds}
+            metrics = {f"evaluation/{name}": value for name, value in outcome.items()} | {"train/seconds": seconds}
             for name, value in (metrics | {f"train/{name}": float(value) for name, value in losses.items()}).items():
                 logger.log_scalar(name, value, step)
             bar.set_postfix(success=f"{outcome['success']:.2f}")

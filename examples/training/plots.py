@@ -61,7 +61,9 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
     save(figure, path, title)
 
 
-def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], path: Path, title: str) -> None:
+def draw_comparison(
+    panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], path: Path, title: str, unit: str = "environment steps"
+) -> None:
     """Draw the success of groups of runs, median and range: steps ``[n]`` and success ``[runs, n]`` of each."""
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
@@ -77,7 +79,7 @@ def draw_comparison(panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]],
         for group, (steps, success) in groups.items():
             panel.plot(steps, np.median(success, axis=0), **styles[group], ms=4)
             panel.fill_between(steps, success.min(0), success.max(0), color=styles[group]["color"], alpha=0.15, lw=0)
-        panel.set(title=title_of_panel, xlabel="environment steps", ylim=(-0.03, 1.03))
+        panel.set(title=title_of_panel, xlabel=unit, ylim=(-0.03, 1.03))
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.grid(alpha=0.3)
     for panel in axes[:, 0]:

@@ -264,11 +264,14 @@ def test_a_short_run_learns_logs_and_saves(algorithm, path, run_script, tmp_path
     options = [f"algorithm={algorithm}", f"data={path}", *SMALL, "updates=20", "evaluation.interval=10"]
     printed = run_script("offline", *options, "hydra.run.dir=run")
     assert printed.splitlines()[-1].startswith("20 updates: success ")
-    logs = tmp_path / "run" / "logs" / "scalars"
+    logs = tmp_path / "run" / "logs" / "csv" / "scalars"
     tasks = [np.loadtxt(logs / "evaluation" / f"task{task}.csv", delimiter=",") for task in range(1, 6)]
     success = np.loadtxt(logs / "evaluation" / "success.csv", delimiter=",")
     assert success[:, 0].tolist() == [10, 20]
     assert success[:, 1] == pytest.approx(np.mean(tasks, axis=0)[:, 1])
+    compared = run_script("compare", "run")
+    assert "At 20 updates:\n\n| | runs | success: median (range) | training, s |" in compared
+    assert f"| algorithm={algorithm} | 1 | {success[-1, 1]:.2f} |" in compared
     saved = torch.load(tmp_path / "run" / "policy.pt")
     assert any(key.endswith("mean") for key in saved)  # it reads raw states
 
