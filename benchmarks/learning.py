@@ -10,6 +10,8 @@
 - ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
 - ``selection``: `GoalSelection`, compared with the goals of the environment.
 - ``crl``: contrastive RL (``examples/crl.py``) and SAC with hindsight, with equal numbers of updates.
+- ``offline``: the algorithms of ``examples/offline.py``, on data that ``examples/pointmaze_data.py`` writes. Steps are
+  updates.
 - ``writing``: relabelling when transitions are sampled and when they are written.
 
 All evaluations are written to ``results.csv`` in the output folder. A script's run that was interrupted continues from
@@ -56,6 +58,7 @@ OFTEN = "evaluation.interval=500", "evaluation.episodes=100"
 OBJECT, RARELY = "+task=fetch_push", ("evaluation.interval=100_000", "checkpoint.interval=100_000")
 PUSH_SAC = "env.name=FetchPush-v4", "updates_per_step=0.25", "evaluation.interval=15_000", "checkpoint.interval=15_000"
 PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
+MAZES = "pointmaze-medium-v0", "pointmaze-large-v0"
 SCRIPTS = {
     "suite": {
         "FetchReach": Script("sac", 2_000, ("env.name=FetchReach-v4", *OFTEN)),
@@ -73,6 +76,7 @@ SCRIPTS = {
         "FetchReach": Script("sac", 10_000, ("env.name=FetchReach-v4", "evaluation.interval=1_000", OFTEN[1])),
         "FetchPush": Script("sac", 150_000, (*PUSH_SAC, OFTEN[1])),
     },
+    "offline": {name: Script("offline", 100_000, (f"env={name}",)) for name in MAZES},
     "writing": {
         "BitFlipping, 15 bits, DQN": Script("dqn", 5_000, OFTEN),
         "BitFlipping, 15 bits, prioritized DQN": Script("dqn", 5_000, ("buffer.prioritized=error", *OFTEN)),
@@ -91,6 +95,7 @@ WAYS = {
     "movement": {"neither": ("buffer.alpha=0",), "priority": ("buffer.alpha=1",)},
     "selection": {"GoalSelection": (), "goals of the environment": ("goals.selection=null",)},
     "crl": {"SAC with hindsight": (), CRL: ()},
+    "offline": {name.upper(): (f"algorithm={name}",) for name in ("gcbc", "gciql", "hiql")},
     "writing": {  # with room for four copies of each transition
         "HERTransform": ("hindsight.when=sampling", "buffer.size=5000"),
         "HindsightAugmentation": ("hindsight.when=writing", "buffer.size=25000"),
@@ -102,6 +107,7 @@ SEEDS = {
     "movement": [20, 21, 22],
     "selection": [61, 62, 63],
     "crl": [61, 62, 63],
+    "offline": [1, 2, 3],
     "writing": [1, 2, 3],
 }
 
@@ -133,6 +139,23 @@ def train_crl(task: str, steps: int, seed: int, folder: Path) -> list[Row]:
     return [{name: kind(row[name]) for name, kind in columns.items()} | {"return": np.nan} for row in rows]
 
 
+def train_offline(script: Script, overrides: tuple[str, ...], seed: int, folder: Path, data: Path) -> list[Row]:
+    """Train on a data set, which is generated if there is none, unless the run exists, and return its evaluations."""
+    settings = *script.overrides, *overrides, f"seed={seed}", f"updates={script.steps}", f"data={data}"
+    if not data.exists():
+        maze = data.stem, "--output", str(data)
+        subprocess.run([sys.executable, EXAMPLES / "pointmaze_data.py", *maze], check=True)
+    path = folder / "logs/csv/scalars/evaluation/success.csv"
+    if not path.exists() or int(np.loadtxt(path, delimiter=",", ndmin=2)[-1, 0]) < script.steps:
+        command = [sys.executable, EXAMPLES / "offline.py", *settings, f"hydra.run.dir={folder}"]
+        subprocess.run(command, check=True)
+    run = Run.read(folder)
+    steps = map(int, run.logs["success"][:, 0])
+    return [
+        {"steps": n, "success": run.at("success", n), "return": np.nan, "seconds": run.at("seconds", n)} for n in steps
+    ]
+
+
 def train(arguments: argparse.Namespace, tasks: list[str]) -> Iterator[Row]:
     """Train all runs, and yield their evaluations."""
     ways = list(WAYS[arguments.experiment])
@@ -147,7 +170,10 @@ def train(arguments: argparse.Namespace, tasks: list[str]) -> Iterator[Row]:
                 script = SCRIPTS[arguments.experiment][task]
                 script = script._replace(steps=arguments.steps or script.steps)
                 folder = arguments.output / task / way / str(seed)
-                if way == CRL:
+                if script.name == "offline":
+                    data = arguments.output / f"{task}.npz"
+                    rows = train_offline(script, WAYS[arguments.experiment][way], seed, folder, data)
+                elif way == CRL:
                     rows = train_crl(task, script.steps, seed, folder)
                 else:
                     rows = train_script(script, WAYS[arguments.experiment][way], seed, folder)

@@ -6,6 +6,7 @@ import gpu
 import learning
 import memory
 import migration
+import numpy as np
 import pytest
 
 
@@ -41,6 +42,20 @@ def test_learning_trains_continues_and_prints_medians_and_ranges(run, monkeypatc
     monkeypatch.setitem(learning.SCRIPTS, "writing", {"BitFlipping": script._replace(overrides=script.overrides[:-1])})
     with pytest.raises(SystemExit, match="has other settings: delete it, or choose another --output"):
         run(learning, *arguments)
+
+
+def test_learning_trains_offline_algorithms_once(run, monkeypatch, tmp_path):
+    ogbench_data = pytest.importorskip("pointmaze_data", reason="the data need the package ogbench")
+    maze = "pointmaze-medium-v0"
+    np.savez(tmp_path / f"{maze}.npz", **ogbench_data.generate(maze, episodes=2, steps=50, seed=0))
+    small = f"env={maze}", "hidden=[8]", "batch_size=8", "evaluation.interval=2", "evaluation.episodes=1"
+    monkeypatch.setitem(learning.SCRIPTS, "offline", {maze: learning.Script("offline", 4, small)})
+    monkeypatch.setitem(learning.WAYS, "offline", {"GCBC": ("algorithm=gcbc",)})
+    arguments = ["offline", "--seeds", 1, "--output", tmp_path]
+    first = run(learning, *arguments, "--columns", 2, 4).splitlines()[-1]
+    assert first.startswith(f"| {maze}, GCBC | 4 | ")
+    monkeypatch.setattr(learning.subprocess, "run", None)  # trains nothing
+    assert run(learning, *arguments, "--columns", 2, 4).splitlines()[-1] == first
 
 
 def test_ratios_compare_the_times_to_lasting_success(run, tmp_path):
