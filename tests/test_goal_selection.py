@@ -257,6 +257,15 @@ def test_the_candidate_with_the_lowest_density_is_selected():
         LowestDensity().select(candidates, None)
     with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
         LowestDensity(bandwidth=0)
+    with pytest.raises(ValueError, match="fitted must be from 1 to 10000, got 0"):
+        LowestDensity(fitted=0)
+
+
+def test_the_density_is_that_of_the_first_fitted_goals():
+    selector, goals = LowestDensity(fitted=50), torch.randn(200, 2)
+    selector.fit(goals)
+    at = torch.randn(7, 2)
+    assert torch.equal(selector.density.log_density(at), Density(goals[:50], bandwidth=0.1).log_density(at))
 
 
 def test_the_cutoff_follows_the_success_at_selected_goals():

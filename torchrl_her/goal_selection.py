@@ -13,14 +13,13 @@ from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_her.episodes.write import map_goals
-from torchrl_her.goal_selectors import Density, Feasible, GoalSelector
+from torchrl_her.goal_selectors import FITTED, Density, Feasible, GoalSelector
 from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
 from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.returns import where
 from torchrl_her.transform import HERTransform
 
 MOST_CANDIDATES = 20_000  # for all environments that reset together
-FITTED = 10_000  # goals from which a selector learns
 FIT_EVERY = 10  # resets
 DESIRED_KEPT = 1_000  # the last desired goals of the environment, for the comparison with achieved goals
 OFFSET = -3.0  # of the comparison

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+FITTED = 10_000  # goals that `GoalSelection` passes to `fit`
 CHUNK = 2**22  # products that are computed at a time
 FEW, MANY = 0.3, 0.7  # shares of reached goals below and above which the cutoff changes
 ATTEMPTS = 10  # episodes with a selected goal after which the cutoff can change
@@ -94,13 +95,15 @@ class LowestDensity(GoalSelector):
     """The candidate where achieved goals have the lowest density: the frontier of what the agent can do.
 
     The selector of MEGA ([Pitis et al., 2020](https://arxiv.org/abs/2007.02832)). The density is a Gaussian kernel
-    density estimate of 10,000 achieved goals.
+    density estimate of achieved goals.
 
     Keyword Args:
         bandwidth (float): the standard deviation of the kernels, in standard deviations of the goals. Default: 0.1.
+        fitted (int): the number of achieved goals in the estimate. The time of a reset is proportional to this number
+            and to the ``candidates`` of `GoalSelection`. Default: 10,000, which is also the maximum.
 
     Raises:
-        ValueError: if ``bandwidth`` is not positive.
+        ValueError: if ``bandwidth`` is not positive, or ``fitted`` not from 1 to 10,000.
         RuntimeError: if ``select`` is called before ``fit``.
 
     Examples:
@@ -112,16 +115,19 @@ class LowestDensity(GoalSelector):
         tensor([[3.]])
     """
 
-    def __init__(self, *, bandwidth: float = 0.1):
+    def __init__(self, *, bandwidth: float = 0.1, fitted: int = FITTED):
         if not bandwidth > 0:
             raise ValueError(f"bandwidth must be positive, got {bandwidth!r}.")
+        if not 1 <= fitted <= FITTED:
+            raise ValueError(f"fitted must be from 1 to {FITTED}, got {fitted!r}.")
         super().__init__()
-        self.bandwidth = bandwidth
+        self.bandwidth, self.fitted = bandwidth, fitted
         self.density: Density | None = None  # None before the first `fit`
-        self._fitted: Tensor | None = None  # [m, *goal]
+        self._goals: Tensor | None = None  # [m, *goal]
 
     def fit(self, goals: Tensor) -> None:  # noqa: D102
-        self._fitted, self.density = goals, Density(goals, self.bandwidth)
+        self._goals = goals[: self.fitted]  # they are in random order
+        self.density = Density(self._goals, self.bandwidth)
 
     def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:  # noqa: D102
         if self.density is None:
@@ -132,7 +138,7 @@ class LowestDensity(GoalSelector):
 
     def get_extra_state(self) -> Any:
         """Return the goals of the density estimate."""
-        return self._fitted
+        return self._goals
 
     def set_extra_state(self, state: Any) -> None:
         """Load the result of `get_extra_state`."""
@@ -140,7 +146,7 @@ class LowestDensity(GoalSelector):
             self.fit(state)
 
     def extra_repr(self) -> str:  # noqa: D102
-        return f"bandwidth={self.bandwidth}"
+        return f"bandwidth={self.bandwidth}, fitted={self.fitted}"
 
 
 class Feasible(nn.Module):

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase, TensorDictSequential, WrapModule
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, MultiStepTransform
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
@@ -87,8 +87,9 @@ def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
 def make_selection(config: Settings, hindsight: Any) -> GoalSelection:
     """Make the transform of training environments that selects goals from those that hindsight has stored."""
     goals = config.goals
-    selector = LowestDensity() if goals.selection == Selection.lowest_density else Uniform()
-    return GoalSelection(hindsight, selector, share=goals.share, start=goals.start, within_desired=goals.within_desired)
+    selector = LowestDensity(fitted=goals.fitted) if goals.selection == Selection.lowest_density else Uniform()
+    options: dict[str, Any] = {"share": goals.share, "start": goals.start, "candidates": goals.candidates}
+    return GoalSelection(hindsight, selector, within_desired=goals.within_desired, **options)
 
 
 def make_buffer(config: Settings, hindsight: Any, inputs: NormalizedInputs) -> TensorDictReplayBuffer:
@@ -114,11 +115,42 @@ def record_policy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
     return WrapModule(lambda data: act(data.select(*keys)), inplace=True, in_keys=keys, out_keys=["action"])
 
 
+class RepeatedActions(EGreedyModule):
+    """Replaces a share ``eps`` of the components of actions with random ones, each for 1 to ``repeat`` steps.
+
+    The method is temporally extended exploration (Dabney et al. 2021, arXiv:2006.01782), with uniform durations, and for
+    each component of an action on its own: a gripper stays closed while the policy moves the arm.
+    """
+
+    def __init__(self, spec: TensorSpec, repeat: int, **options: Any):
+        super().__init__(spec, **options)
+        self.repeat = repeat
+        self.stop()
+
+    def stop(self) -> None:
+        """End all repetitions."""
+        self.random = self.spec["action"].rand()  # [*batch, components]
+        self.steps_left = torch.zeros_like(self.random, dtype=torch.int64)
+
+    def forward(self, data: TensorDictBase) -> TensorDictBase:  # noqa: D102
+        mean = (self.repeat + 1) / 2  # steps
+        begins = torch.rand_like(self.random) < self.eps / (mean - self.eps * (mean - 1))
+        begins &= self.steps_left == 0
+        steps = torch.randint_like(self.steps_left, 1, self.repeat + 1)
+        self.steps_left = torch.where(begins, steps, self.steps_left)
+        self.random = torch.where(begins, self.spec["action"].rand(), self.random)
+        data.set("action", torch.where(self.steps_left > 0, self.random, data["action"]))
+        self.steps_left = (self.steps_left - 1).clamp_min(0)
+        return data
+
+
 def anneal(policy: TensorDictSequential, chunks: int = 1) -> None:
     """Reduce the exploration of a collector's policy by a number of chunks of steps (see `Exploration.final`)."""
     for explorer in policy:
         if isinstance(explorer, AdditiveGaussianModule | EGreedyModule):
             explorer.step(chunks)
+        if isinstance(explorer, RepeatedActions):
+            explorer.stop()  # a resumed run knows of no repetitions
 
 
 def explore_at_goals(spec: Any, share: float) -> TensorDictModuleBase:
@@ -150,7 +182,9 @@ def make_collector(config: Settings, policy: TensorDictModuleBase, hindsight: An
     spec, explorers = envs.action_spec.to(device), []
     if gaussian:
         explorers.append(AdditiveGaussianModule(spec, sigma_init=noise, sigma_end=noise * exploration.final, **anneals))
-    explorers.append(EGreedyModule(spec, eps_init=share, eps_end=share * exploration.final, **anneals))
+    anneals |= {"eps_init": share, "eps_end": share * exploration.final}
+    repeat = exploration.repeat
+    explorers.append(RepeatedActions(spec, repeat, **anneals) if repeat > 1 else EGreedyModule(spec, **anneals))
     if config.goals.selection and exploration.at_goal:
         explorers.append(explore_at_goals(spec, exploration.at_goal))
     acts = record_policy(policy) if config.speedup == Speedup.record else policy

@@ -50,6 +50,7 @@ class Collection:
 class Exploration:
     noise: NonNegative = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
     random_actions: Share = 0.2  # share of uniformly random actions
+    repeat: PositiveInt = 1  # more: each component of an action is random on its own, for 1 to this number of steps
     at_goal: Share = 0.1  # added to this share for each step of the episode at a selected goal (goals.selection)
     final: Share = 1.0  # share of both that is left after anneal_steps; until then, both fall linearly
     anneal_steps: PositiveInt = "${total_steps}"  # type: ignore[assignment]  # from the start; a resumed run keeps it
@@ -79,6 +80,8 @@ class Goals:
     selection: Selection | None = None  # which achieved goals training episodes pursue: see GoalSelection
     share: Share = 0.5  # of the episodes with a selected goal
     start: PositiveInt = 500  # achieved goals before the first selection
+    candidates: PositiveInt = 500  # achieved goals from which one is selected
+    fitted: Annotated[int, Field(ge=1, le=10_000)] = 10_000  # achieved goals of the density estimate
     within_desired: bool = False  # leaves out goals outside the bounding box of the environment's goals
 
 

@@ -42,7 +42,8 @@ MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all me
 NEEDS = {  # settings that have an effect only with these values of another setting
     "hindsight.strategy": "hindsight.enabled=True", "hindsight.her_ratio": "hindsight.enabled=True",
     "hindsight.when": "hindsight.enabled=True", "goals.share": SELECTED, "goals.start": SELECTED,
-    "goals.within_desired": SELECTED, "exploration.at_goal": SELECTED, "exploration.noise": "algorithm=ddpg,td3",
+    "goals.within_desired": SELECTED, "goals.candidates": SELECTED, "goals.fitted": "goals.selection=lowest_density",
+    "exploration.at_goal": SELECTED, "exploration.noise": "algorithm=ddpg,td3",
     "buffer.alpha": "buffer.prioritized=error,movement", "buffer.beta": "buffer.prioritized=error,movement",
     "buffer.far": "buffer.prioritized=movement", "normalization.clip": "normalization.enabled=True",
     "quantiles": "loss=tqc", "dropped_quantiles": "loss=tqc", "loss_function": "loss=sac",

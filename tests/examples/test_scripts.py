@@ -1,6 +1,7 @@
 """Data collection, writing, sampling, updates and evaluation of the training scripts."""
 
 import importlib
+import itertools
 import re
 import warnings
 
@@ -188,6 +189,20 @@ def test_training_episodes_pursue_achieved_goals_and_explore_at_them(tmp_path):
     steps = torch.tensor([[0], [2], [0], [5]])
     acted = explore(TensorDict({"action": torch.full((4, 2), 7.0), "goal_selection": {"steps_at_goal": steps}}, 4))
     assert (acted["action"] == 7).all(1).tolist() == [True, False, True, False]
+
+
+def test_components_of_actions_are_random_for_a_share_of_the_steps_and_repeated():
+    explore = parts.RepeatedActions(Bounded(-1, 1, (50, 2)), 5, eps_init=0.4, eps_end=0.4, annealing_num_steps=1)
+    given = TensorDict({"action": torch.full((50, 2), 7.0)}, 50)
+    acted = torch.stack([explore(given.copy())["action"] for _ in range(2000)])  # [steps, environments, 2]
+    assert (acted[200:] != 7).float().mean() == pytest.approx(0.4, abs=0.02)
+    assert (acted[200:] != 7).all(-1).float().mean() == pytest.approx(0.16, abs=0.02)  # both components
+    actions = [list(repeated) for env in acted.flatten(1).T.tolist() for _, repeated in itertools.groupby(env)]
+    lengths = [len(repeated) for repeated in actions if repeated[0] != 7]
+    assert [lengths.count(steps) / len(lengths) for steps in range(1, 6)] == pytest.approx([0.2] * 5, abs=0.02)
+    explore.stop()
+    explore.eps.zero_()
+    assert (explore(given.copy())["action"] == 7).all()
 
 
 def test_the_folder_of_a_run_has_no_colon():
