@@ -118,8 +118,8 @@ def record_policy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
 class RepeatedActions(EGreedyModule):
     """Replaces a share ``eps`` of the components of actions with random ones, each for 1 to ``repeat`` steps.
 
-    The method is temporally extended exploration (Dabney et al. 2021, arXiv:2006.01782), with uniform durations, and for
-    each component of an action on its own: a gripper stays closed while the policy moves the arm.
+    The method is temporally extended exploration (Dabney et al. 2021, arXiv:2006.01782), with uniform durations. Each
+    component is repeated on its own: a gripper stays closed while the policy moves the arm.
     """
 
     def __init__(self, spec: TensorSpec, repeat: int, **options: Any):
