@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-Prints the tables of ``docs/reference/results/memory.md``, except for adopted data sets.
+Prints the tables of memory in ``docs/reference/results/speed.md``, except for adopted data sets.
 
 The last table is the resident memory of a buffer of 100,000 transitions while ten million are written, from 64
 environments with episodes of 40 to 80 steps. One reset in eight is silent: it carries no done flag and no new

@@ -3,7 +3,7 @@
     python benchmarks/speed.py                # all parts, in eight minutes and 7 GB of memory
     python benchmarks/speed.py sample groups --rounds 400
 
-Each part prints its tables of ``docs/reference/results/speed.md`` and ``memory.md``. All contenders take turns within a
+Each part prints its tables; ``docs/reference/results/speed.md`` has most of them. All contenders take turns within a
 round, on one thread. Times are medians, and ratios are medians of the ratios within a round. Fails if a sampled
 transition has a wrong goal or reward.
 """

@@ -500,7 +500,7 @@ def draw_sampling(path: Path) -> None:
 
 def draw_memory(path: Path) -> None:
     """Draw the memory of a buffer while it is overwritten."""
-    head, rows = table("memory.md", "MiB after")
+    head, rows = table("speed.md", "MiB after")
     figure, axes = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
     for name, colour, text in (("with hindsight", BLUE, "with hindsight"), ("without", INK, "without hindsight")):
         axes.plot(
