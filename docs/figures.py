@@ -413,6 +413,17 @@ def draw_pick_and_place(path: Path) -> None:
     save(figure, path)
 
 
+def draw_offline_results(path: Path) -> None:
+    """Draw the success of the offline algorithms against updates."""
+    colours = {"HIQL": BLUE, "GCIQL": VERMILION, "GCBC": GREY}
+    curves = {name: evaluations("offline.csv", task="pointmaze-medium-v0", way=name) for name in colours}
+    figure, axes = plt.subplots(figsize=(WIDTH, 2.9), layout="constrained")
+    draw_curves(axes, curves, colours, 1000)
+    axes.set(xlabel="updates [thousands]", ylabel="success rate", title="pointmaze-medium-v0")
+    legend(figure, axes, 3)
+    save(figure, path)
+
+
 LIBRARIES = {"ours": "torchrl_her", "Stable-Baselines3": "Stable-Baselines3"}
 OF_LIBRARY = {"torchrl_her": BLUE, "Stable-Baselines3": VERMILION}
 
@@ -548,6 +559,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "goal_distributions.png": draw_goal_distributions,
     "fetch.png": draw_fetch,
     "pick_and_place.png": draw_pick_and_place,
+    "offline_results.png": draw_offline_results,
     "learning.png": draw_learning,
     "point_maze.png": draw_point_maze,
     "sampling.png": draw_sampling,
