@@ -86,8 +86,15 @@ SCRIPTS = {
 CRL = "contrastive RL"
 CRL_ARGUMENTS = {
     "PointReach": ("--evaluate-every", "1500"),
-    "FetchReach": ("--env", "FetchReach-v4", "--evaluate-every", "1000"),
-    "FetchPush": ("--env", "FetchPush-v4", "--updates-per-step", "0.25", "--evaluate-every", "15000"),
+    "FetchReach": ("--env", "gymnasium_robotics:FetchReach-v4", "--evaluate-every", "1000"),
+    "FetchPush": (
+        "--env",
+        "gymnasium_robotics:FetchPush-v4",
+        "--updates-per-step",
+        "0.25",
+        "--evaluate-every",
+        "15000",
+    ),
 }
 WAYS = {
     "sb3": {"ours": (), "Stable-Baselines3": ()},
@@ -133,7 +140,7 @@ def train_crl(task: str, steps: int, seed: int, folder: Path) -> list[Row]:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         options = "--steps", str(steps), "--seed", str(seed), "--output", str(path)
-        subprocess.run([sys.executable, EXAMPLES / "crl.py", *CRL_ARGUMENTS[task], *options], check=True)
+        subprocess.run([sys.executable, EXAMPLES / "crl.py", *CRL_ARGUMENTS[task].split(), *options], check=True)
     rows = csv.DictReader(path.read_text().splitlines())
     columns = {"steps": int, "success": float, "seconds": float}
     return [{name: kind(row[name]) for name, kind in columns.items()} | {"return": np.nan} for row in rows]

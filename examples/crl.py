@@ -5,7 +5,7 @@ The critic learns to tell which future state of the same episode belongs to a st
 ``HERTransform(None, strategy=Geometric(gamma))``::
 
     python examples/crl.py
-    python examples/crl.py --env FetchReach-v4 --steps 10000
+    python examples/crl.py --env gymnasium_robotics:FetchReach-v4 --steps 10000
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def evaluate(policy: TensorDictSequential, name: str, episodes: int = 100) -> fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--env", default="torchrl_her/PointReach-v0", help="a goal environment of Gymnasium")
+    parser.add_argument("--env", default="torchrl_her/PointReach-v0", help="a Gymnasium id, or module:id")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--random-steps", type=int, default=500)
@@ -162,13 +162,13 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 256])
     parser.add_argument("--evaluate-every", type=int, default=1_000, help="steps")
-    parser.add_argument("--output", type=Path, help="a CSV file for steps, success and seconds of training")
+    parser.add_argument("--output", type=Path, help="a CSV file for steps, success and CPU seconds of training")
     config = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     env = GymEnv(config.env)
     env.set_seed(config.seed)
-    chunk = gymnasium.spec(config.env).max_episode_steps
+    chunk = len(env.rollout(100_000))  # the length of every episode
 
     inputs = NormalizedInputs()
     inputs(env.fake_tensordict())
@@ -192,7 +192,8 @@ def main() -> None:
         optimizer.zero_grad()
         return losses.detach()
 
-    rows, seconds, began = [{"steps": 0, "success": evaluate(policy, config.env), "seconds": 0.0}], 0.0, time.time()
+    rows = [{"steps": 0, "success": evaluate(policy, config.env), "seconds": 0.0}]
+    seconds, began = 0.0, time.process_time()
     bar, due = tqdm(total=config.steps, unit=" steps"), 0.0
     for data in collector:
         rb.extend(data)
@@ -202,10 +203,10 @@ def main() -> None:
         while due >= 1:
             losses, due = update(), due - 1
         if bar.n % config.evaluate_every < chunk and bar.n > config.random_steps:
-            seconds += time.time() - began
+            seconds += time.process_time() - began
             rows.append({"steps": bar.n, "success": evaluate(policy, config.env), "seconds": seconds})
             bar.set_postfix(success=rows[-1]["success"], accuracy=f"{float(losses['accuracy']):.2f}")
-            began = time.time()
+            began = time.process_time()
     bar.close()
     print(f"{bar.n:,} steps: success {rows[-1]['success']:.2f}")
     if config.output:

@@ -51,10 +51,12 @@ def test_each_loss_changes_only_its_own_networks(loss_and_batch):
         assert found == owners
 
 
-def test_a_short_run_trains_and_writes_its_evaluations(monkeypatch, tmp_path):
-    path = tmp_path / "run.csv"
-    arguments = "--steps 700 --random-steps 500 --hidden 16 --evaluate-every 100 --output"
+@pytest.mark.parametrize("env", ["torchrl_her/PointReach-v0", "gymnasium_robotics:FetchReach-v4"])
+def test_a_short_run_trains_and_writes_its_evaluations(env, monkeypatch, tmp_path):
+    path, evaluate = tmp_path / "run.csv", crl.evaluate
+    arguments = f"--env {env} --steps 700 --random-steps 500 --hidden 16 --evaluate-every 100 --output"
     monkeypatch.setattr(sys, "argv", ["crl.py", *arguments.split(), str(path)])
+    monkeypatch.setattr(crl, "evaluate", lambda policy, name: evaluate(policy, name, episodes=3))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     crl.main()
     rows = list(csv.DictReader(path.open()))
