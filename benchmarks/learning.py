@@ -85,16 +85,9 @@ SCRIPTS = {
 }
 CRL = "contrastive RL"
 CRL_ARGUMENTS = {
-    "PointReach": ("--evaluate-every", "1500"),
-    "FetchReach": ("--env", "gymnasium_robotics:FetchReach-v4", "--evaluate-every", "1000"),
-    "FetchPush": (
-        "--env",
-        "gymnasium_robotics:FetchPush-v4",
-        "--updates-per-step",
-        "0.25",
-        "--evaluate-every",
-        "15000",
-    ),
+    "PointReach": "--evaluate-every 1500",
+    "FetchReach": "--env gymnasium_robotics:FetchReach-v4 --evaluate-every 1000",
+    "FetchPush": "--env gymnasium_robotics:FetchPush-v4 --updates-per-step 0.25 --evaluate-every 15000",
 }
 WAYS = {
     "sb3": {"ours": (), "Stable-Baselines3": ()},

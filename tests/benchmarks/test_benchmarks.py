@@ -58,6 +58,16 @@ def test_learning_trains_offline_algorithms_once(run, monkeypatch, tmp_path):
     assert run(learning, *arguments, "--columns", 2, 4).splitlines()[-1] == first
 
 
+def test_learning_trains_contrastive_rl_once(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(learning.SCRIPTS, "crl", {"PointReach": learning.Script("sac", 550)})
+    monkeypatch.setitem(learning.WAYS, "crl", {learning.CRL: ()})
+    arguments = ["crl", "--seeds", 1, "--output", tmp_path]
+    first = run(learning, *arguments, "--columns", 0).splitlines()[-1]
+    assert first.startswith("| PointReach, contrastive RL | 0 | ")  # evaluated before the first step
+    monkeypatch.setattr(learning.subprocess, "run", None)  # trains nothing
+    assert run(learning, *arguments, "--columns", 0).splitlines()[-1] == first
+
+
 def test_ratios_compare_the_times_to_lasting_success(run, tmp_path):
     pytest.importorskip("stable_baselines3", reason="the benchmarks need the extra 'benchmarks'")
     curves = {("ours", 0): (0, 1), ("ours", 1): (0, 0, 1)}
