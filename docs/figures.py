@@ -413,6 +413,20 @@ def draw_pick_and_place(path: Path) -> None:
     save(figure, path)
 
 
+def draw_strategies(path: Path) -> None:
+    """Draw the success of strategies on BitFlipping, a panel for each ``her_ratio``."""
+    colours = {"future": BLUE, "episode": GREEN, "final": VERMILION, "random": ORANGE, "without hindsight": GREY}
+    figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 2.9), layout="constrained", sharey=True)
+    for axes, ratio in zip(panels, ("0.5", "0.8", "0.9"), strict=True):
+        curves = {name: evaluations("strategies.csv", task=ratio, way=name) for name in list(colours)[:-1]}
+        curves["without hindsight"] = evaluations("strategies.csv", task="0.0")
+        draw_curves(axes, curves, colours, 1000)
+        axes.set(title=f"her_ratio {ratio}", xlabel="steps [thousands]")
+    panels[0].set_ylabel("success rate")
+    legend(figure, panels[0], 5)
+    save(figure, path)
+
+
 def draw_offline_results(path: Path) -> None:
     """Draw the success of the offline algorithms against updates."""
     colours = {"HIQL": BLUE, "GCIQL": VERMILION, "GCBC": GREY}
@@ -456,7 +470,7 @@ def draw_learning(path: Path) -> None:
         axes.set(xlabel=f"{label} to a success rate of 0.95", xlim=(0, limit * 1.02))
         plain(axes, "x")
     names = [
-        f"{task}\n{'tuned for each' if settings == 'each tuned' else 'equal settings'}" for settings, task in groups
+        f"{task}\n{'each tuned' if settings == 'each tuned' else 'equal settings'}" for settings, task in groups
     ]
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
@@ -487,7 +501,7 @@ def draw_sampling(path: Path) -> None:
     lines = {
         "TensorDictReplayBuffer, no hindsight": ("TorchRL, no hindsight", INK, "o"),
         "the same with HERTransform": ("TorchRL with HERTransform", BLUE, "o"),
-        "PackedStorage with HERTransform": ("the same with PackedStorage", SKY, "D"),
+        "PackedStorage with HERTransform": ("HERTransform with PackedStorage", SKY, "D"),
         "TorchRL's HERReplayBuffer": ("TorchRL's HERReplayBuffer", ORANGE, "^"),
         "Stable-Baselines3's HerReplayBuffer": ("Stable-Baselines3", VERMILION, "s"),
     }
@@ -560,6 +574,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "fetch.png": draw_fetch,
     "pick_and_place.png": draw_pick_and_place,
     "offline_results.png": draw_offline_results,
+    "strategies.png": draw_strategies,
     "learning.png": draw_learning,
     "point_maze.png": draw_point_maze,
     "sampling.png": draw_sampling,

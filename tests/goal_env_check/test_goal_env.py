@@ -77,6 +77,7 @@ MESSAGES = {
     "reward-depends-on-state: step count": "returned -1.01 right after the step and -1 after the last episode",
     "reward-modifies-arguments: achieved goal": "modifies its argument achieved_goal (in 1,600 of 1,600 calls)",
     "reward-constant: nothing is reached": "returned -1 for all 700 pairs of goals",
+    "reward-constant: everything is reached": "counts 100% of 300 pairs of an achieved and a desired goal as reached",
     "reward-misses-achieved-goal: sign": "returns 0 where the achieved goal is the desired one, and 1 where another",
     "reward-fails: other goals": "compute_reward failed: KeyError",
     "reward-needs-info: energy": "reads 'energy' from info",
@@ -143,22 +144,23 @@ def test_a_time_limit_is_found_besides_an_end_on_success():
 
 
 def test_a_threshold_is_compared_with_the_length_of_a_step():
-    def numbers_and_note(**members):
-        (note,) = check_goal_env(variant(**members)(), steps=600).notes
-        numbers = re.findall(r"(?:within about|by|by at most) ([\d.e-]+\d)", note.message)
-        return [float(number) for number in numbers], note
+    def numbers_and_finding(**members):
+        report = check_goal_env(variant(**members)(), steps=600)
+        (finding,) = report.warnings + report.notes
+        numbers = re.findall(r"(?:within about|by|by at most) ([\d.e-]+\d)", finding.message)
+        return [float(number) for number in numbers], finding
 
-    (limit, median, largest), note = numbers_and_note(threshold=1e-6)
+    (limit, median, largest), finding = numbers_and_finding(threshold=1e-6)
     assert limit == pytest.approx(1e-6, rel=1e-3)
     assert 0.1 < median < 0.2 < largest < 0.283
-    assert "The threshold may be too small" in note.advice
-    (limit, *_), note = numbers_and_note(draw_goal=lambda s: s.np_random.uniform(1.3, 1.4, 2))
+    assert finding.name == "threshold-too-small"
+    (limit, *_), finding = numbers_and_finding(draw_goal=lambda s: s.np_random.uniform(1.3, 1.4, 2))
     assert limit == pytest.approx(0.2, rel=1e-3)
-    assert "threshold" not in note.advice
+    assert finding.name == "no-goal-reached"
     for width, threshold in ((1 / 64, 0.0), (0.02, 1e-6)):  # grids, whose goals are reached exactly
-        numbers, note = numbers_and_note(base=Grid, width=width, threshold=threshold)
+        numbers, finding = numbers_and_finding(base=Grid, width=width, threshold=threshold)
         assert not numbers
-        assert "threshold" not in note.advice
+        assert finding.name == "no-goal-reached"
 
 
 def test_a_report_prints_its_findings_by_severity_except_for_ignored_ones():
@@ -275,6 +277,13 @@ def test_the_command_line_checks_any_id(monkeypatch, capsys):
     assert run("FaultyReach-v0") == 1
     assert "error reward-differs" in capsys.readouterr().out
     assert run("FaultyReach-v0", "--ignore", "reward-differs") == 0
+    renamed = {"observation": "observation", "achieved_goal": "tip", "desired_goal": "target"}
+    rename = lambda entries: {renamed[key]: entry for key, entry in entries.items()}  # noqa: E731
+    space = gymnasium.spaces.Dict(rename(Reach().observation_space))
+    make = lambda: gymnasium.wrappers.TransformObservation(Reach(), rename, space)  # noqa: E731
+    gymnasium.register("Renamed-v0", make)
+    assert run("Renamed-v0") == 1
+    assert run("Renamed-v0", "--achieved-goal", "tip", "--desired-goal", "target") == 0
     with pytest.raises(SystemExit) as caught:
         run("Unknown-v0")
     assert caught.value.code == 1

@@ -308,7 +308,9 @@ FAULTS = {
     ),
     "reward-constant: nothing is reached": variant(threshold=-1),
     "reward-reaches-everything: threshold": variant(threshold=2.5),
-    "no-goal-reached: threshold": variant(threshold=1e-6),
+    "reward-constant: everything is reached": variant(threshold=6),
+    "threshold-too-small: unit": variant(threshold=1e-6),
+    "no-goal-reached: far goals": variant(draw_goal=lambda s: s.np_random.uniform(1.3, 1.4, 2)),
     "success-differs: threshold": variant(info=lambda s, a, d: {"is_success": apart(a, d) < 0.1}),
     "success-differs: threshold, with a cost": computing(
         lambda s, a, d, i: missed(a, d) - i["cost"],

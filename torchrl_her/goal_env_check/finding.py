@@ -51,6 +51,7 @@ SEVERITIES = {
         "success-differs",
         "terminated-needs-info",
         "terminated-one-verdict",
+        "threshold-too-small",
         "time-limit-terminates",
     ],
     "note": [

@@ -140,10 +140,10 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
         share = np.mean([probe.call(goals[row], desired[other], infos[row]) == own[0] for row, other in pairs])
         if share > SHARE_REACHED:
             yield Finding(
-                "reward-reaches-everything",
+                "reward-constant" if share == 1 else "reward-reaches-everything",
                 f"{what} counts {share:.0%} of {PAIRS} pairs of an achieved and a desired goal as reached (reward "
                 f"{own[0] + 0:.6g}).",
-                "Use a threshold that is smaller than the distances between goals, in the units of the goals.",
+                "Use a threshold that is smaller than the distances between goals, in the unit of the goals.",
             )
     if is_sparse:
         yield from _check_success(episodes, actual, own, is_reached)
@@ -164,7 +164,8 @@ def _none_reached(probe: Probe, episodes: Episodes) -> Finding:
             f"step (median), and by at most {moved.max():.4g}."
         )
         if step > LONG_STEP * limit:
-            advice = f"The threshold may be too small: a step seldom ends so near a goal. Check its unit. {unchecked}."
+            advice = f"A step seldom ends so near a goal: is the threshold in the unit of the goals? {unchecked}."
+            return Finding("threshold-too-small", message, advice)
     return Finding("no-goal-reached", message, advice)
 
 
