@@ -71,7 +71,7 @@ class Run:
             self.checkpoints.resume_or_start()
             self._start_logs()
             if not self.steps:
-                self._log("evaluation", self.evaluate(self.policy))
+                self._evaluate()
         for data in self.collector:
             self.counts["steps"] += data.numel()
             done = data["next", "done"]
@@ -82,7 +82,7 @@ class Run:
                 if self._due(config.logger.interval):
                     self._log_training()
                 if self._due(config.evaluation.interval):
-                    self._log("evaluation", self.evaluate(self.policy))
+                    self._evaluate()
                 if self._due(config.checkpoint.interval):
                     self.checkpoints.save(self.steps)
         self._close()
@@ -134,6 +134,10 @@ class Run:
             desc=f"{config.algorithm} {config.env.name}", total=config.total_steps, initial=self.steps, unit=" steps",
             mininterval=interval,
         )  # fmt: skip
+
+    def _evaluate(self) -> None:
+        self.bar.set_postfix_str("evaluating")
+        self._log("evaluation", self.evaluate(self.policy))
 
     def _log(self, group: str, metrics: Mapping[str, Any]) -> None:
         """Log metrics as ``group/name``, tensors as their means. Losses are from the last update."""
