@@ -469,9 +469,7 @@ def draw_learning(path: Path) -> None:
                     )
         axes.set(xlabel=f"{label} to a success rate of 0.95", xlim=(0, limit * 1.02))
         plain(axes, "x")
-    names = [
-        f"{task}\n{'each tuned' if settings == 'each tuned' else 'equal settings'}" for settings, task in groups
-    ]
+    names = [f"{task}\n{'each tuned' if settings == 'each tuned' else 'equal settings'}" for settings, task in groups]
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
     legend(figure, panels[0], 2)
