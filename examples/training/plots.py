@@ -115,7 +115,8 @@ def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: list[tuple[float
     axes[0, 0].set_ylabel(f"{'yz'[len(goals['achieved'][0]) - 2]}, {unit}".strip(" ,"))
     lines = [
         Line2D([], [], ls="", marker=look["marker"].replace(".", "o"), color=look["color"], ms=6, label=label)
-        for label, look in looks.values()
+        for name, (label, look) in looks.items()
+        if any(len(goals[name]) for goals in panels.values())
     ]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     return figure
