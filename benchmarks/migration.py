@@ -6,6 +6,8 @@ Each script runs once for each seed and number of steps. Both are evaluated on t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,8 @@ def act(names: dict[str, Any], observation: dict[str, np.ndarray]) -> np.ndarray
 def success(script: str, seed: int, steps: int) -> float:
     """Run a script of the page, and return the share of episodes whose last step is at the goal."""
     names: dict[str, Any] = {}
-    exec(script.replace("seed, steps = 0, 5_000", f"seed, steps = {seed}, {steps}"), names)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its own evaluation
+        exec(script.replace("seed, steps = 0, 5_000", f"seed, steps = {seed}, {steps}"), names)
     envs, ended = gymnasium.make_vec("FetchReach-v4", EPISODES, "sync"), np.zeros(EPISODES, bool)
     observation, _ = envs.reset(seed=[FIRST_SEED + i for i in range(EPISODES)])
     while not ended.any():  # all episodes have the same length
