@@ -206,7 +206,9 @@ def grouped(rows: list[Row]) -> Runs:
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """Return median and range; infinity means "not reached"."""
+    """Return median and range; infinity means "not reached", and NaN that nothing was measured."""
+    if np.isnan(values).any():
+        return ""
     median, low, high = (f"{x:,.{digits}f}" for x in (np.median(values), min(values), max(values)))
     text = median if len(values) == 1 else f"{median} ({low} to {high})"
     return text.replace("inf", "not reached")
@@ -225,7 +227,6 @@ def print_scripts(runs: Runs, columns: list[int]) -> None:
         last = f"{next(iter(by_seed.values()))[-1]['steps']:,}"
         hours = spread([seconds / 3600 for seconds in at(by_seed, "seconds", np.inf)])
         about = [last, *success, spread(at(by_seed, "return", np.inf), 1), hours, ", ".join(map(str, by_seed))]
-        about = [cell.replace("nan", "") for cell in about]  # offline runs have no return
         rows[f"{task}, {way}" if way else task] = about
     titles = [f"success at {step:,}" for step in columns] or ["success"]
     print_table("task", ("steps", *titles, "return", "core-hours", "seeds"), rows)

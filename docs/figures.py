@@ -381,7 +381,7 @@ TASK_COLOURS = {"Fetch": BLUE, "panda-gym": VERMILION, MRL: GREY}
 
 
 def published(task: str) -> Curve:
-    """Return the success of mrl, with the better of its strategies."""
+    """Return the success of mrl with past desired goals, the better of its two strategies at the last step."""
     return evaluations("published.csv", task=task, way="DDPG with HER and past desired goals")
 
 

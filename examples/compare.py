@@ -75,8 +75,8 @@ def median_and_range(values: list[float], digits: int = 2) -> str:
 def table(groups: dict[str, list[Run]], step: int) -> str:
     """Return a Markdown table of the metrics at a step: medians over runs, and the range of the success."""
     logged = [name for name in COLUMNS if all(name in run.logs for runs in groups.values() for run in runs)]
-    titles = ["", "runs", "success: median (range)", *(COLUMNS[name][0] for name in logged)]
-    lines = [f"| {' | '.join(titles)} |".replace("|  |", "| |"), "|---" * len(titles) + "|"]
+    titles = ["runs", "success: median (range)", *(COLUMNS[name][0] for name in logged)]
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name, runs in groups.items():
         success = median_and_range([run.at("success", step) for run in runs])
         medians = [f"{np.median([run.at(each, step) for run in runs]):.{COLUMNS[each][1]}f}" for each in logged]

@@ -44,6 +44,7 @@ NEEDS = {  # settings that have an effect only with these values of another sett
     "hindsight.when": "hindsight.enabled=True", "goals.share": SELECTED, "goals.start": SELECTED,
     "goals.within_desired": SELECTED, "goals.candidates": SELECTED, "goals.fitted": "goals.selection=lowest_density",
     "exploration.at_goal": SELECTED, "exploration.noise": "algorithm=ddpg,td3",
+    "exploration.repeat": "algorithm=ddpg,td3,sac",  # continuous actions
     "buffer.alpha": "buffer.prioritized=error,movement", "buffer.beta": "buffer.prioritized=error,movement",
     "buffer.far": "buffer.prioritized=movement", "normalization.clip": "normalization.enabled=True",
     "quantiles": "loss=tqc", "dropped_quantiles": "loss=tqc", "loss_function": "loss=sac",

@@ -75,6 +75,7 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
             "loss=tqc loss_function=l2",
             "has no effect with loss=tqc: leave it out, or set loss=sac",
         ),
+        ("dqn", "exploration.repeat=5", "exploration.repeat has no effect with algorithm=dqn: leave it out, or set"),
         ("sac", "algorithm=td3", "sac.py cannot train with algorithm=td3: use td3.py"),
         ("sac", "+hiden=[64,64]", "There is no setting hiden. Did you mean hidden"),
         ("sac", "+buffer.siz=600", "There is no setting buffer.siz. Did you mean buffer.size"),
