@@ -187,7 +187,7 @@ class Learner:
         self.actor, self.critic = nn.Sequential(make(width, actions), nn.Tanh()), make(width + actions, 1)
         self.networks = nn.ModuleList([self.actor, self.critic])
         self.targets = deepcopy(self.networks).requires_grad_(False)
-        options = {"lr": LEARNING_RATE, "capturable": device is not None and device.type == "cuda"}
+        options = {"lr": LEARNING_RATE, "fused": True, "capturable": device is not None and device.type == "cuda"}
         self.optimizers = [torch.optim.Adam(network.parameters(), **options) for network in self.networks]
 
     def update(self, batch: TensorDictBase) -> None:

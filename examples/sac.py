@@ -25,7 +25,7 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
 from training.run import Run
-from training.settings import Buffer, Exploration, LossFunction, Positive, Settings
+from training.settings import Buffer, Exploration, LossFunction, Positive, Settings, Speedup
 from training.start import prepare, start
 
 from torchrl_her import NormalizedInputs
@@ -70,14 +70,22 @@ def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> Tenso
         in_keys=["loc", "scale"],
         spec=spec,
         distribution_class=TanhNormal,
-        distribution_kwargs={"low": bound(spec.space.low), "high": bound(spec.space.high), "tanh_loc": False},
+        distribution_kwargs={
+            "low": bound(spec.space.low, config),
+            "high": bound(spec.space.high, config),
+            "tanh_loc": False,
+        },
     )
     return TensorDictSequential(inputs, actor)
 
 
-def bound(values: Tensor) -> Tensor | float:
-    """Return a number if the bounds of all actions are equal. TanhNormal compares tensors, which breaks recording."""
-    return values[0].item() if (values == values[0]).all() else values
+def bound(values: Tensor, config: Config) -> Tensor | float:
+    """Return a number if the bounds of all actions are equal. TanhNormal compares tensors, which breaks recording.
+
+    A CUDA graph needs a tensor, because TanhNormal copies numbers to the device.
+    """
+    are_equal = bool((values == values[0]).all())
+    return values[0].item() if are_equal and config.speedup != Speedup.cudagraph else values
 
 
 def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:

@@ -74,7 +74,7 @@ def test_dqn_flips_15_bits_with_hindsight_and_not_without(her_ratio, lowest, hig
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("speedup", ["none", "record", "cudagraph"])
-@pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac"])
+@pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac", "sac loss=tqc"])
 def test_a_script_trains_on_the_device(script, speedup, tmp_path):
     run = train(f"{script} device=cuda speedup={speedup} normalization.enabled={script != 'dqn'}", tmp_path)
     assert run.components["log"]["evaluation/success"][-1][0] == 200
