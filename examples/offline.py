@@ -1,13 +1,14 @@
-"""Goal-conditioned learning from data alone: behavioural cloning, GCIQL and HIQL, as in OGBench.
+"""Goal-conditioned learning from data alone: behavioural cloning, GCIQL, HIQL and CRL, as in OGBench.
 
 The algorithms, goals and hyperparameters are those of OGBench (Park et al. 2024, arXiv:2410.20092). GCBC clones the
 actions that led to a goal. GCIQL learns values with implicit Q-learning (Kostrikov et al. 2021, arXiv:2110.06169). HIQL
-(Park et al. 2023, arXiv:2307.11949) also learns a policy that selects subgoals. Each sampled transition has a goal for
-the values and others for the policies, all from one ``HERTransform``. Only evaluations use the simulator::
+(Park et al. 2023, arXiv:2307.11949) also learns a policy that selects subgoals. CRL (Eysenbach et al. 2022,
+arXiv:2206.07568) learns which goals are reached later, without rewards. Each sampled transition has a goal for the
+values and others for the policies, all from one ``HERTransform``. Only evaluations use the simulator::
 
     python examples/pointmaze_data.py
     python examples/offline.py algorithm=hiql
-    python examples/offline.py --multirun algorithm=gcbc,gciql,hiql seed=1,2,3 hydra.sweep.dir=outputs/offline/seeds
+    python examples/offline.py --multirun algorithm=gcbc,gciql,hiql,crl seed=1,2,3 hydra.sweep.dir=outputs/offline/seeds
     python examples/compare.py outputs/offline/seeds
 """
 
@@ -59,7 +60,7 @@ AT_ONCE = 16  # batches sampled in one call, which is faster
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
 RUN, SWEEP = f"outputs/offline/${{algorithm}}/${{env}}/{NOW}", f"outputs/offline/multirun/{NOW}"  # folders
 
-Algorithm = Enum("Algorithm", "gcbc gciql hiql")
+Algorithm = Enum("Algorithm", "gcbc gciql hiql crl")
 Precision = Enum("Precision", "highest high medium")
 
 
@@ -75,6 +76,11 @@ class HIQL:
     alpha: float = 3.0  # inverse temperature of both policies: 0 is behavioural cloning
     subgoal_steps: int = 25
     representation: int = 10  # features of a subgoal
+
+
+@dataclass
+class CRL:
+    alpha: float = 0.03  # weight of behavioural cloning in the loss of the actor
 
 
 @dataclass
@@ -99,6 +105,7 @@ class Config:
     tau: float = 0.005  # step of the target networks' soft update
     gciql: GCIQL = field(default_factory=GCIQL)
     hiql: HIQL = field(default_factory=HIQL)
+    crl: CRL = field(default_factory=CRL)
     evaluation: Evaluating = field(default_factory=Evaluating)
     matmul_precision: Precision = Precision.medium  # multiplies matrices in bfloat16, if the CPU has it
     record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
@@ -160,9 +167,11 @@ def make_replay_buffer(config: Config, data: TensorDict) -> TensorDictReplayBuff
             "subgoal": Subgoal(steps, limit="high_goal"),  # which it learns to select
             "low_goal": Subgoal(steps, limit=None),  # of the policy that selects actions
         },
+        Algorithm.crl: {"desired_goal": Geometric(config.gamma), "actor_goal": later},
     }
     strategy, keys = strategies[config.algorithm], HERKeys(achieved_goal="observation")
-    her = HERTransform(ReachedReward(), strategy=strategy, her_ratio=1.0, capacity=len(data), keys=keys)
+    reward = None if config.algorithm == Algorithm.crl else ReachedReward()
+    her = HERTransform(reward, strategy=strategy, her_ratio=1.0, capacity=len(data), keys=keys)
     storage = TensorStorage(her.adopt(data))  # the data itself, not a copy
     return TensorDictReplayBuffer(storage=storage, transform=her, batch_size=AT_ONCE * config.batch_size)
 
@@ -207,7 +216,25 @@ class TwoValues(nn.Module):
         return torch.cat([self.first(*inputs), self.second(*inputs)], -1)
 
 
+class TwoRepresentations(nn.Module):
+    """Two independent representations, ``[*batch, 2, n]``, of a state and an action, and of a goal."""
+
+    def __init__(self, config: Config, pair: int, goal: int):
+        super().__init__()
+        networks = [make_layers(config, width, config.hidden[-1], norm=True) for width in (pair, pair, goal, goal)]
+        self.pairs, self.goals = nn.ModuleList(networks[:2]), nn.ModuleList(networks[2:])
+
+    def forward(self, observation: Tensor, action: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        pairs = torch.stack([network(observation, action) for network in self.pairs], -2)
+        return pairs, torch.stack([network(goal) for network in self.goals], -2)
+
+
 # Losses
+
+
+def maximize_and_clone(policy: Any, action: Tensor, value: Tensor, alpha: float) -> Tensor:
+    """Return the loss DDPG+BC: maximize the values of a policy's mean actions, and clone the actions of the data."""
+    return -alpha * policy.log_prob(action).mean() - value.mean() / value.abs().mean().detach()
 
 
 class GCIQLLoss(IQLLoss):
@@ -235,9 +262,7 @@ class GCIQLLoss(IQLLoss):
         for params in self.qvalue_network_params.data.unbind(0):  # the actor does not change the critics
             with params.to_module(self.qvalue_network):
                 values.append(self.qvalue_network(acting.copy())["state_action_value"])
-        value = torch.minimum(*values)
-        cloning = -policy.log_prob(batch["action"]).mean()
-        return self.alpha * cloning - value.mean() / value.abs().mean().detach(), {}
+        return maximize_and_clone(policy, batch["action"], torch.minimum(*values), self.alpha), {}
 
 
 class HIQLLoss(LossModule):
@@ -332,6 +357,62 @@ class HIQLLoss(LossModule):
         return -((self.alpha * advantage).exp().clamp(max=100.0) * log_prob).mean()
 
 
+class CRLLoss(LossModule):
+    """The losses of contrastive RL on data: binary NCE for the critics, and DDPG+BC for the actor.
+
+    The logit of a state, an action and a goal is φ(s, a)·ψ(g)/√n. The ``"desired_goal"`` of each transition is the
+    positive example, those of the others in the batch are the negative ones. The actor's goals are ``"actor_goal"``.
+
+    Args:
+        actor_network (ProbabilisticActor): the policy.
+        critic_network (TensorDictModule): writes ``"pairs"`` and ``"goals"``, two representations each.
+
+    Keyword Args:
+        alpha (float): the weight of behavioural cloning.
+    """
+
+    actor_network: ProbabilisticActor
+    critic_network: TensorDictModule
+    actor_network_params: TensorDictParams
+    critic_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams  # unused, but every LossModule has them
+    target_critic_network_params: TensorDictParams
+
+    def __init__(self, actor_network: Any, critic_network: Any, *, alpha: float):
+        super().__init__()
+        self.convert_to_functional(actor_network, "actor_network")
+        self.convert_to_functional(critic_network, "critic_network")
+        self.alpha = alpha
+        self.in_keys = ["observation", "action", "desired_goal", "actor_goal"]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Return the losses of transitions ``[batch]``."""
+        return TensorDict({"loss_actor": self.actor_loss(tensordict), "loss_critic": self.critic_loss(tensordict)})
+
+    def critic_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the error of telling each transition's goal from those of the others."""
+        pairs, goals = self._represent(batch, self.critic_network_params)
+        logits = pairs.transpose(0, 1) @ goals.permute(1, 2, 0) / math.sqrt(pairs.shape[-1])  # [2, batch, batch]
+        labels = torch.eye(len(pairs), device=pairs.device).repeat(2, 1, 1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+    def actor_loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the loss of the actor, which does not change the critics."""
+        acting = batch.select("observation").set("desired_goal", batch["actor_goal"])
+        with self.actor_network_params.to_module(self.actor_network):
+            policy = self.actor_network.get_dist(acting)
+        acting.set("action", policy.mean.clamp(-1, 1))
+        pairs, goals = self._represent(acting, self.critic_network_params.data)
+        value = (pairs * goals).sum(-1).min(-1).values / math.sqrt(pairs.shape[-1])
+        return maximize_and_clone(policy, batch["action"], value, self.alpha)
+
+    def _represent(self, batch: TensorDictBase, params: Any) -> tuple[Tensor, Tensor]:
+        """Return the representations of states and actions, and of goals, ``[batch, 2, n]`` each."""
+        with params.to_module(self.critic_network):
+            represented = self.critic_network(batch.copy())
+        return represented["pairs"], represented["goals"]
+
+
 def make_loss(config: Config, batch: TensorDictBase) -> tuple[LossModule, TensorDictModuleBase]:
     """Make the loss, and the policy that selects actions by its networks, for samples like ``batch``."""
     sizes = {key: batch[key].shape[-1] for key in ("observation", "desired_goal")}
@@ -351,6 +432,12 @@ def make_loss(config: Config, batch: TensorDictBase) -> tuple[LossModule, Tensor
     actor = make_actor(config, sizes, "action", actions)
     if config.algorithm == Algorithm.gcbc:
         return BCLoss(actor), actor
+    if config.algorithm == Algorithm.crl:
+        representations = TwoRepresentations(config, sizes["observation"] + actions, sizes["desired_goal"])
+        keys = ["observation", "action", "desired_goal"]
+        return CRLLoss(
+            actor, TensorDictModule(representations, keys, ["pairs", "goals"]), alpha=config.crl.alpha
+        ), actor
     critic = ValueOperator(make_layers(config, width + actions, 1, norm=True), in_keys=[*sizes, "action"])
     value = ValueOperator(make_layers(config, width, 1, norm=True), in_keys=[*sizes])
     loss = GCIQLLoss(actor, critic, value, expectile=config.gciql.expectile, alpha=config.gciql.alpha)
@@ -407,7 +494,7 @@ def train(config: Config, folder: Path) -> None:
     loss, normalized_policy = make_loss(config, replay_buffer.sample())
     inputs = [TensorDictModule(normalize, [key], [key]) for key in ("observation", "desired_goal")]
     policy = TensorDictSequential(*inputs, normalized_policy)
-    target_updater = None if config.algorithm == Algorithm.gcbc else SoftUpdate(loss, tau=config.tau)
+    target_updater = None if config.algorithm in (Algorithm.gcbc, Algorithm.crl) else SoftUpdate(loss, tau=config.tau)
     # No loss has gradients for the networks of another loss.
     parameters = [each for each in loss.parameters() if each.requires_grad]
     optimizer = torch.optim.Adam(parameters, config.learning_rate, fused=True)

@@ -44,6 +44,13 @@ class Recorded:
         return results
 
 
+def is_equivalent(operator: torch._ops.OpOverload) -> bool:
+    """Return whether the function of the same name in `torch` does the same with the same arguments."""
+    schema = operator._schema
+    # torch.index_put does not accept None as an index. Losses of `torch` have another default reduction.
+    return schema.name != "aten::index_put" and all(each.name != "reduction" for each in schema.arguments)
+
+
 def simplify(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Remove operations without effect, and replace others with faster equivalents."""
     # An operation like `unsqueeze_` changes the shape of one alias, but not of the others.
@@ -55,6 +62,6 @@ def simplify(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         if name in ("alias", "detach") and not reshapes:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
-        elif isinstance(function, BuiltinFunctionType | MethodDescriptorType) and name != "index_put":
-            node.target = function  # torch.index_put does not accept None as an index
+        elif isinstance(function, BuiltinFunctionType | MethodDescriptorType) and is_equivalent(node.target):
+            node.target = function
     return torch.fx.GraphModule(module, module.graph)

@@ -51,7 +51,8 @@ def test_learning_trains_offline_algorithms_once(run, monkeypatch, tmp_path):
     small = f"env={maze}", "hidden=[8]", "batch_size=8", "evaluation.interval=2", "evaluation.episodes=1"
     monkeypatch.setitem(learning.SCRIPTS, "offline", {maze: learning.Script("offline", 4, small)})
     monkeypatch.setitem(learning.WAYS, "offline", {"GCBC": ("algorithm=gcbc",)})
-    arguments = ["offline", "--seeds", 1, "--output", tmp_path]
+    monkeypatch.setattr(learning, "ONE_SEED", {"GCBC"})
+    arguments = ["offline", "--seeds", 1, 2, "--output", tmp_path]
     first = run(learning, *arguments, "--columns", 2, 4).splitlines()[-1]
     assert first.startswith(f"| {maze}, GCBC | 4 | ")
     monkeypatch.setattr(learning.subprocess, "run", None)  # trains nothing

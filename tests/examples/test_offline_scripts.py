@@ -19,7 +19,7 @@ import offline
 
 ENV, EPISODES, STEPS = "pointmaze-medium-v0", 3, 80
 SMALL = ["batch_size=16", "hidden=[8]", "evaluation.episodes=1", "matmul_precision=highest"]
-ALGORITHMS = ["gcbc", "gciql", "hiql"]
+ALGORITHMS = ["gcbc", "gciql", "hiql", "crl"]
 
 
 # Data
@@ -105,13 +105,21 @@ def test_values_and_policies_have_goals_of_their_own(algorithm, path):
     row, outcomes = locate(data["observation"], batch["observation"]), data["next", "observation"]
     end = (row // (STEPS - 1) + 1) * (STEPS - 1) - 1  # the last transition of the episode
     goals = {key: locate(outcomes, batch[key]) for key in batch.keys() if "goal" in key}  # noqa: SIM118
-    later = goals.pop({"gcbc": "desired_goal", "gciql": "actor_goal", "hiql": "high_goal"}[algorithm])
+    of_policy = {"gcbc": "desired_goal", "gciql": "actor_goal", "hiql": "high_goal", "crl": "actor_goal"}
+    later = goals.pop(of_policy[algorithm])
     assert ((later > row) | (row == end)).all()
     assert (later <= end).all()
     if algorithm == "hiql":
         assert torch.equal(goals.pop("low_goal"), torch.minimum(row + 25, end))
         assert torch.equal(goals.pop("subgoal"), torch.minimum(row + 25, later))
-    if algorithm != "gcbc":
+    if algorithm == "crl":
+        steps = goals.pop("desired_goal") - row
+        assert (steps >= 0).all()
+        assert (row + steps <= end).all()
+        to_end = end - row
+        expected = (1 - 0.99**to_end) * 0.99 / 0.01  # of a geometric number of steps, at most `to_end`
+        assert steps.float().mean() == pytest.approx(expected.mean().item(), rel=0.1)
+    elif algorithm != "gcbc":
         value = goals.pop("desired_goal")
         reached = (value == row).unsqueeze(1)
         assert torch.equal(batch["next", "reward"], reached.float() - 1)
@@ -205,6 +213,38 @@ def test_gciql_has_the_losses_of_iql_and_an_actor_that_maximizes_values_and_clon
         assert bias.grad[i].item() == pytest.approx((actor_loss(step) - actor_loss(-step)) / 2e-5, rel=1e-4)
 
 
+def test_crl_tells_goals_apart_and_has_an_actor_that_maximizes_and_clones(path):
+    loss, batch = make_loss("crl", path)
+    values = loss(batch)
+    policy = by_rows(
+        loss.actor_network.module[0], loss.actor_network_params["module", "0"], "observation", "desired_goal"
+    )
+
+    def logits(row, goal, action):
+        """The logits of both critics of a state, an action and a goal."""
+        represented = TensorDict({"observation": row["observation"], "action": action, "desired_goal": goal})[None]
+        with torch.no_grad(), loss.critic_network_params.to_module(loss.critic_network):
+            loss.critic_network(represented)
+        pairs, goals = represented["pairs"][0], represented["goals"][0]
+        assert pairs.shape == goals.shape == (2, 8)
+        return [sum(x * y for x, y in zip(*each, strict=True)) / 8**0.5 for each in zip(pairs, goals, strict=True)]
+
+    rows, errors, best, cloned = batch.unbind(0), [], [], []
+    for i, row in enumerate(rows):
+        for j, other in enumerate(rows):
+            for logit in logits(row, other["desired_goal"], row["action"]):
+                probability = 1 / (1 + math.exp(-logit))
+                errors.append(-math.log(probability if i == j else 1 - probability))
+        mean = policy(row["observation"], row["actor_goal"])
+        acted = torch.tensor(mean, dtype=torch.float64).clamp(-1, 1)
+        best.append(min(logits(row, row["actor_goal"], acted)).item())
+        cloned.append(log_prob(mean, row["action"].tolist()))
+    assert values["loss_critic"].item() == pytest.approx(mean_of(errors))
+    assert values["loss_actor"].item() == pytest.approx(
+        -mean_of(best) / mean_of(map(abs, best)) - 0.03 * mean_of(cloned)
+    )
+
+
 def test_hiql_learns_values_and_clones_both_levels_by_their_advantages(path):
     loss, batch = make_loss("hiql", path)
     values = loss(batch)
@@ -245,6 +285,7 @@ def test_each_loss_changes_only_its_own_networks(algorithm, path):
         "gciql": {f"loss_{name}": f"{name}_network_params" for name in ("actor", "qvalue", "value")},
         "hiql": {"loss_value": "value_network_params"}
         | {f"loss_{level}_actor": f"{level}_actor_params" for level in ("high", "low")},
+        "crl": {f"loss_{name}": f"{name}_network_params" for name in ("actor", "critic")},
     }[algorithm]
     values = loss(batch)
     assert {*values.keys()} == {*owners}

@@ -15,6 +15,7 @@ from pytest_examples import find_examples
 from script_runs import EXAMPLES, configure, differences, state_of, train
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torch import nn
 from torchrl.data import Bounded
 from training import environments, parts
 from training.record import Recorded
@@ -102,7 +103,8 @@ def test_a_recording_does_what_the_function_does():
         total += batch["nested", "b"].sum()
         alias = batch["a"].detach()
         alias.unsqueeze_(0)
-        return TensorDict(total=total, alias=alias + 0, noisy=batch["a"] + torch.rand(3))
+        error = nn.functional.binary_cross_entropy_with_logits(batch["a"], torch.ones(3))
+        return TensorDict(total=total, alias=alias + 0, noisy=batch["a"] + torch.rand(3), error=error)
 
     recorded, results = Recorded(function), []
     for seed in range(5):
