@@ -133,8 +133,7 @@ def train_script(script: Script, overrides: tuple[str, ...], seed: int, folder: 
 def train_crl(task: str, steps: int, seed: int, folder: Path) -> list[Row]:
     """Train with ``examples/crl.py``, unless the run exists, and return its evaluations."""
     path = folder / "results.csv"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or int(path.read_text().splitlines()[-1].split(",")[0]) < steps:
         options = "--steps", str(steps), "--seed", str(seed), "--output", str(path)
         subprocess.run([sys.executable, EXAMPLES / "crl.py", *CRL_ARGUMENTS[task].split(), *options], check=True)
     rows = csv.DictReader(path.read_text().splitlines())

@@ -1,8 +1,8 @@
 """Contrastive reinforcement learning with hindsight: no rewards, no values, no target networks.
 
-The critic learns to tell which future state of the same episode belongs to a state and an action (Eysenbach et al.
-2022, arXiv:2206.07568), with the losses of JaxGCRL (Bortkiewicz et al. 2024, arXiv:2408.11052). Goals come from
-``HERTransform(None, strategy=Geometric(gamma))``::
+The critic learns which future states of the same episode follow a state and an action (Eysenbach et al. 2022,
+arXiv:2206.07568). Losses and goals are those of JaxGCRL (Bortkiewicz et al. 2024, arXiv:2408.11052); the goals
+come from ``HERTransform(None, strategy=Geometric(gamma, truncated=True))``::
 
     python examples/crl.py
     python examples/crl.py --env gymnasium_robotics:FetchReach-v4 --steps 10000
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictParams, TensorDictSequential, dispatch
@@ -90,22 +91,23 @@ class ContrastiveLoss(LossModule):
         """Return the losses of transitions ``[batch]`` whose goals were reached later in their episodes."""
         pairs, goals = self._encode(tensordict, self.encoder_params, self.goal_encoder_params)  # [batch, features]
         logits = -torch.cdist(pairs, goals)  # [batch, goals]
-        correct, sums = logits.diagonal(), logits.logsumexp(1)
-        critic = (sums + logits.logsumexp(0) - 2 * correct).mean() + self.penalty * sums.square().mean()
+        correct, over_goals, over_pairs = logits.diagonal(), logits.logsumexp(1), logits.logsumexp(0)
+        # The cross-entropies of classifying the goal of each pair, and the pair of each goal
+        critic = (over_goals + over_pairs - 2 * correct).mean() + self.penalty * over_goals.square().mean()
 
         with self.actor_network_params.to_module(self.actor_network):
             policy = self.actor_network.get_dist(tensordict)
         action = policy.rsample()
         log_prob = policy.log_prob(action)
         acting = tensordict.copy().set(self.tensor_keys.action, action)
-        fixed = self.encoder_params.data, self.goal_encoder_params.data  # the actor does not change the encoders
         alpha = self.log_alpha.exp().detach()
-        pairs, goals = self._encode(acting, *fixed)
+        pairs, goals = self._encode(
+            acting, self.encoder_params.data, self.goal_encoder_params.data
+        )  # fixed for the actor
         actor = (alpha * log_prob + (pairs - goals).norm(dim=-1)).mean()
-        weight = -self.log_alpha * (log_prob.detach() + self.target_entropy).mean()
+        entropy_weight = -self.log_alpha * (log_prob.detach() + self.target_entropy).mean()
         accuracy = (logits.argmax(1) == torch.arange(len(logits), device=logits.device)).float().mean()
-        values = (actor, critic, weight, alpha, accuracy)
-        return TensorDict(dict(zip(self.out_keys, values, strict=True)))
+        return TensorDict(dict(zip(self.out_keys, (actor, critic, entropy_weight, alpha, accuracy), strict=True)))
 
     def _encode(self, tensordict: TensorDictBase, encoder: Any, goal_encoder: Any) -> tuple[Tensor, Tensor]:
         """Return the representations of states with their actions, and of goals, ``[batch, features]`` each."""
@@ -141,12 +143,14 @@ def evaluate(policy: TensorDictSequential, name: str, episodes: int = 100) -> fl
     """Return the share of greedy episodes whose last step is at the goal."""
     envs = gymnasium.make_vec(name, episodes, "sync")
     observation, _ = envs.reset(seed=EVALUATION_SEED)
-    ended = torch.zeros(episodes, dtype=torch.bool)
-    while not ended.any():  # all episodes have the same length
+    ended = np.zeros(episodes, dtype=bool)
+    while not ended.any():
         action = policy(TensorDict(observation, episodes).float())["action"]
         observation, _, terminated, truncated, info = envs.step(action.numpy())
-        ended = torch.from_numpy(terminated | truncated)
+        ended = terminated | truncated
     envs.close()
+    if not ended.all() or "is_success" not in info:
+        raise SystemExit(f"{name}: crl.py needs episodes of equal length, and info['is_success'].")
     return float(info["is_success"].mean())
 
 
@@ -176,25 +180,22 @@ def main() -> None:
     policy = TensorDictSequential(inputs, actor)
     loss = ContrastiveLoss(actor, *encoders, target_entropy=-0.5 * env.action_spec.shape[-1])
     optimizer = torch.optim.Adam(loss.parameters(), config.learning_rate, fused=True)
-    hindsight = HERTransform(None, strategy=Geometric(config.gamma), her_ratio=1.0, capacity=config.steps)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(config.steps), transform=Compose(hindsight, inputs), batch_size=config.batch_size
-    )
+    strategy, storage = Geometric(config.gamma, truncated=True), LazyTensorStorage(config.steps)
+    hindsight = HERTransform(None, strategy=strategy, her_ratio=1.0, capacity=config.steps)
+    rb = TensorDictReplayBuffer(storage=storage, transform=Compose(hindsight, inputs), batch_size=config.batch_size)
     options = {"init_random_frames": config.random_steps, "auto_register_policy_transforms": False}
     collector = Collector(env, policy, frames_per_batch=chunk, total_frames=config.steps, **options)
 
     def update() -> TensorDict:
-        batch = rb.sample()
-        batch = batch[batch["hindsight", "relabelled"].squeeze(-1)]  # the others may never reach their goal
-        losses = loss(batch)
+        losses = loss(rb.sample())  # all relabelled, because only complete episodes are written
         (losses["loss_actor"] + losses["loss_critic"] + losses["loss_alpha"]).backward()
         optimizer.step()
         optimizer.zero_grad()
         return losses.detach()
 
-    rows = [{"steps": 0, "success": evaluate(policy, config.env), "seconds": 0.0}]
+    rows = ["steps,success,seconds", f"0,{evaluate(policy, config.env)},0.0"]
+    bar, due, losses = tqdm(total=config.steps, unit=" steps"), 0.0, TensorDict(accuracy=float("nan"))
     seconds, began = 0.0, time.process_time()
-    bar, due = tqdm(total=config.steps, unit=" steps"), 0.0
     for data in collector:
         rb.extend(data)
         inputs.update(data)
@@ -202,16 +203,17 @@ def main() -> None:
         due += len(data) * config.updates_per_step if bar.n > config.random_steps else 0
         while due >= 1:
             losses, due = update(), due - 1
-        if bar.n % config.evaluate_every < chunk and bar.n > config.random_steps:
+        if (bar.n % config.evaluate_every < chunk and bar.n > config.random_steps) or bar.n == config.steps:
             seconds += time.process_time() - began
-            rows.append({"steps": bar.n, "success": evaluate(policy, config.env), "seconds": seconds})
-            bar.set_postfix(success=rows[-1]["success"], accuracy=f"{float(losses['accuracy']):.2f}")
+            success = evaluate(policy, config.env)
+            bar.set_postfix(success=success, accuracy=f"{float(losses['accuracy']):.2f}")
+            rows.append(f"{bar.n},{success},{seconds}")
+            if config.output:
+                config.output.parent.mkdir(parents=True, exist_ok=True)
+                config.output.write_text("\n".join(rows) + "\n")
             began = time.process_time()
     bar.close()
-    print(f"{bar.n:,} steps: success {rows[-1]['success']:.2f}")
-    if config.output:
-        table = [list(rows[0]), *(row.values() for row in rows)]
-        config.output.write_text("".join(",".join(map(str, row)) + "\n" for row in table))
+    print(f"Steps, success and CPU seconds of the last evaluation: {rows[-1]}")
 
 
 if __name__ == "__main__":

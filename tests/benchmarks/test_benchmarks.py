@@ -64,7 +64,7 @@ def test_learning_trains_contrastive_rl_once(run, monkeypatch, tmp_path):
     monkeypatch.setitem(learning.WAYS, "crl", {learning.CRL: ()})
     arguments = ["crl", "--seeds", 1, "--output", tmp_path]
     first = run(learning, *arguments, "--columns", 0).splitlines()[-1]
-    assert first.startswith("| PointReach, contrastive RL | 0 | ")  # evaluated before the first step
+    assert first.startswith("| PointReach, contrastive RL | 550 | ")
     monkeypatch.setattr(learning.subprocess, "run", None)  # trains nothing
     assert run(learning, *arguments, "--columns", 0).splitlines()[-1] == first
 

@@ -20,7 +20,7 @@ from scipy import stats
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
 from support.factories import make_augmentation, make_transform, seeded_sample
-from support.oracle import STEPS, Oracle, geometric_steps
+from support.oracle import STEPS, Oracle, geometric_steps, truncated_geometric_steps
 from support.recorded import Recorded, chi_square
 from support.world import Goal, Goals, World, transitions, whole_episodes
 from torchrl_her import Current, Future, Geometric, GoalStrategy, Mixture, PastDesired, Random, Subgoal, uniform
@@ -58,6 +58,10 @@ def own(steps_of: Callable[[int, int], dict[int, float]]) -> Rule:
 
 def geometric(discount: float) -> Rule:
     return own(partial(geometric_steps, discount=discount))
+
+
+def truncated(discount: float) -> Rule:
+    return own(partial(truncated_geometric_steps, discount=discount))
 
 
 def subgoal(steps: int, limit: str | None = None) -> Rule:
@@ -278,6 +282,8 @@ OWN = {
     "episode": Case("episode", {episode: 1}),
     "geometric": Case(Geometric(0.99), {geometric(0.99): 1}),
     "the next step": Case(Geometric(0.0), {geometric(0.0): 1}),
+    "truncated geometric": Case(Geometric(0.95, truncated=True), {truncated(0.95): 1}),
+    "the own step": Case(Geometric(0.0, truncated=True), {truncated(0.0): 1}),
     "subgoal": Case(Subgoal(25), {subgoal(25): 1}),
     "mixture": Case(
         Mixture({"final": 0.0, Current(): 0.2, Geometric(0.99): 0.5, NearFuture(): 0.3, "random": 0.0}),
@@ -542,7 +548,13 @@ def test_an_extra_goal_may_replace_a_stored_copy_of_the_desired_goal():
 
 def test_the_representation_of_a_strategy_creates_it_and_it_can_be_pickled():
     single = ["Current()", "Future(own=False)", "Geometric(0.99)", "PastDesired()", "Subgoal(25, limit='high')"]
-    for text in [*single, "Subgoal(25)", "Subgoal(25, limit=None)", "Mixture({Current(): 0.25, Random(): 0.75})"]:
+    for text in [
+        *single,
+        "Geometric(0.99, truncated=True)",
+        "Subgoal(25)",
+        "Subgoal(25, limit=None)",
+        "Mixture({Current(): 0.25, Random(): 0.75})",
+    ]:
         strategy = eval(text)
         assert repr(strategy) == repr(pickle.loads(pickle.dumps(strategy))) == text
         strategies = {"desired_goal": "future", "high": "future", "low": strategy}

@@ -32,6 +32,12 @@ def geometric_steps(t: int, T: int, discount: float = 0.5) -> dict[int, float]:
     return ahead | {T - 1: 1 - sum(ahead.values())}
 
 
+def truncated_geometric_steps(t: int, T: int, discount: float) -> dict[int, float]:
+    """Return the probability of each step if it decreases geometrically from step t to the end."""
+    weights = {j: discount ** (j - t) for j in range(t, T)}
+    return {j: weight / sum(weights.values()) for j, weight in weights.items()}
+
+
 # The probability of each step from which a strategy draws the goal of step t, in an episode with T steps.
 STEPS: dict[str, Callable[[int, int], dict[int, float]]] = {
     "current": lambda t, T: {t: 1.0},
