@@ -4,7 +4,8 @@ The algorithms, goals and hyperparameters are those of OGBench (Park et al. 2024
 actions that led to a goal. GCIQL learns values with implicit Q-learning (Kostrikov et al. 2021, arXiv:2110.06169). HIQL
 (Park et al. 2023, arXiv:2307.11949) also learns a policy that selects subgoals. CRL (Eysenbach et al. 2022,
 arXiv:2206.07568) learns which goals are reached later, without rewards. Each sampled transition has a goal for the
-values and others for the policies, all from one ``HERTransform``. Only evaluations use the simulator::
+values and others for the policies, all from one ``HERTransform``. Only evaluations use the simulator. What differs from
+OGBench is listed in ``docs/reference/results/offline.md``::
 
     python examples/pointmaze_data.py
     python examples/offline.py algorithm=hiql
@@ -55,7 +56,7 @@ from torchrl_her import (
 
 # Configuration
 
-EVALUATION_SEED = 1_000_000  # of NumPy, from which the environments draw starts and goals
+EVALUATION_SEED = 1_000_000  # of NumPy's global generator, from which OGBench draws starts and goals
 AT_ONCE = 16  # batches sampled in one call, which is faster
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
 RUN, SWEEP = f"outputs/offline/${{algorithm}}/${{env}}/{NOW}", f"outputs/offline/multirun/{NOW}"  # folders
@@ -93,10 +94,10 @@ class Evaluating:
 class Config:
     algorithm: Algorithm = Algorithm.gciql
     seed: int = 0
-    env: str = "pointmaze-medium-v0"  # or another one of OGBench
+    env: str = "pointmaze-medium-v0"  # another one with states may need other data, alphas and gamma
     data: str = "outputs/data/${env}.npz"  # written by: python examples/pointmaze_data.py ENV
     # OGBench makes a million updates, with batches of 1,024 and hidden layers of 512 units. One core makes 4 (HIQL) to
-    # 60 (GCBC) of them per second. With these settings it makes 40 to 470, so 100,000 take an hour at most.
+    # 60 (GCBC) of them per second. With these settings, 100,000 updates take an hour at most.
     updates: int = 100_000
     batch_size: int = 256
     hidden: list[int] = field(default_factory=lambda: [256, 256, 256])  # units of each hidden layer
@@ -107,7 +108,7 @@ class Config:
     hiql: HIQL = field(default_factory=HIQL)
     crl: CRL = field(default_factory=CRL)
     evaluation: Evaluating = field(default_factory=Evaluating)
-    matmul_precision: Precision = Precision.medium  # multiplies matrices in bfloat16, if the CPU has it
+    matmul_precision: Precision = Precision.medium  # may multiply matrices in bfloat16
     record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
     hydra: Any = field(
         default_factory=lambda: {
@@ -127,7 +128,8 @@ def check(config: DictConfig) -> Config:
         if (number := OmegaConf.select(config, name)) < 1:
             raise SystemExit(f"{name}={number} must be 1 or more.")
     if not Path(config.data).is_file():
-        raise SystemExit(f"There is no file {config.data}: run python examples/pointmaze_data.py {config.env}")
+        hint = f"run python examples/pointmaze_data.py {config.env}" if "pointmaze" in config.env else "pass data=..."
+        raise SystemExit(f"There is no file {config.data}: {hint}")
     return cast(Config, OmegaConf.to_object(config))
 
 
@@ -139,14 +141,14 @@ class Normalize(nn.Module):
 
     def __init__(self, data: Tensor):
         super().__init__()
-        self.mean, self.std = nn.Buffer(data.mean(0)), nn.Buffer(data.std(0))
+        self.mean, self.std = nn.Buffer(data.mean(0)), nn.Buffer(data.std(0).clamp(min=0.01))
 
     def forward(self, states: Tensor) -> Tensor:  # noqa: D102
         return (states - self.mean) / self.std
 
 
 def load_data(config: Config) -> tuple[TensorDict, Normalize]:
-    """Return transitions with normalized states (which OGBench does not have), and the module that normalizes."""
+    """Return transitions with normalized states (OGBench does not normalize), and the module that normalizes."""
     data = load_ogbench(config.data)
     normalize = Normalize(data["observation"])
     for key in ("observation", ("next", "observation")):
@@ -155,7 +157,7 @@ def load_data(config: Config) -> tuple[TensorDict, Normalize]:
 
 
 def make_replay_buffer(config: Config, data: TensorDict) -> TensorDictReplayBuffer:
-    """Make a buffer whose samples have a goal of the values, ``desired_goal``, and the goals of the policies."""
+    """Make a buffer whose samples have a goal for the values, ``desired_goal``, and goals for the policies."""
     later, values = Future(own=False), Mixture({Current(): 0.2, Geometric(config.gamma): 0.5, Random(): 0.3})
     steps = config.hiql.subgoal_steps
     strategies: dict[Algorithm, dict[Any, Any]] = {
@@ -180,7 +182,7 @@ def make_replay_buffer(config: Config, data: TensorDict) -> TensorDictReplayBuff
 
 
 def make_layers(config: Config, inputs: int, outputs: int, *, norm: bool) -> MLP:
-    """Make a network. Those of values normalize each hidden layer."""
+    """Make an MLP, with layer normalization for values."""
     options: dict[str, Any] = {"num_cells": config.hidden, "activation_class": nn.GELU}
     if norm:
         options["norm_class"] = nn.LayerNorm
@@ -249,7 +251,7 @@ class GCIQLLoss(IQLLoss):
         self.alpha = alpha
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Return the losses of transitions ``[batch]``."""
+        """Return the losses of transitions ``[batch]``, without the entropy that IQLLoss adds."""
         functions = {"loss_actor": self.actor_loss, "loss_qvalue": self.qvalue_loss, "loss_value": self.value_loss}
         return TensorDict({name: function(tensordict)[0] for name, function in functions.items()})
 
@@ -274,7 +276,8 @@ class HIQLLoss(LossModule):
     Args:
         high_actor (ProbabilisticActor): reads ``"observation"`` and ``"desired_goal"``, selects a representation φ.
         low_actor (ProbabilisticActor): reads ``"observation"`` and ``"representation"``, selects an action.
-        value_network (TensorDictSequential): writes ``"representation"``, then ``"state_value"``, ``[*batch, 2]``.
+        value_network (TensorDictSequential): its first module writes ``"representation"``, its second one
+            ``"state_value"``, ``[*batch, 2]``.
 
     Keyword Args:
         gamma (float): the discount.
@@ -299,7 +302,7 @@ class HIQLLoss(LossModule):
         self.convert_to_functional(high_actor, "high_actor")
         self.convert_to_functional(low_actor, "low_actor")
         self.convert_to_functional(value_network, "value_network", create_target_params=True)
-        self.delay_value = True
+        self.delay_value = True  # SoftUpdate requires it
         self.gamma, self.expectile, self.alpha = gamma, expectile, alpha
         self.in_keys = ["observation", "action", "desired_goal", "high_goal", "subgoal", "low_goal", "next"]
 
@@ -312,26 +315,27 @@ class HIQLLoss(LossModule):
         return TensorDict({"loss_value": self.value_loss(tensordict)} | actors)
 
     def value_loss(self, batch: TensorDictBase) -> Tensor:
-        """Return the expectile loss, whose weights come from the target network."""
+        """Return the expectile loss, whose backups and weights come from the target network."""
         goal, target = batch["desired_goal"], self.target_value_network_params
         continues = ~batch["next", "terminated"]
         future = self._evaluate(batch["next", "observation"], goal, target)["state_value"]
         targets = batch["next", "reward"] + self.gamma * continues * future  # [batch, 2]
         present = self._evaluate(batch["observation"], goal, target)["state_value"].mean(-1, keepdim=True)
-        optimistic = targets.min(-1, keepdim=True).values >= present
-        weight = torch.where(optimistic, self.expectile, 1 - self.expectile)
+        is_above = targets.min(-1, keepdim=True).values >= present
+        weight = torch.where(is_above, self.expectile, 1 - self.expectile)
         values = self._evaluate(batch["observation"], goal, self.value_network_params)["state_value"]
         return (weight * (targets - values).square()).sum(-1).mean()
 
     def high_actor_loss(self, batch: TensorDictBase) -> Tensor:
         """Return the loss of the policy that selects the representation of a subgoal on the way to a goal."""
-        state, goal, subgoal, fixed = *map(batch.get, ("observation", "high_goal", "subgoal")), self._fixed
+        state, goal, subgoal = map(batch.get, ("observation", "high_goal", "subgoal"))
+        fixed = self._fixed
         before, after = self._evaluate(state, goal, fixed), self._evaluate(subgoal, goal, fixed)
         with fixed.to_module(self.value_network):
-            selected = self.value_network[0](TensorDict({"observation": state, "desired_goal": subgoal}, len(state)))
+            target = self.value_network[0](TensorDict({"observation": state, "desired_goal": subgoal}, len(state)))
         with self.high_actor_params.to_module(self.high_actor):
             policy = self.high_actor.get_dist(TensorDict({"observation": state, "desired_goal": goal}, len(state)))
-        return self._weighted_cloning(policy.log_prob(selected["representation"]), before, after)
+        return self._weighted_cloning(policy.log_prob(target["representation"]), before, after)
 
     def low_actor_loss(self, batch: TensorDictBase) -> Tensor:
         """Return the loss of the policy that selects an action on the way to a subgoal."""
@@ -390,7 +394,7 @@ class CRLLoss(LossModule):
         return TensorDict({"loss_actor": self.actor_loss(tensordict), "loss_critic": self.critic_loss(tensordict)})
 
     def critic_loss(self, batch: TensorDictBase) -> Tensor:
-        """Return the error of telling each transition's goal from those of the others."""
+        """Return the cross-entropy of classifying each goal of the batch as a transition's own or another's."""
         pairs, goals = self._represent(batch, self.critic_network_params)
         logits = pairs.transpose(0, 1) @ goals.permute(1, 2, 0) / math.sqrt(pairs.shape[-1])  # [2, batch, batch]
         labels = torch.eye(len(pairs), device=pairs.device).repeat(2, 1, 1)
@@ -495,7 +499,7 @@ def train(config: Config, folder: Path) -> None:
     inputs = [TensorDictModule(normalize, [key], [key]) for key in ("observation", "desired_goal")]
     policy = TensorDictSequential(*inputs, normalized_policy)
     target_updater = None if config.algorithm in (Algorithm.gcbc, Algorithm.crl) else SoftUpdate(loss, tau=config.tau)
-    # No loss has gradients for the networks of another loss.
+    # Each loss has gradients only for its own networks, so one optimizer suffices.
     parameters = [each for each in loss.parameters() if each.requires_grad]
     optimizer = torch.optim.Adam(parameters, config.learning_rate, fused=True)
 

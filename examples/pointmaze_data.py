@@ -2,7 +2,7 @@
 
 This is OGBench's procedure for its "navigate" data sets (Park et al. 2024, arXiv:2410.20092). A controller moves along
 shortest paths, with noise on every action, and gets a new goal whenever it reaches one. The file has the format of
-OGBench's files, which ``torchrl_her.load_ogbench`` reads. A million steps take about two minutes::
+OGBench's files, which ``torchrl_her.load_ogbench`` reads. A million steps take one to two minutes::
 
     python examples/pointmaze_data.py
     python examples/pointmaze_data.py pointmaze-large-v0
@@ -60,12 +60,13 @@ def generate(name: str, episodes: int, steps: int, seed: int) -> dict[str, np.nd
         task = {"init_ij": cells[rng.integers(len(cells))], "goal_ij": goals[rng.integers(len(goals))]}
         state, _ = env.reset(seed=seed if episode == 0 else None, options={"task_info": task})
         for step in range(steps):
-            distance = waypoint(maze.xy_to_ij(state), maze.xy_to_ij(maze.cur_goal_xy)) - state
-            action = distance / (np.linalg.norm(distance) + 1e-6) + NOISE * rng.standard_normal(2)
+            way = waypoint(maze.xy_to_ij(state), maze.xy_to_ij(maze.cur_goal_xy)) - state
+            action = way / (np.linalg.norm(way) + 1e-6) + NOISE * rng.standard_normal(2)
             states[episode, step], actions[episode, step] = state, np.clip(action, -1, 1)
             state, *_, info = env.step(actions[episode, step])
             if info["success"]:
                 cell = goals[rng.integers(len(goals))]
+                # With `goal_ij`, OGBench sets the position of the goal's marker to None.
                 maze.set_goal(goal_xy=maze.add_noise(maze.ij_to_xy(cell)))
     env.close()
     terminals = np.zeros((episodes, steps), bool)
@@ -79,7 +80,8 @@ def generate(name: str, episodes: int, steps: int, seed: int) -> dict[str, np.nd
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("env", nargs="?", default="pointmaze-medium-v0", help="or pointmaze-large-v0")
+    mazes = [f"pointmaze-{size}-v0" for size in ("medium", "large", "giant")]
+    parser.add_argument("env", nargs="?", choices=mazes, default=mazes[0], metavar="ENV", help=", ".join(mazes))
     parser.add_argument("--episodes", type=int, default=1_000)
     parser.add_argument("--steps", type=int, default=1_001, help="states of each episode (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)

@@ -46,6 +46,8 @@ MUTANTS = [
         MACHINE),
     Mutant("geometric starts at the own outcome", "goals/strategies.py", ".to(torch.int64) + 1  #",
         ".to(torch.int64)  #", "tests/goals/test_distribution.py -k geometric"),
+    Mutant("the end has the rest of a truncated distribution", "goals/strategies.py", "if self.truncated:", "if False:",
+        "tests/goals/test_distribution.py -k truncated"),
     Mutant("a mixture with equal probabilities", "goals/mixture.py", "in accumulate(self.probabilities)][:-1]",
         "in accumulate([1 / len(self.members)] * len(self.members))][:-1]",
         "tests/goals/test_distribution.py -k GCIVL"),

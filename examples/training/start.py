@@ -28,6 +28,7 @@ from training.environments import make_env, make_reward
 from training.parts import make_buffer, make_hindsight, make_inputs, make_selection
 from training.settings import LoggerKind, Priority, Settings, Speedup, When
 
+SCRIPTS = "dqn", "ddpg", "td3", "sac"
 ENDLESS = 10_000  # steps in which an episode without a time limit must end
 CHUNK, SELECTED = "collector.steps_per_chunk", "goals.selection=lowest_density,uniform"
 MEANINGS = (
@@ -110,6 +111,8 @@ def read_settings(folder: Path, kind: type[Settings] | None = None) -> DictConfi
         saved: Any = OmegaConf.load(path) if path.exists() else {}
         if "algorithm" not in saved:
             raise SystemExit(f"There is no run in {folder}/: it has no config.yaml with the settings of a run.")
+        if saved.algorithm not in SCRIPTS:
+            raise SystemExit(f"The run in {folder}/ is not one of {', '.join(f'{name}.py' for name in SCRIPTS)}.")
         kind = kind or cast(type[Settings], importlib.import_module(saved.algorithm).Config)
         if saved.algorithm != kind.algorithm:
             raise SystemExit(f"The run in {folder} was started with {saved.algorithm}.py: use that script.")

@@ -310,6 +310,8 @@ def test_a_short_run_learns_logs_and_saves(algorithm, path, run_script, tmp_path
     success = np.loadtxt(logs / "evaluation" / "success.csv", delimiter=",")
     assert success[:, 0].tolist() == [10, 20]
     assert success[:, 1] == pytest.approx(np.mean(tasks, axis=0)[:, 1])
+    with pytest.raises(SystemExit, match=r"The run in run/ is not one of dqn\.py, ddpg\.py, td3\.py, sac\.py"):
+        run_script("show", "run")
     compared = run_script("compare", "run")
     assert "At 20 updates:\n\n| | runs | success: median (range) | training, s |" in compared
     assert f"| algorithm={algorithm} | 1 | {success[-1, 1]:.2f} |" in compared
@@ -345,5 +347,7 @@ def test_a_policy_that_knows_the_way_succeeds(path):
 def test_settings_that_cannot_work_are_refused(path):
     with pytest.raises(SystemExit, match=r"no file nowhere: run python examples/pointmaze_data\.py pointmaze-medium"):
         configure("nowhere")
+    with pytest.raises(SystemExit, match=r"no file nowhere: pass data="):
+        configure("nowhere", "env=antmaze-medium-v0")
     with pytest.raises(SystemExit, match=r"evaluation\.episodes=0 must be 1 or more"):
         configure(path, "evaluation.episodes=0")
