@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,6 +150,7 @@ def train_offline(script: Script, overrides: tuple[str, ...], seed: int, folder:
         subprocess.run([sys.executable, EXAMPLES / "pointmaze_data.py", *maze], check=True)
     path = folder / "logs/csv/scalars/evaluation/success.csv"
     if not path.exists() or int(np.loadtxt(path, delimiter=",", ndmin=2)[-1, 0]) < script.steps:
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted run starts again, and would continue its logs
         command = [sys.executable, EXAMPLES / "offline.py", *settings, f"hydra.run.dir={folder}"]
         subprocess.run(command, check=True)
     run = Run.read(folder)

@@ -427,15 +427,28 @@ def draw_strategies(path: Path) -> None:
     save(figure, path)
 
 
+def draw_tasks(path: Path, name: str, colours: dict[str, str], x: str) -> None:
+    """Draw the success of algorithms, a panel for each task of a CSV file."""
+    rows = read(name)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, panels = plt.subplots(1, len(tasks), figsize=(WIDTH, 2.9), layout="constrained", sharey=True, squeeze=False)
+    for axes, task in zip(panels[0], tasks, strict=True):
+        ways = [way for way in colours if any((row["task"], row["way"]) == (task, way) for row in rows)]
+        draw_curves(axes, {way: evaluations(name, task=task, way=way) for way in ways}, colours, 1000)
+        axes.set(title=task, xlabel=f"{x} [thousands]")
+    panels[0, 0].set_ylabel("success rate")
+    legend(figure, panels[0, 0], len(colours))
+    save(figure, path)
+
+
 def draw_offline_results(path: Path) -> None:
     """Draw the success of the offline algorithms against updates."""
-    colours = {"HIQL": BLUE, "GCIQL": VERMILION, "GCBC": GREY}
-    curves = {name: evaluations("offline.csv", task="pointmaze-medium-v0", way=name) for name in colours}
-    figure, axes = plt.subplots(figsize=(WIDTH, 2.9), layout="constrained")
-    draw_curves(axes, curves, colours, 1000)
-    axes.set(xlabel="updates [thousands]", ylabel="success rate", title="pointmaze-medium-v0")
-    legend(figure, axes, 3)
-    save(figure, path)
+    draw_tasks(path, "offline.csv", {"HIQL": BLUE, "GCIQL": VERMILION, "CRL": GREEN, "GCBC": GREY}, "updates")
+
+
+def draw_contrastive(path: Path) -> None:
+    """Draw the success of contrastive RL and SAC against environment steps."""
+    draw_tasks(path, "contrastive.csv", {"SAC with hindsight": BLUE, "contrastive RL": VERMILION}, "steps")
 
 
 LIBRARIES = {"ours": "torchrl_her", "Stable-Baselines3": "Stable-Baselines3"}
@@ -572,6 +585,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "fetch.png": draw_fetch,
     "pick_and_place.png": draw_pick_and_place,
     "offline_results.png": draw_offline_results,
+    "contrastive.png": draw_contrastive,
     "strategies.png": draw_strategies,
     "learning.png": draw_learning,
     "point_maze.png": draw_point_maze,

@@ -10,7 +10,17 @@ from support.pages import DOCS
 TEXTS = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "examples" / "README.md"]
 PICTURES = sorted(path.name for path in (DOCS / "images").iterdir())
 
-RESULTS = "fetch", "learning", "point_maze", "sampling", "memory"
+RESULTS = (
+    "fetch",
+    "pick_and_place",
+    "strategies",
+    "offline_results",
+    "contrastive",
+    "learning",
+    "point_maze",
+    "sampling",
+    "memory",
+)
 
 
 @pytest.fixture(scope="module")
