@@ -111,8 +111,6 @@ SEEDS = {
     "offline": [1, 2, 3],  # see ONE_SEED
     "writing": [1, 2, 3],
 }
-
-
 ONE_SEED = {"pointmaze-large-v0", "CRL"}  # tasks and ways of experiments that would take too long with several
 
 

@@ -101,9 +101,8 @@ class ContrastiveLoss(LossModule):
         log_prob = policy.log_prob(action)
         acting = tensordict.copy().set(self.tensor_keys.action, action)
         alpha = self.log_alpha.exp().detach()
-        pairs, goals = self._encode(
-            acting, self.encoder_params.data, self.goal_encoder_params.data
-        )  # fixed for the actor
+        fixed = self.encoder_params.data, self.goal_encoder_params.data  # the actor does not change the encoders
+        pairs, goals = self._encode(acting, *fixed)
         actor = (alpha * log_prob + (pairs - goals).norm(dim=-1)).mean()
         entropy_weight = -self.log_alpha * (log_prob.detach() + self.target_entropy).mean()
         accuracy = (logits.argmax(1) == torch.arange(len(logits), device=logits.device)).float().mean()
@@ -193,7 +192,7 @@ def main() -> None:
         optimizer.zero_grad()
         return losses.detach()
 
-    rows = ["steps,success,seconds", f"0,{evaluate(policy, config.env)},0.0"]
+    rows = ["steps,success,seconds", f"0,{evaluate(policy, config.env):.4f},0"]
     bar, due, losses = tqdm(total=config.steps, unit=" steps"), 0.0, TensorDict(accuracy=float("nan"))
     seconds, began = 0.0, time.process_time()
     for data in collector:
@@ -203,17 +202,17 @@ def main() -> None:
         due += len(data) * config.updates_per_step if bar.n > config.random_steps else 0
         while due >= 1:
             losses, due = update(), due - 1
-        if (bar.n % config.evaluate_every < chunk and bar.n > config.random_steps) or bar.n == config.steps:
+        if (bar.n % config.evaluate_every < chunk and bar.n > config.random_steps) or bar.n >= config.steps:
             seconds += time.process_time() - began
             success = evaluate(policy, config.env)
             bar.set_postfix(success=success, accuracy=f"{float(losses['accuracy']):.2f}")
-            rows.append(f"{bar.n},{success},{seconds}")
+            rows.append(f"{bar.n},{success:.4f},{seconds:.2f}")
             if config.output:
                 config.output.parent.mkdir(parents=True, exist_ok=True)
                 config.output.write_text("\n".join(rows) + "\n")
             began = time.process_time()
     bar.close()
-    print(f"Steps, success and CPU seconds of the last evaluation: {rows[-1]}")
+    print(f"{bar.n:,} steps: success {success:.2f}")
 
 
 if __name__ == "__main__":
