@@ -186,7 +186,8 @@ def main() -> None:
     collector = Collector(env, policy, frames_per_batch=chunk, total_frames=config.steps, **options)
 
     def update() -> TensorDict:
-        losses = loss(rb.sample())  # all relabelled, because only complete episodes are written
+        batch = rb.sample()
+        losses = loss(batch[batch["hindsight", "relabelled"].squeeze(-1)])  # the others may never reach their goal
         (losses["loss_actor"] + losses["loss_critic"] + losses["loss_alpha"]).backward()
         optimizer.step()
         optimizer.zero_grad()

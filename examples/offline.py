@@ -302,7 +302,6 @@ class HIQLLoss(LossModule):
         self.convert_to_functional(high_actor, "high_actor")
         self.convert_to_functional(low_actor, "low_actor")
         self.convert_to_functional(value_network, "value_network", create_target_params=True)
-        self.delay_value = True  # SoftUpdate requires it
         self.gamma, self.expectile, self.alpha = gamma, expectile, alpha
         self.in_keys = ["observation", "action", "desired_goal", "high_goal", "subgoal", "low_goal", "next"]
 
@@ -438,10 +437,8 @@ def make_loss(config: Config, batch: TensorDictBase) -> tuple[LossModule, Tensor
         return BCLoss(actor), actor
     if config.algorithm == Algorithm.crl:
         representations = TwoRepresentations(config, sizes["observation"] + actions, sizes["desired_goal"])
-        keys = ["observation", "action", "desired_goal"]
-        return CRLLoss(
-            actor, TensorDictModule(representations, keys, ["pairs", "goals"]), alpha=config.crl.alpha
-        ), actor
+        critic = TensorDictModule(representations, ["observation", "action", "desired_goal"], ["pairs", "goals"])
+        return CRLLoss(actor, critic, alpha=config.crl.alpha), actor
     critic = ValueOperator(make_layers(config, width + actions, 1, norm=True), in_keys=[*sizes, "action"])
     value = ValueOperator(make_layers(config, width, 1, norm=True), in_keys=[*sizes])
     loss = GCIQLLoss(actor, critic, value, expectile=config.gciql.expectile, alpha=config.gciql.alpha)

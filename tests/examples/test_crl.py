@@ -5,11 +5,13 @@ import math
 import sys
 
 import crl
+import gymnasium
 import pytest
 import torch
 from torchrl.envs import GymEnv
 
 from torchrl_her import NormalizedInputs
+from torchrl_her.envs import PointReach
 
 
 @pytest.fixture
@@ -63,3 +65,26 @@ def test_a_short_run_trains_and_writes_its_evaluations(env, monkeypatch, tmp_pat
     assert [row["steps"] for row in rows] == ["0", "600", "700"]
     assert all(0 <= float(row["success"]) <= 1 for row in rows)
     assert float(rows[-1]["seconds"]) > 0
+
+
+class Uneven(PointReach):
+    """Its episodes have different lengths."""
+
+    def step(self, action):
+        observation, reward, _, truncated, info = super().step(action)
+        return observation, reward, self.np_random.random() < 0.5, truncated, info
+
+
+class Unjudged(PointReach):
+    """It does not say whether an episode succeeds."""
+
+    def _info(self):
+        return {}
+
+
+@pytest.mark.parametrize("env", [Uneven, Unjudged])
+def test_environments_that_cannot_be_evaluated_are_refused(env):
+    gymnasium.register(f"{env.__name__}-v0", env, max_episode_steps=5)
+    act = crl.TensorDictModule(lambda goal: torch.zeros_like(goal), ["desired_goal"], ["action"])
+    with pytest.raises(SystemExit, match=r"needs episodes of equal length, and info\['is_success'\]"):
+        crl.evaluate(act, f"{env.__name__}-v0", episodes=8)
