@@ -10,6 +10,7 @@
 - ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
 - ``selection``: `GoalSelection`, compared with the goals of the environment.
 - ``crl``: contrastive RL (``examples/crl.py``) and SAC with hindsight, with equal numbers of updates.
+- ``scripts``: the training scripts on small tasks, and with one setting changed.
 - ``offline``: the algorithms of ``examples/offline.py``, on data that ``examples/pointmaze_data.py`` writes. Steps are
   updates.
 - ``writing``: relabelling when transitions are sampled and when they are written.
@@ -58,6 +59,10 @@ class Script(NamedTuple):
 OFTEN = "evaluation.interval=500", "evaluation.episodes=100"
 OBJECT, RARELY = "+task=fetch_push", ("evaluation.interval=100_000", "checkpoint.interval=100_000")
 PUSH_SAC = "env.name=FetchPush-v4", "updates_per_step=0.25", "evaluation.interval=15_000", "checkpoint.interval=15_000"
+REACH = "env.name=FetchReach-v4", "evaluation.interval=1_000", OFTEN[1]
+PRIORITIES, THREE_STEPS = "buffer.prioritized=error", "buffer.n_steps=3"
+RAW = "normalization.enabled=false"
+BITS = "+task=bit_flipping_50"
 PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
 MAZES = "pointmaze-medium-v0", "pointmaze-large-v0"
 SCRIPTS = {
@@ -76,6 +81,28 @@ SCRIPTS = {
         "PointReach": Script("sac", 15_000, ("evaluation.interval=1_500", "evaluation.episodes=100")),
         "FetchReach": Script("sac", 10_000, ("env.name=FetchReach-v4", "evaluation.interval=1_000", OFTEN[1])),
         "FetchPush": Script("sac", 150_000, (*PUSH_SAC, OFTEN[1])),
+    },
+    "scripts": {
+        "PointReach, SAC": Script("sac", 10_000, OFTEN),
+        "PointReach, DDPG": Script("ddpg", 10_000, OFTEN),
+        "PointReach, TD3": Script("td3", 10_000, OFTEN),
+        "FetchReach, SAC": Script("sac", 10_000, REACH),
+        "FetchReach, DDPG": Script("ddpg", 10_000, REACH),
+        "FetchReach, TD3": Script("td3", 10_000, REACH),
+        "FetchReach, TD3, fetch_reach": Script("td3", 10_000, ("+task=fetch_reach",)),
+        "FetchReach, SAC, raw inputs": Script("sac", 2_000, (*REACH, RAW)),
+        "PointReach, SAC, alpha_init=1": Script("sac", 5_000, (*OFTEN, "alpha_init=1")),
+        "PointReach, DDPG, gamma=0.5": Script("ddpg", 5_000, (*OFTEN, "gamma=0.5")),
+        "PointReach, DDPG, gamma=0.999": Script("ddpg", 5_000, (*OFTEN, "gamma=0.999")),
+        "PointReach, DDPG, tau=0.005": Script("ddpg", 5_000, (*OFTEN, "tau=0.005")),
+        "PointReach, DDPG, raw inputs": Script("ddpg", 5_000, (*OFTEN, RAW)),
+        "PointReach, DDPG, raw inputs, three steps": Script("ddpg", 5_000, (*OFTEN, RAW, THREE_STEPS)),
+        "PointReach, DDPG, raw inputs, priorities": Script("ddpg", 5_000, (*OFTEN, RAW, PRIORITIES)),
+        "PointReach, DDPG, raw inputs, priorities, three steps": Script(
+            "ddpg", 5_000, (*OFTEN, RAW, PRIORITIES, THREE_STEPS)
+        ),
+        "BitFlipping, 50 bits, 70% random actions": Script("dqn", 500_000, (BITS,)),
+        "BitFlipping, 50 bits, 30% random actions": Script("dqn", 500_000, (BITS, "exploration.random_actions=0.3")),
     },
     "offline": {name: Script("offline", 100_000, (f"env={name}",)) for name in MAZES},
     "writing": {
@@ -96,6 +123,7 @@ WAYS = {
     "movement": {"neither": ("buffer.alpha=0",), "priority": ("buffer.alpha=1",)},
     "selection": {"GoalSelection": (), "goals of the environment": ("goals.selection=null",)},
     "crl": {"SAC with hindsight": (), CRL: ()},
+    "scripts": {"": ()},
     "offline": {name.upper(): (f"algorithm={name}",) for name in ("gcbc", "gciql", "hiql", "crl")},
     "writing": {  # with room for four copies of each transition
         "HERTransform": ("hindsight.when=sampling", "buffer.size=5000"),
@@ -108,6 +136,7 @@ SEEDS = {
     "movement": [20, 21, 22],
     "selection": [61, 62, 63],
     "crl": [61, 62, 63],
+    "scripts": [0, 1, 2],
     "offline": [1, 2, 3],  # see ONE_SEED
     "writing": [1, 2, 3],
 }
