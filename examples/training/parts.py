@@ -97,7 +97,7 @@ def make_buffer(config: Settings, hindsight: Any, inputs: NormalizedInputs) -> T
     buffer, env, priority = config.buffer, config.env, config.buffer.prioritized
     transforms = [MultiStepTransform(buffer.n_steps, config.gamma)] if buffer.n_steps > 1 else []
     if priority == Priority.movement:
-        transforms.append(MovementPriority(buffer.far, goal_fn=load_function(env.goal_fn)))
+        transforms.append(MovementPriority(buffer.far, goal_fn=load_function(buffer.moved or env.goal_fn)))
     return TensorDictReplayBuffer(
         storage=PackedStorage(buffer.size, device=config.device, ndim=2 if buffer.n_steps > 1 else 1),
         sampler=PrioritizedSampler(buffer.size, buffer.alpha, buffer.beta) if priority else None,

@@ -47,8 +47,9 @@ NEEDS = {  # settings that have an effect only with these values of another sett
     "exploration.at_goal": SELECTED, "exploration.noise": "algorithm=ddpg,td3",
     "exploration.repeat": "algorithm=ddpg,td3,sac",  # continuous actions
     "buffer.alpha": "buffer.prioritized=error,movement", "buffer.beta": "buffer.prioritized=error,movement",
-    "buffer.far": "buffer.prioritized=movement", "normalization.clip": "normalization.enabled=True",
-    "quantiles": "loss=tqc", "dropped_quantiles": "loss=tqc", "loss_function": "loss=sac",
+    "buffer.far": "buffer.prioritized=movement", "buffer.moved": "buffer.prioritized=movement",
+    "normalization.clip": "normalization.enabled=True", "quantiles": "loss=tqc",
+    "dropped_quantiles": "loss=tqc", "loss_function": "loss=sac",
 }  # fmt: skip
 # The settings that a resumed run can change.
 CHANGEABLE = [

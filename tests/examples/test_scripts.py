@@ -288,3 +288,12 @@ def test_the_command_of_the_page_trains_on_the_environment_of_the_tutorial(more,
     assert reached[relabelled].any()
     assert torch.equal(after["terminated"].squeeze(-1), reached)
     torch.testing.assert_close(after["reward"].squeeze(-1), reached.float() - 1 - after["fuel"].flatten())
+
+
+@pytest.mark.parametrize(("more", "moves"), [("", True), ("buffer.moved=still:ignore", False)])
+def test_a_setting_says_what_must_move_to_be_sampled_more_often(more, moves, tmp_path, monkeypatch):
+    (tmp_path / "still.py").write_text("def ignore(goals):\n    return 0 * goals\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = f"ddpg ++env.kwargs.max_episode_steps=25 buffer.prioritized=movement {more}"
+    movement = train(command, tmp_path / "run").components["buffer"].storage[:]["movement"]
+    assert bool((movement > 0.05).any()) == moves
