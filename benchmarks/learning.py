@@ -43,6 +43,8 @@ from training.checkpoints import saved_text  # isort: skip
 SUCCESS = 0.95
 COLUMNS = {"task": str, "way": str, "seed": int, "steps": int}
 METRICS = "success", "return", "seconds", "cpu_seconds"
+PUBLISHED = Path(__file__).parents[1] / "docs/reference/results/published.csv"
+BEST_PUBLISHED = "DDPG with HER and past desired goals"  # the success of mrl's better strategy
 
 Row = dict[str, Any]
 Runs = dict[tuple[str, str], dict[int, list[Row]]]  # evaluations by task and way, and by seed
@@ -106,8 +108,8 @@ SCRIPTS = {
     },
     "offline": {name: Script("offline", 100_000, (f"env={name}",)) for name in MAZES},
     "writing": {
-        "BitFlipping, 15 bits, DQN": Script("dqn", 5_000, OFTEN),
-        "BitFlipping, 15 bits, prioritized DQN": Script("dqn", 5_000, ("buffer.prioritized=error", *OFTEN)),
+        "BitFlipping, DQN": Script("dqn", 5_000, OFTEN),
+        "BitFlipping, prioritized": Script("dqn", 5_000, ("buffer.prioritized=error", *OFTEN)),
         "PointReach, DDPG": Script("ddpg", 5_000, ("normalization.enabled=false", *OFTEN)),
     },
 }
@@ -265,6 +267,20 @@ def print_scripts(runs: Runs, columns: list[int]) -> None:
     print_table("task", ("steps", *titles, "return", "core-hours", "seeds"), rows)
 
 
+def print_suite(runs: Runs) -> None:
+    """Print success and return next to published ones, and training time."""
+    published = list(csv.DictReader(PUBLISHED.read_text().splitlines()))
+    rows = {}
+    for (task, _), by_seed in runs.items():
+        steps, theirs = next(iter(by_seed.values()))[-1]["steps"], [row for row in published if row["task"] == task]
+        success = [row["success"] for row in theirs if row["way"] == BEST_PUBLISHED and int(row["steps"]) == steps]
+        returns = [f"{row['return']} at {int(row['steps']):,}" for row in theirs if row["return"]]
+        ours = spread(at(by_seed, "success", np.inf)), spread(at(by_seed, "return", np.inf), 1)
+        hours = spread([seconds / 3600 for seconds in at(by_seed, "seconds", np.inf)])
+        rows[task] = f"{steps:,}", ours[0], "".join(success), ours[1], "".join(returns), hours
+    print_table("task", ("steps", "success", "published", "return", "published", "core-hours"), rows)
+
+
 def first_success(curve: list[Row], held: int) -> Row | None:
     """Return the first of ``held`` successful evaluations in a row, or None."""
     good = [row["success"] >= SUCCESS for row in curve]
@@ -335,7 +351,10 @@ def main() -> None:
             rows.append(row)
             write(arguments.output / "results.csv", rows)
     runs = grouped(rows)
-    (print_libraries if is_sb3 else print_scripts)(runs, arguments.columns)
+    if arguments.experiment == "suite" and not arguments.columns:
+        print_suite(runs)
+    else:
+        (print_libraries if is_sb3 else print_scripts)(runs, arguments.columns)
     if arguments.figure:
         draw(runs, arguments.figure)
 

@@ -376,6 +376,15 @@ def legend(figure: Figure, axes: Axes, columns: int) -> None:
     figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
 
 
+def draw_lines(path: Path, curves: dict[str, Curve], colours: dict[str, str]) -> None:
+    """Draw the success of one task against environment steps."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 2.9), layout="constrained")
+    draw_curves(axes, curves, colours, 1000)
+    axes.set(xlabel="environment steps [thousands]", ylabel="success rate")
+    legend(figure, axes, len(curves))
+    save(figure, path)
+
+
 MRL = "mrl on Fetch, published"
 TASK_COLOURS = {"Fetch": BLUE, "panda-gym": VERMILION, MRL: GREY}
 
@@ -406,11 +415,7 @@ def draw_pick_and_place(path: Path) -> None:
     """Draw the success on FetchPickAndPlace."""
     curves = {"torchrl_her, three seeds": evaluations("fetch.csv", task="FetchPickAndPlace")}
     curves["mrl, three seeds, as published"] = published("FetchPickAndPlace")
-    figure, axes = plt.subplots(figsize=(WIDTH, 2.9), layout="constrained")
-    draw_curves(axes, curves, dict(zip(curves, (BLUE, GREY), strict=True)), 1000)
-    axes.set(xlabel="environment steps [thousands]", ylabel="success rate")
-    axes.legend(frameon=False, loc="lower right")
-    save(figure, path)
+    draw_lines(path, curves, dict(zip(curves, (BLUE, GREY), strict=True)))
 
 
 def draw_strategies(path: Path) -> None:
@@ -449,6 +454,24 @@ def draw_offline_results(path: Path) -> None:
 def draw_contrastive(path: Path) -> None:
     """Draw the success of contrastive RL and SAC against environment steps."""
     draw_tasks(path, "contrastive.csv", {"SAC with hindsight": BLUE, "contrastive RL": VERMILION}, "steps")
+
+
+def draw_both_ways(path: Path) -> None:
+    """Draw the success of relabelling when transitions are sampled and when they are written."""
+    draw_tasks(path, "writing.csv", {"HERTransform": BLUE, "HindsightAugmentation": VERMILION}, "steps")
+
+
+def draw_movement(path: Path) -> None:
+    """Draw the success on FetchPush, for each way to use episodes with movement."""
+    colours = {"priority": BLUE, "both": GREEN, "neither": VERMILION, "filter": GREY}
+    draw_lines(path, {way: evaluations("movement.csv", way=way) for way in colours}, colours)
+
+
+def draw_bit_flipping(path: Path) -> None:
+    """Draw the success on BitFlipping with 50 bits, for two shares of random actions."""
+    colours = {"70% random actions": BLUE, "30% random actions": VERMILION}
+    task = "BitFlipping, 50 bits, "
+    draw_lines(path, {share: evaluations("scripts.csv", task=task + share) for share in colours}, colours)
 
 
 LIBRARIES = {"ours": "torchrl_her", "Stable-Baselines3": "Stable-Baselines3"}
@@ -587,6 +610,9 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "offline_results.png": draw_offline_results,
     "contrastive.png": draw_contrastive,
     "strategies.png": draw_strategies,
+    "movement.png": draw_movement,
+    "both_ways.png": draw_both_ways,
+    "bit_flipping_50.png": draw_bit_flipping,
     "learning.png": draw_learning,
     "point_maze.png": draw_point_maze,
     "sampling.png": draw_sampling,

@@ -9,6 +9,8 @@ import migration
 import numpy as np
 import pytest
 
+from support.pages import DOCS
+
 
 def test_the_memory_benchmark_prints_its_tables_and_fails_if_memory_grows(run, monkeypatch):
     monkeypatch.setattr(memory, "print_running", lambda: None)  # allocates a gigabyte
@@ -42,6 +44,11 @@ def test_learning_trains_continues_and_prints_medians_and_ranges(run, monkeypatc
     monkeypatch.setitem(learning.SCRIPTS, "writing", {"BitFlipping": script._replace(overrides=script.overrides[:-1])})
     with pytest.raises(SystemExit, match="has other settings: delete it, or choose another --output"):
         run(learning, *arguments)
+
+
+def test_the_table_of_the_suite_is_that_of_its_page(run):
+    results = DOCS / "reference/results"
+    assert run(learning, "suite", "--results", results / "fetch.csv").strip() in (results / "fetch.md").read_text()
 
 
 def test_learning_trains_offline_algorithms_once(run, monkeypatch, tmp_path):
