@@ -103,6 +103,11 @@ SCRIPTS = {
         "PointReach, DDPG, raw inputs, priorities, three steps": Script(
             "ddpg", 5_000, (*OFTEN, RAW, PRIORITIES, THREE_STEPS)
         ),
+        "BitFlipping, DQN": Script("dqn", 2_500, OFTEN),
+        "BitFlipping, DQN, not recorded": Script("dqn", 2_500, (*OFTEN, "speedup=none")),
+        "PointReach, SAC, not recorded": Script("sac", 2_500, (*OFTEN, "speedup=none")),
+        "PointReach, DDPG, not recorded": Script("ddpg", 2_500, (*OFTEN, "speedup=none")),
+        "PointReach, TD3, not recorded": Script("td3", 2_500, (*OFTEN, "speedup=none")),
         "BitFlipping, 50 bits, 70% random actions": Script("dqn", 500_000, (BITS,)),
         "BitFlipping, 50 bits, 30% random actions": Script("dqn", 500_000, (BITS, "exploration.random_actions=0.3")),
     },
