@@ -81,7 +81,7 @@ SCRIPTS = {
     "selection": {"PointMaze_Large, corner to corner": Script("sac", 200_000, ("+task=point_maze_corners",))},
     "crl": {
         "PointReach": Script("sac", 15_000, ("evaluation.interval=1_500", "evaluation.episodes=100")),
-        "FetchReach": Script("sac", 10_000, ("env.name=FetchReach-v4", "evaluation.interval=1_000", OFTEN[1])),
+        "FetchReach": Script("sac", 10_000, REACH),
         "FetchPush": Script("sac", 150_000, (*PUSH_SAC, OFTEN[1])),
     },
     "scripts": {
@@ -277,13 +277,18 @@ def print_suite(runs: Runs) -> None:
     published = list(csv.DictReader(PUBLISHED.read_text().splitlines()))
     rows = {}
     for (task, _), by_seed in runs.items():
-        steps, theirs = next(iter(by_seed.values()))[-1]["steps"], [row for row in published if row["task"] == task]
-        success = [row["success"] for row in theirs if row["way"] == BEST_PUBLISHED and int(row["steps"]) == steps]
-        returns = [f"{row['return']} at {int(row['steps']):,}" for row in theirs if row["return"]]
-        ours = spread(at(by_seed, "success", np.inf)), spread(at(by_seed, "return", np.inf), 1)
+        steps = next(iter(by_seed.values()))[-1]["steps"]
+        theirs = [row for row in published if row["task"] == task]
+        their_success = [
+            row["success"] for row in theirs if row["way"] == BEST_PUBLISHED and int(row["steps"]) == steps
+        ]
+        their_return = [f"{row['return']} at {int(row['steps']):,}" for row in theirs if row["return"]]
+        success = spread(at(by_seed, "success", np.inf))
+        returned = spread(at(by_seed, "return", np.inf), 1)
         hours = spread([seconds / 3600 for seconds in at(by_seed, "seconds", np.inf)])
-        rows[task] = f"{steps:,}", ours[0], "".join(success), ours[1], "".join(returns), hours
-    print_table("task", ("steps", "success", "published", "return", "published", "core-hours"), rows)
+        rows[task] = f"{steps:,}", success, "".join(their_success), returned, "".join(their_return), hours
+    columns = "steps", "success", "published success", "return", "published return", "core-hours"
+    print_table("task", columns, rows)
 
 
 def first_success(curve: list[Row], held: int) -> Row | None:

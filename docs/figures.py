@@ -463,9 +463,8 @@ def draw_both_ways(path: Path) -> None:
 
 def draw_movement(path: Path) -> None:
     """Draw the success on FetchPush, for each way to use episodes with movement."""
-    colours = {"priority": BLUE, "priority and filter": GREEN, "neither": VERMILION, "filter": GREY}
-    ways = {name: "both" if "and" in name else name for name in colours}
-    draw_lines(path, {name: evaluations("movement.csv", way=way) for name, way in ways.items()}, colours)
+    colours = {"priority": BLUE, "both": GREEN, "neither": VERMILION, "filter": GREY}
+    draw_lines(path, {way: evaluations("movement.csv", way=way) for way in colours}, colours)
 
 
 def draw_bit_flipping(path: Path) -> None:

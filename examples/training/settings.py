@@ -64,7 +64,8 @@ class Buffer:
     prioritized: Priority | None = None
     alpha: NonNegative = 0.3  # exponent of priorities: squared errors 0.3, absolute ones (SAC) 0.6, movement 1
     beta: NonNegative = 0.4  # exponent of importance weights; movement: 0
-    moved: str | None = None  # movement: module:function of achieved goals, whose path counts (default: env.goal_fn)
+    # movement: module:function, maps the entry achieved_goal to the point whose path counts (default: env.goal_fn)
+    moved: str | None = None
     far: Positive = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
 
 

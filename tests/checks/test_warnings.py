@@ -466,7 +466,7 @@ def test_a_large_goal_table_takes_memory_only_when_it_is_written():
             place[key] = place[key].repeat_interleave(1536, 1)  # 12 kB
     rb = make_buffer(dense, size=50, capacity=1_000_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rb.extend(rewarded(data, dense))  # the whole table would take 11.4 GiB
+    rb.extend(rewarded(data, dense))  # the whole table would take 11.5 GiB
     assert rb.sample()["hindsight", "relabelled"].any()
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20 < 1  # GiB
 
