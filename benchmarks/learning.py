@@ -11,6 +11,7 @@
 - ``selection``: `GoalSelection`, compared with the goals of the environment.
 - ``crl``: contrastive RL (``examples/crl.py``) and SAC with hindsight, with equal numbers of updates.
 - ``scripts``: the training scripts on small tasks, and with one setting changed.
+- ``recording``: the time of these scripts with ``speedup=record`` and without.
 - ``offline``: the algorithms of ``examples/offline.py``, on data that ``examples/pointmaze_data.py`` writes. Steps are
   updates.
 - ``writing``: relabelling when transitions are sampled and when they are written.
@@ -103,13 +104,14 @@ SCRIPTS = {
         "PointReach, DDPG, raw inputs, priorities, three steps": Script(
             "ddpg", 5_000, (*OFTEN, RAW, PRIORITIES, THREE_STEPS)
         ),
-        "BitFlipping, DQN": Script("dqn", 2_500, OFTEN),
-        "BitFlipping, DQN, not recorded": Script("dqn", 2_500, (*OFTEN, "speedup=none")),
-        "PointReach, SAC, not recorded": Script("sac", 2_500, (*OFTEN, "speedup=none")),
-        "PointReach, DDPG, not recorded": Script("ddpg", 2_500, (*OFTEN, "speedup=none")),
-        "PointReach, TD3, not recorded": Script("td3", 2_500, (*OFTEN, "speedup=none")),
         "BitFlipping, 50 bits, 70% random actions": Script("dqn", 500_000, (BITS,)),
         "BitFlipping, 50 bits, 30% random actions": Script("dqn", 500_000, (BITS, "exploration.random_actions=0.3")),
+    },
+    "recording": {
+        "BitFlipping, DQN": Script("dqn", 2_500),
+        "PointReach, DDPG": Script("ddpg", 2_500),
+        "PointReach, TD3": Script("td3", 2_500),
+        "PointReach, SAC": Script("sac", 2_500),
     },
     "offline": {name: Script("offline", 100_000, (f"env={name}",)) for name in MAZES},
     "writing": {
@@ -131,6 +133,7 @@ WAYS = {
     "selection": {"GoalSelection": (), "goals of the environment": ("goals.selection=null",)},
     "crl": {"SAC with hindsight": (), CRL: ()},
     "scripts": {"": ()},
+    "recording": {"record": (), "none": ("speedup=none",)},
     "offline": {name.upper(): (f"algorithm={name}",) for name in ("gcbc", "gciql", "hiql", "crl")},
     "writing": {  # with room for four copies of each transition
         "HERTransform": ("hindsight.when=sampling", "buffer.size=5000"),
@@ -144,6 +147,7 @@ SEEDS = {
     "selection": [61, 62, 63],
     "crl": [61, 62, 63],
     "scripts": [0, 1, 2],
+    "recording": [0, 1, 2],
     "offline": [1, 2, 3],  # see ONE_SEED
     "writing": [1, 2, 3],
 }
