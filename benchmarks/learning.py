@@ -81,7 +81,7 @@ SCRIPTS = {
     "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},
     "selection": {"PointMaze_Large, corner to corner": Script("sac", 200_000, ("+task=point_maze_corners",))},
     "crl": {
-        "PointReach": Script("sac", 15_000, ("evaluation.interval=1_500", "evaluation.episodes=100")),
+        "PointReach": Script("sac", 15_000, ("evaluation.interval=1_500", OFTEN[1])),
         "FetchReach": Script("sac", 10_000, REACH),
         "FetchPush": Script("sac", 150_000, (*PUSH_SAC, OFTEN[1])),
     },
@@ -116,8 +116,8 @@ SCRIPTS = {
     "offline": {name: Script("offline", 100_000, (f"env={name}",)) for name in MAZES},
     "writing": {
         "BitFlipping, DQN": Script("dqn", 5_000, OFTEN),
-        "BitFlipping, prioritized": Script("dqn", 5_000, ("buffer.prioritized=error", *OFTEN)),
-        "PointReach, DDPG": Script("ddpg", 5_000, ("normalization.enabled=false", *OFTEN)),
+        "BitFlipping, prioritized": Script("dqn", 5_000, (*OFTEN, PRIORITIES)),
+        "PointReach, DDPG": Script("ddpg", 5_000, (*OFTEN, RAW)),
     },
 }
 CRL = "contrastive RL"
@@ -283,9 +283,8 @@ def print_suite(runs: Runs) -> None:
     for (task, _), by_seed in runs.items():
         steps = next(iter(by_seed.values()))[-1]["steps"]
         theirs = [row for row in published if row["task"] == task]
-        their_success = [
-            row["success"] for row in theirs if row["way"] == BEST_PUBLISHED and int(row["steps"]) == steps
-        ]
+        as_long = [row for row in theirs if row["way"] == BEST_PUBLISHED and int(row["steps"]) == steps]
+        their_success = [row["success"] for row in as_long]
         their_return = [f"{row['return']} at {int(row['steps']):,}" for row in theirs if row["return"]]
         success = spread(at(by_seed, "success", np.inf))
         returned = spread(at(by_seed, "return", np.inf), 1)
