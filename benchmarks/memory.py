@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py
 
-Prints the tables of memory in ``docs/reference/results/speed.md``, except for adopted data sets.
+Prints the tables of memory in ``docs/reference/results/speed.md``, and the time to adopt a data set.
 
 The last table is the resident memory of a buffer of 100,000 transitions while ten million are written, from 64
 environments with episodes of 40 to 80 steps. One reset in eight is silent: it carries no done flag and no new
@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from buffers import EPISODE_STEPS, GOAL, K, hindsight, make_episodes
+from buffers import EPISODE_STEPS, GOAL, K, hindsight, make_blocks, make_episodes
 from frames import make_frame
-from measuring import in_new_process, print_table, print_versions, set_up, status
+from measuring import in_new_process, print_table, print_versions, set_up, short, status, timed
 from scripts import load
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, Storage, TensorDictReplayBuffer
@@ -98,6 +98,7 @@ def print_bytes() -> None:
 
 def resident_after(frames: int, envs: int, long: int, has_hindsight: bool) -> float:
     """Return the MiB after frames of running episodes and an episode of ``long`` steps."""
+    set_up()
     size = frames * envs + long
     transform = hindsight(size) if has_hindsight else None
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=transform)
@@ -117,6 +118,27 @@ def print_running(frames: int = 49, envs: int = 4096, few: int = 10, long: int =
     both = added(few, envs // 2, long) - added(few, envs // 2, 0)
     rows[f"an episode of {long:,} steps beside {envs // 2:,} short ones"] = [f"{both:.1f}"]
     print_table("hindsight adds", ["MiB"], rows)
+
+
+def adopt(episodes: int, alternate: bool) -> list[str]:
+    """Return the seconds and the resident bytes per transition of adopting a data set.
+
+    With ``alternate``, the transitions of 100 episodes alternate.
+    """
+    set_up()
+    data = make_episodes(1)[0].expand(episodes * EPISODE_STEPS).clone()
+    for block, part in zip(make_blocks(len(data)), data.split(1000 * EPISODE_STEPS), strict=True):
+        part.update_(block.view(-1, 100, EPISODE_STEPS).transpose(1, 2).reshape(-1) if alternate else block)
+    transform, begin = hindsight(len(data)), status("VmRSS")
+    microseconds, _data = timed(transform.adopt, data)  # keeps its memory
+    return [f"{microseconds / 1e6:.2f}", f"{(status('VmRSS') - begin) / len(data):.0f}"]
+
+
+def print_adopted(episodes: int = 20_000) -> None:
+    cases = {"one episode after another": False, "the steps of 100 episodes alternate": True}
+    rows = {name: in_new_process(adopt, episodes, alternate) for name, alternate in cases.items()}
+    columns = "seconds", "bytes per transition"
+    print_table(f"`adopt`, {short(episodes * EPISODE_STEPS)} transitions", columns, rows)
 
 
 def make_chunk(number: int) -> TensorDict:
@@ -155,6 +177,7 @@ def main() -> None:
     print_versions()
     print_bytes()
     print_running()
+    print_adopted()
     found = {name: in_new_process(write_many, name, arguments.millions * 1_000_000) for name in BUFFERS}
     columns = range(1, arguments.millions + 1)
     rows = {name: [f"{at(measured, each):.1f}" for each in columns] for name, measured in found.items()}

@@ -120,7 +120,7 @@ def draw_data_flow(path: Path) -> None:
     """Draw how transitions are written and sampled."""
     figure, axes = plt.subplots(figsize=(7.2, 4.68), facecolor=PAPER)
     figure.subplots_adjust(0, 0, 1, 1)
-    axes.set(xlim=(0, 100), ylim=(0, 65))
+    axes.set(xlim=(0, 100), ylim=(0, 70))
     axes.axis("off")
 
     # TorchRL's parts on both sides, those of HERTransform between them
@@ -562,10 +562,9 @@ def draw_memory(path: Path) -> None:
     head, rows = table("speed.md", "MiB after")
     figure, axes = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
     for name, colour, text in (("with hindsight", BLUE, "with hindsight"), ("without", INK, "without hindsight")):
-        axes.plot(
-            [float(each.removesuffix(" M")) for each in head], rows[name], color=colour, marker="o", ms=3, label=text
-        )
-    axes.set(title="A buffer for 100,000 transitions", ylim=(0, 65), ylabel="memory [MiB]")
+        millions = [float(each.removesuffix(" M")) for each in head]
+        axes.plot(millions, rows[name], color=colour, marker="o", ms=3, label=text)
+    axes.set(title="A buffer for 100,000 transitions", ylim=(0, 70), ylabel="memory [MiB]")
     axes.set_xlabel("written transitions [millions]")
     axes.legend(frameon=False, loc="lower right")
     plain(axes, "y")

@@ -1,6 +1,7 @@
 """The commands for memory, learning and a GPU run with tiny sizes, and their tables show the right numbers."""
 
 import dataclasses
+from functools import partial
 
 import gpu
 import learning
@@ -15,9 +16,11 @@ from support.pages import DOCS
 def test_the_memory_benchmark_prints_its_tables_and_fails_if_memory_grows(run, monkeypatch):
     monkeypatch.setattr(memory, "print_running", lambda: None)  # allocates a gigabyte
     monkeypatch.setattr(memory, "script_bytes", lambda script, when: 1.0)  # trains
+    monkeypatch.setattr(memory, "print_adopted", partial(memory.print_adopted, episodes=200))
     monkeypatch.setattr(memory, "tqdm", lambda chunks, **options: [1, 100, 200])
     printed = run(memory, "--millions", 2)
     assert "| `PackedStorage` | 312 | 296 |" in printed
+    assert "| `adopt`, 10 k transitions | seconds | bytes per transition |" in printed
     monkeypatch.setattr(memory, "write_many", lambda *arguments: [(1_000_000, 1.0), (2_000_000, 20.0)])
     with pytest.raises(SystemExit, match=r"with hindsight by 19.0 MiB, without by 19.0 MiB"):
         run(memory, "--millions", 2)
