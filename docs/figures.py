@@ -120,7 +120,7 @@ def draw_data_flow(path: Path) -> None:
     """Draw how transitions are written and sampled."""
     figure, axes = plt.subplots(figsize=(7.2, 4.68), facecolor=PAPER)
     figure.subplots_adjust(0, 0, 1, 1)
-    axes.set(xlim=(0, 100), ylim=(0, 70))
+    axes.set(xlim=(0, 100), ylim=(0, 65))
     axes.axis("off")
 
     # TorchRL's parts on both sides, those of HERTransform between them
