@@ -468,6 +468,8 @@ MUTANTS = [
         SELECTION + " -k in_place"),
     Mutant("every environment gets a new goal", "goal_selection.py", "row = resets.nonzero().flatten()",
         "resets = torch.ones_like(resets); row = resets.nonzero().flatten()", SELECTION + " -k only_environments"),
+    Mutant("densities far from the mean are imprecise", "goal_selectors.py", "donot_use_mm_for_euclid_dist",
+        "use_mm_for_euclid_dist", SELECTION + " -k far_from_the_mean"),
     Mutant("the frequent goal is selected", "goal_selectors.py", "density.argmin(1)", "density.argmax(1)",
         SELECTION + " -k lowest_density"),
     Mutant("the cutoff has no lower bound", "goal_selectors.py", "max(self.lowest, self.cutoff + change)",

@@ -246,6 +246,21 @@ def test_the_density_is_a_mean_of_gaussians():
     assert torch.allclose(density.mean, mean.flatten())
 
 
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_the_density_of_goals_far_from_the_mean_is_precise(precision):
+    torch.manual_seed(0)
+    far = torch.randn(20, 32) + 3000  # 490 bandwidths from the mean
+    goals = torch.cat([torch.randn(480, 32), far])
+    expected = Density(goals.double(), bandwidth=0.01).log_density(far.double())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        density = Density(goals, bandwidth=0.01).log_density(far)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert density.tolist() == pytest.approx(expected.tolist(), abs=0.05)
+
+
 def test_the_candidate_with_the_lowest_density_is_selected():
     selector = LowestDensity()
     frequent = torch.randint(10, (1000, 1)) / 10

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 FITTED = 10_000  # goals that `GoalSelection` passes to `fit`
-CHUNK = 2**22  # products that are computed at a time
+CHUNK = 2**22  # distances that are computed at a time
 FEW, MANY = 0.3, 0.7  # shares of reached goals below and above which the cutoff changes
 ATTEMPTS = 10  # episodes with a selected goal after which the cutoff can change
 HIGHEST = -3.0  # the first and the highest cutoff
@@ -42,10 +42,17 @@ class Density:
         """
         centres = self.goals if at is None else self._normalize(_flat(at))
         rows = self._normalize(_flat(goals))
-        parts, half = rows.split(max(1, CHUNK // len(centres))), centres.square().sum(1) / 2
-        # -(x - c)^2 / 2 = x c - c^2 / 2 - x^2 / 2
-        sums = [torch.logsumexp(part @ centres.T - half, dim=1) - part.square().sum(1) / 2 for part in parts]
-        return torch.cat(sums) - torch.log(torch.tensor(float(len(centres)), device=rows.device))
+        parts = rows.split(max(1, CHUNK // len(centres)))
+        return torch.cat([_log_mean_of_kernels(part, centres) for part in parts])
+
+
+def _log_mean_of_kernels(rows: Tensor, centres: Tensor) -> Tensor:
+    # A matrix product would be wrong by 10 and more far from the mean, if float32 products may be less precise.
+    distances = torch.cdist(rows, centres, compute_mode="donot_use_mm_for_euclid_dist")
+    exponents = distances.square_().div_(-2)
+    highest = exponents.amax(1, keepdim=True)
+    # Below -87, exp returns denormal numbers, which are slow on a CPU; such terms do not matter.
+    return (exponents - highest).clamp_min_(-80).exp_().mean(1).log() + highest.squeeze(1)
 
 
 class GoalSelector(nn.Module, ABC):
