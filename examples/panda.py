@@ -1,4 +1,4 @@
-"""Tasks of panda-gym in which every episode has 50 steps, for the training scripts.
+"""Tasks of panda-gym in which every episode has 50 steps and resets are reproducible, for the training scripts.
 
 In the tasks of panda-gym 3, an episode ends when the goal is reached. Here it continues, as in panda-gym 2 and in the
 Fetch tasks, so the policy has to stay at the goal. The tasks are ``PandaReachFixed-v3``, ``PandaPushFixed-v3``,
@@ -19,7 +19,14 @@ from torch import Tensor
 
 
 class NotTerminated(gymnasium.Wrapper):
-    """Continues the episode when the goal is reached."""
+    """Continues the episode when the goal is reached, and makes resets reproducible.
+
+    A reset of panda-gym without a seed draws from a new random generator, even if an earlier reset had a seed.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset with a seed, which the last seed determines if none is passed."""
+        return self.env.reset(seed=int(self.np_random.integers(2**31)) if seed is None else seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Make a step that does not terminate the episode."""
