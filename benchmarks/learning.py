@@ -73,10 +73,10 @@ SCRIPTS = {
         "FetchReach": Script("sac", 2_000, ("env.name=FetchReach-v4", *OFTEN)),
         "FetchPush": Script("ddpg", 240_000, (OBJECT,)),
         "FetchPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=FetchPickAndPlace-v4", *RARELY)),
-        "FetchSlide": Script("ddpg", 1_000_000, (OBJECT, "env.name=FetchSlide-v4", *RARELY)),
+        "FetchSlide": Script("ddpg", 500_000, ("+task=fetch_slide",)),
         "PandaReach": Script("sac", 2_000, ("env.name=panda:PandaReachFixed-v3", *OFTEN)),
         "PandaPush": Script("ddpg", 240_000, PANDA_PUSH),
-        "PandaPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=panda:PandaPickAndPlaceFixed-v3", *RARELY)),
+        "PandaPickAndPlace": Script("ddpg", 500_000, ("+task=panda_pick_and_place",)),
     },
     "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},
     "selection": {"PointMaze_Large, corner to corner": Script("sac", 200_000, ("+task=point_maze_corners",))},
@@ -284,7 +284,7 @@ def print_suite(runs: Runs) -> None:
         steps = next(iter(by_seed.values()))[-1]["steps"]
         theirs = [row for row in published if row["task"] == task]
         as_long = [row for row in theirs if row["way"] == BEST_PUBLISHED and int(row["steps"]) == steps]
-        their_success = [row["success"] for row in as_long]
+        their_success = [f"{float(row['success']):.2f}" for row in as_long]
         their_return = [f"{row['return']} at {int(row['steps']):,}" for row in theirs if row["return"]]
         success = spread(at(by_seed, "success", np.inf))
         returned = spread(at(by_seed, "return", np.inf), 1)

@@ -386,7 +386,8 @@ def draw_lines(path: Path, curves: dict[str, Curve], colours: dict[str, str]) ->
 
 
 MRL = "mrl on Fetch, published"
-TASK_COLOURS = {"Fetch": BLUE, "panda-gym": VERMILION, MRL: GREY}
+OTHERWISE = "panda-gym, settings of FetchPush"
+TASK_COLOURS = {"Fetch": BLUE, "panda-gym": VERMILION, OTHERWISE: ORANGE, MRL: GREY}
 
 
 def published(task: str) -> Curve:
@@ -396,18 +397,20 @@ def published(task: str) -> Curve:
 
 def draw_fetch(path: Path) -> None:
     """Draw the success on Fetch and panda-gym, a panel for each kind of task."""
-    figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 5.6), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 4.9), layout="constrained", sharey=True)
     for axes, task in zip(panels.flat, ("Reach", "Push", "PickAndPlace", "Slide"), strict=True):
         curves = {"Fetch": evaluations("fetch.csv", task="Fetch" + task)}
         if task != "Slide":
             curves["panda-gym"] = evaluations("fetch.csv", task="Panda" + task)
+        if task == "PickAndPlace":
+            curves[OTHERWISE] = evaluations("settings.csv", task="PandaPickAndPlace", way="fetch_push")
         if task != "Reach":
             curves[MRL] = published("Fetch" + task)
         draw_curves(axes, curves, TASK_COLOURS, 1000)
         axes.set(title=task, xlabel="environment steps [thousands]")
     for axes in panels[:, 0]:
         axes.set_ylabel("success rate")
-    legend(figure, panels[0, 1], 3)
+    legend(figure, panels[1, 0], 4)
     save(figure, path)
 
 
