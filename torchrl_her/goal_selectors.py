@@ -47,7 +47,7 @@ class Density:
 
 
 def _log_mean_of_kernels(rows: Tensor, centres: Tensor) -> Tensor:
-    # A matrix product would be wrong by 10 and more far from the mean, if float32 products may be less precise.
+    # A matrix product is imprecise for goals far from the mean, above all if float32 products are TF32 or bfloat16.
     distances = torch.cdist(rows, centres, compute_mode="donot_use_mm_for_euclid_dist")
     exponents = distances.square_().div_(-2)
     highest = exponents.amax(1, keepdim=True)
