@@ -492,6 +492,8 @@ MUTANTS = [
     Mutant("a time limit in the observation is a fault", "goal_env_check/termination.py",
         "if not is_limit or _are_distinct(last, episodes):", "if not is_limit:",
         "tests/goal_env_check/test_goal_env.py -k correct_environment"),
+    Mutant("resets are compared without a seed", "goal_env_check/check.py", "reset(env, seed)\n    return", "return",
+        "tests/goal_env_check/test_goal_env.py -k correct_environment"),
     Mutant("masses pass the walls", "envs/point_reach.py", "self.velocity * self.dt).clip(-1.0, 1.0)",
         "self.velocity * self.dt)", "tests/examples/test_batched_point_reach.py"),
 ]  # fmt: skip

@@ -37,6 +37,7 @@ def test_a_correct_environment_has_no_errors_and_no_warnings(name):
     assert not report.errors
     assert not report.warnings
     assert ("achieved-goal-moves-late" in names(report.notes)) == ("explicit Euler" in name)
+    assert "reset-ignores-seed" not in names(report.notes)
     assert report.steps == 600
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
 
@@ -16,6 +17,7 @@ from torchrl_her.goal_env_check.goals import (
     check_desired,
     check_numbers,
     check_observation,
+    check_seed,
     check_shapes,
 )
 from torchrl_her.goal_env_check.play import (
@@ -110,6 +112,7 @@ def check_goal_env(
 # A finding is left out if one of the findings that explain it was found.
 EXPLAINED_BY = {
     "achieved-goal-moves-late": {"achieved-goal-lags"},
+    "reset-ignores-seed": {"desired-goal-stale-at-reset", "modified-in-place"},
     "reward-differs": {
         "achieved-goal-lags",
         "desired-goal-changes",
@@ -145,10 +148,11 @@ def _check(
     probes = [] if reward is None else [Probe(function, reward.info_keys) for function in reward.functions]
     watcher = Watcher(getattr(env, "observation_space", None))
     played: list[tuple[Any, ...]] = []
+    repeated: list[Finding] = []
     try:
         for step in play(env, goals, probes, watcher, steps, seed):
             played.append(step)
-        reset(env)
+        repeated += check_seed(_second_goal(env, goals, seed), _second_goal(env, goals, seed), seed)
     except EnvironmentFails as error:
         yield Finding(
             "step-fails",
@@ -159,9 +163,15 @@ def _check(
         episodes = Episodes.of(played)
         report.steps, report.episodes = len(played), int(episodes.episode[-1]) + 1
         time_limit = None if env.spec is None else env.spec.max_episode_steps
-        found = [*_check_episodes(episodes, probes, watcher, time_limit)]
+        found = [*_check_episodes(episodes, probes, watcher, time_limit), *repeated]
         names = {finding.name for finding in found}
         yield from (finding for finding in found if not names & EXPLAINED_BY.get(finding.name, set()))
+
+
+def _second_goal(env: Any, goals: Goals, seed: int) -> np.ndarray:
+    """Return the desired goal of a reset without a seed, after one with a seed."""
+    reset(env, seed)
+    return goals.read(reset(env))[1]
 
 
 def _check_episodes(

@@ -59,6 +59,7 @@ SEVERITIES = {
         "endless",
         "no-goal-reached",
         "one-goal",
+        "reset-ignores-seed",
         "reward-not-batched",
         "terminated-not-batched",
     ],

@@ -170,6 +170,18 @@ def check_desired(episodes: Episodes) -> Iterator[Finding]:
     yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
 
 
+def check_seed(one: np.ndarray, other: np.ndarray, seed: int) -> Iterator[Finding]:
+    """Compare the desired goals of two resets without a seed, each after a reset with the same seed."""
+    if one.shape == other.shape and not np.allclose(one, other, equal_nan=True):
+        yield Finding(
+            "reset-ignores-seed",
+            f"After reset(seed={seed}), reset() returned the desired goal {_text(one)} at first, and {_text(other)} "
+            "when both were repeated.",
+            "Training with a seed cannot be repeated. Call super().reset(seed=seed) in reset, and draw all random "
+            "numbers from self.np_random.",
+        )
+
+
 def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
     """Compare desired goals with the extent of achieved ones, ``[n, goal]`` each: units and frames of reference."""
     achieved, desired = (each[:: max(1, len(each) // 500)].astype(np.float64) for each in (achieved, desired))
@@ -256,6 +268,10 @@ def _residuals(inputs: np.ndarray, outputs: np.ndarray) -> np.ndarray:
     weights = np.linalg.lstsq(matrix, outputs, rcond=None)[0]
     extent = np.ptp(outputs, axis=0)
     return np.abs(matrix @ weights - outputs).max(0) / np.where(extent > 0, extent, 1)
+
+
+def _text(goal: np.ndarray) -> str:
+    return np.array2string(goal, precision=4, threshold=6, edgeitems=3).replace("\n", "")
 
 
 def _why_outside(space: object, observation: object, path: str = "") -> str:
