@@ -105,7 +105,7 @@ def main() -> None:
     if not picture.suffix:
         parser.error(f"--picture={picture} must be a file with an ending, such as comparison.png")
     for folder in arguments.folders:
-        below = {path.parent for path in folder.rglob("config.yaml")}
+        below = {path.parent for path in folder.rglob("config.yaml") if path.parent.name != ".hydra"}
         if not any(map(_is_run, below)):
             raise SystemExit(f"There is no run with CSV logs below {folder}.")
         if left_out := sorted(str(path) for path in below if not _is_run(path)):

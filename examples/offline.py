@@ -58,8 +58,9 @@ from torchrl_her import (
 
 EVALUATION_SEED = 1_000_000  # of NumPy's global generator, from which OGBench draws starts and goals
 AT_ONCE = 16  # batches sampled in one call, which is faster
+OmegaConf.register_new_resolver("name", lambda member: member.name, replace=True)
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
-RUN, SWEEP = f"outputs/offline/${{algorithm}}/${{env}}/{NOW}", f"outputs/offline/multirun/{NOW}"  # folders
+RUN, SWEEP = f"outputs/offline/${{name:${{algorithm}}}}/${{env}}/{NOW}", f"outputs/offline/multirun/{NOW}"  # folders
 
 Algorithm = Enum("Algorithm", "gcbc gciql hiql crl")
 Precision = Enum("Precision", "highest high medium")

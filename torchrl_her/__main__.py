@@ -34,7 +34,10 @@ def main() -> int:
     try:
         report = check_goal_env(arguments.env, keys=keys, **options)
     except (ValueError, ImportError, gymnasium.error.Error) as error:
-        parser.exit(1, f"{error}\nTo check an environment that your own module registers, pass module:Name-v0.\n")
+        advice = (
+            "To check an environment that your own module registers, pass module:Name-v0, with PYTHONPATH=its_folder."
+        )
+        parser.exit(1, f"{error}\n{advice}\n")
     print(report)
     return int(bool(report.errors))
 

@@ -44,7 +44,7 @@ class Run:
         self.config, self.folder, self.collector, self.buffer = config, folder, collector, buffer
         self.counts: dict[str, Any] = {"steps": 0, "updates": 0, "seconds": 0.0}
         self.history: dict[str, list[list[float]]] = {}  # of each metric: [step, value]
-        self.policy, self.evaluate = policy, Evaluation(config)
+        self.hindsight, self.policy, self.evaluate = hindsight, policy, Evaluation(config)
         self.checkpoints = Checkpoints(
             config, folder, collector, hindsight, policy=policy, buffer=buffer, log=self.history, progress=self.counts,
             **components,
@@ -156,10 +156,14 @@ class Run:
         self._losses.clear()
 
     def _close(self) -> None:
-        """Draw the curves, and print the final success."""
+        """Draw the curves, write the report of hindsight, and print the final success."""
         self.bar.close()
         self.evaluate.close()
         draw_training(self.history, self.folder / "training.png", f"{self.config.algorithm}, {self.config.env.name}")
         for logger in self.loggers:
             logger.close()
-        print(f"{self.steps:,} steps: success {self.history['evaluation/success'][-1][1]:.2f}. See {self.folder}/")
+        report, success = f"{self.hindsight.report()}\n", self.history["evaluation/success"][-1][1]
+        (self.folder / "report.txt").write_text(report)
+        if not success:
+            print(f"{report}No episode succeeded: docs/how-to/does-not-learn.md lists the causes.")
+        print(f"{self.steps:,} steps: success {success:.2f}. See {self.folder}/")

@@ -57,6 +57,7 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     command = [sys.executable, EXAMPLES / "dqn.py", *SMALL, *BITS, "total_steps=100", f"hydra.run.dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert "100 steps: success" in done.stdout.splitlines()[-1], done.stderr
+    assert "transitions     100," in (folder / "report.txt").read_text()
     assert "200 steps" in run_script("dqn", f"resume={folder}", "total_steps=200", "hydra.run.dir=other")
     assert "200 steps" in run_script("dqn", *SMALL, *BITS, f"resume={folder}")
     for script, given, message in (
