@@ -74,6 +74,7 @@ SCRIPTS = {
         "FetchPush": Script("ddpg", 240_000, (OBJECT,)),
         "FetchPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=FetchPickAndPlace-v4", *RARELY)),
         "FetchSlide": Script("ddpg", 500_000, ("+task=fetch_slide",)),
+        "HandReach": Script("ddpg", 200_000, ("+task=hand_reach",)),
         "PandaReach": Script("sac", 2_000, ("env.name=panda:PandaReachFixed-v3", *OFTEN)),
         "PandaPush": Script("ddpg", 240_000, PANDA_PUSH),
         "PandaPickAndPlace": Script("ddpg", 500_000, ("+task=panda_pick_and_place",)),
