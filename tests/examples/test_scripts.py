@@ -55,8 +55,8 @@ def test_impossible_settings_are_refused_and_nothing_is_written(command, tmp_pat
 def test_each_task_is_a_whole_configuration():
     scripts = {
         "bit_flipping_50": "dqn", "fetch": "ddpg td3 sac", "fetch_ddpg": "ddpg", "fetch_push": "ddpg",
-        "fetch_reach": "td3 sac", "fetch_slide": "ddpg", "panda_pick_and_place": "ddpg", "point_maze": "sac td3",
-        "point_maze_corners": "sac",
+        "fetch_reach": "td3 sac", "fetch_slide": "ddpg", "hand_reach": "ddpg", "panda_pick_and_place": "ddpg",
+        "point_maze": "sac td3", "point_maze_corners": "sac",
     }  # fmt: skip
     for task in (EXAMPLES / "config" / "task").glob("*.yaml"):
         for script in scripts.pop(task.stem).split():

@@ -16,6 +16,7 @@ from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
 
 from support.goal_envs import CORRECT, FAULTS, EndsOnSuccess, Grid, Reach, computing, missed, paying, showing, variant
 from torchrl_her import EnvReward, HERKeys, SparseReward, __main__, check_goal_env
+from torchrl_her.envs import PointReach
 from torchrl_her.goal_env_check.finding import NAMES, SEVERITIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "check-goal-env.md"
@@ -60,6 +61,18 @@ def test_a_mistake_is_found_and_is_the_only_error(fault):
     assert name in all_names(report)
     assert set(names(report.errors)) == ({name} if name in SEVERITIES["error"] else set())
     assert not name.startswith("terminated") or not [each for each in all_names(report) if each.startswith("reward")]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reward_for_the_current_goal_is_not_mistaken_for_a_wrong_sign(seed):
+    """With seed 0, random actions reach no goal, and one achieved goal is near the goal of the last episode."""
+
+    class Wrong(PointReach):
+        def compute_reward(self, achieved_goal, desired_goal, info):
+            return super().compute_reward(achieved_goal, self.goal, info)
+
+    (name,) = names(check_goal_env(Wrong, seed=seed).errors)
+    assert name in ("reward-ignores-desired-goal", "reward-constant")
 
 
 def test_every_finding_is_tested_and_is_in_the_table_of_the_page():

@@ -60,7 +60,7 @@ def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     now, later = probe.values().actual[[*probe.later]], np.array([*probe.later.values()])
     changes = ~agree(now, later, scale_of(now)).numpy()
     # An end that depends on the achieved goal alone, such as a fall, is correct.
-    varies = changes.any() or (name == "reward" and len(np.unique(actual)) > 1)
+    varies = changes.any() or (name == "reward" and len(np.unique([actual, swapped])) > 1)
     if varies and np.array_equal(actual, own) and np.array_equal(actual, other):
         row = int(np.abs(actual - np.median(actual)).argmax())
         yield Finding(
