@@ -164,6 +164,6 @@ class Run:
             logger.close()
         report, success = f"{self.hindsight.report()}\n", self.history["evaluation/success"][-1][1]
         (self.folder / "report.txt").write_text(report)
-        if not success:
+        if not success and self.config.hindsight.enabled:
             print(f"{report}No episode succeeded: docs/how-to/does-not-learn.md lists the causes.")
         print(f"{self.steps:,} steps: success {success:.2f}. See {self.folder}/")

@@ -65,7 +65,7 @@ def test_a_mistake_is_found_and_is_the_only_error(fault):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_reward_for_the_current_goal_is_not_mistaken_for_a_wrong_sign(seed):
-    """With seed 0, random actions reach no goal, and one achieved goal is near the goal of the last episode."""
+    """With seed 0, random actions reach no goal, and one achieved goal is near the last goal of the environment."""
 
     class Wrong(PointReach):
         def compute_reward(self, achieved_goal, desired_goal, info):
