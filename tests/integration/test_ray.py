@@ -269,6 +269,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 CODE_OF_THE_PAGE = """
+from functools import partial
+
 import ray, torch
 from tensordict.nn import TensorDictModule
 from torchrl.modules import MLP
@@ -287,7 +289,8 @@ names = {
     "update": update,
     "total": 12_000,
 }
-ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False, logging_level="error")
+# The page calls it.
+ray.init = partial(ray.init, address="local", include_dashboard=False, log_to_driver=False, logging_level="error")
 try:
     run_block("how-to/ray", 0, names)
     print(len(shares), torch.stack(shares[-1000:]).mean().item())
