@@ -6,7 +6,7 @@
 
 - ``sb3``: the training scripts in ``examples/`` and Stable-Baselines3, with equal settings, side by side. Each run is a
   process on one thread, and the library that runs first changes from seed to seed.
-- ``suite``: the training scripts on Fetch and panda-gym, which needs ``pip install -c constraints.txt panda-gym``.
+- ``suite``: the training scripts on robots and in a maze, which needs ``pip install -c constraints.txt panda-gym``.
 - ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
 - ``selection``: `GoalSelection`, compared with the goals of the environment.
 - ``crl``: contrastive RL (``examples/crl.py``) and SAC with hindsight, with equal numbers of updates.
@@ -78,6 +78,7 @@ SCRIPTS = {
         "PandaReach": Script("sac", 2_000, ("env.name=panda:PandaReachFixed-v3", *OFTEN)),
         "PandaPush": Script("ddpg", 240_000, PANDA_PUSH),
         "PandaPickAndPlace": Script("ddpg", 500_000, ("+task=panda_pick_and_place",)),
+        "PointMaze_Medium": Script("sac", 500_000, ("+task=point_maze_medium",)),
     },
     "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},
     "selection": {"PointMaze_Large, corner to corner": Script("sac", 200_000, ("+task=point_maze_corners",))},

@@ -93,7 +93,8 @@ def main() -> None:
                 faults += [f"{name}, {width} pixels, {scheme}: {each}" for each in page.evaluate(FAULTS, width >= WIDE)]
                 if arguments.pictures:
                     arguments.pictures.mkdir(parents=True, exist_ok=True)
-                    picture = arguments.pictures / f"{name.replace('/', '_')}-{width}-{scheme}.png"
+                    file = "home" if name == "." else name.replace("/", "_")
+                    picture = arguments.pictures / f"{file}-{width}-{scheme}.png"
                     page.screenshot(path=picture, full_page=True)
             page.close()
         page = browser.new_page()

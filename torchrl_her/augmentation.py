@@ -282,8 +282,7 @@ class HindsightAugmentation(Transform):
         extend the buffer with the empty batch that this method returns: ``rb.extend(hindsight.flush())``.
 
         Returns:
-            TensorDict: an empty batch ``[0]`` with the entries of the last write; without entries before the first
-            write.
+            TensorDict: an empty batch ``[0]`` with the entries of the last write; before the first, without entries.
 
         Examples:
             >>> from torchrl.data import LazyTensorStorage, ReplayBuffer

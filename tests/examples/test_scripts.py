@@ -56,7 +56,7 @@ def test_each_task_is_a_whole_configuration():
     scripts = {
         "bit_flipping_50": "dqn", "fetch": "ddpg td3 sac", "fetch_ddpg": "ddpg", "fetch_push": "ddpg",
         "fetch_reach": "td3 sac", "fetch_slide": "ddpg", "hand_reach": "ddpg", "panda_pick_and_place": "ddpg",
-        "point_maze": "sac td3", "point_maze_corners": "sac",
+        "point_maze": "sac td3", "point_maze_corners": "sac", "point_maze_medium": "sac",
     }  # fmt: skip
     for task in (EXAMPLES / "config" / "task").glob("*.yaml"):
         for script in scripts.pop(task.stem).split():

@@ -30,8 +30,8 @@ def cells(heading):
     return [
         (name, column, cell)
         for names, *rest in lines[1:]
-        for name in names.split("; ")
-        for column, cell in zip(lines[0][1:], rest, strict=True)
+        for columns, cell in zip(lines[0][1:], rest, strict=True)
+        for name, column in product(names.split("; "), columns.split("; "))
     ]
 
 
