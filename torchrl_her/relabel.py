@@ -270,15 +270,10 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
         reward = GoalReward(reward)
     if isinstance(reward, GoalReward):
         reward = reward.with_goal_fn(goal_fn)  # a copy: another transform may use the reward with other keys
-        reward.set_keys(
-            achieved_goal=keys.achieved_goal,
-            desired_goal=keys.desired_goal,
-            reward=keys.reward,
-            terminated=keys.terminated,
-        )
+        reward.set_keys(keys)
     if isinstance(reward, ReachedReward):
         reward = copy.copy(reward)
-        reward.set_keys(reward=keys.reward, terminated=keys.terminated)
+        reward.set_keys(keys)
     if isinstance(reward, NoReward):
         return reward
     if keys.next_reward not in reward.out_keys:

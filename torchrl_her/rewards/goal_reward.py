@@ -11,9 +11,11 @@ from numbers import Real
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+
+from torchrl_her.keys import HERKeys
 
 GoalFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -65,20 +67,12 @@ class GoalReward(TensorDictModuleBase):
             if isinstance(function, nn.Module):  # registered, so that a learned reward is moved and saved
                 self.add_module(f"function_{place}", function)
         self.goal_fn: Callable[[Tensor], Tensor] | None = None
-        self.set_keys()
+        self.set_keys(HERKeys())
 
-    def set_keys(
-        self,
-        *,
-        achieved_goal: NestedKey = "achieved_goal",
-        desired_goal: NestedKey = "desired_goal",
-        reward: NestedKey = "reward",
-        terminated: NestedKey = "terminated",
-    ) -> None:
-        """Set the keys that are read and written. All except ``desired_goal`` are under ``"next"``."""
-        self.in_keys = [unravel_key(("next", achieved_goal)), unravel_key(desired_goal), *self.info_keys]
-        out_keys = [unravel_key(("next", reward)), unravel_key(("next", terminated))]
-        self.out_keys = out_keys[: len(self.functions)]
+    def set_keys(self, keys: HERKeys) -> None:
+        """Set the keys that are read and written."""
+        self.in_keys = [keys.next_achieved_goal, keys.desired_goal, *self.info_keys]
+        self.out_keys = [keys.next_reward, keys.next_terminated][: len(self.functions)]
 
     def with_goal_fn(self, goal_fn: Callable[[Tensor], Tensor] | None) -> GoalReward:
         """Return a shallow copy that applies ``goal_fn`` to the achieved goals first.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from torchrl_her.keys import STEPS_TO_GOAL
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 
 
 class ReachedReward(TensorDictModuleBase):
@@ -32,11 +32,11 @@ class ReachedReward(TensorDictModuleBase):
     def __init__(self) -> None:
         super().__init__()
         self.in_keys = [STEPS_TO_GOAL]
-        self.set_keys()
+        self.set_keys(HERKeys())
 
-    def set_keys(self, *, reward: NestedKey = "reward", terminated: NestedKey = "terminated") -> None:
-        """Set the keys that are written, without ``"next"``."""
-        self.out_keys = [unravel_key(("next", reward)), unravel_key(("next", terminated))]
+    def set_keys(self, keys: HERKeys) -> None:
+        """Set the keys that are written."""
+        self.out_keys = [keys.next_reward, keys.next_terminated]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the reward and ``terminated`` into transitions ``[*batch]`` and return them."""
