@@ -23,6 +23,7 @@ from torchrl_her.episodes.lanes import Lanes, Published, Tracked
 from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.goals.draw import Strategies, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
+from torchrl_her.goals.strategies import check_at_least
 from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
@@ -33,7 +34,6 @@ from torchrl_her.relabel import (
     GoalMap,
     Relabelling,
     Reward,
-    check_at_least,
     deep_copy,
 )
 from torchrl_her.rewards.returns import Batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
 from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
@@ -290,10 +289,3 @@ def deep_copy(transform: Kind, state: dict[str, Any], memo: dict[int, Any]) -> K
     memo[id(transform)] = copied
     copied.__setstate__(copy.deepcopy(state, memo))
     return copied
-
-
-def check_at_least(least: int, name: str, value: int) -> int:
-    """Check that an argument is an integer of at least ``least``, and return it as an ``int``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
-    return int(value)

@@ -23,6 +23,7 @@ from torchrl_her.episodes.stamps import STAMP, add_padding, read_stamps
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Draw, Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
+from torchrl_her.goals.strategies import check_at_least
 from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
 from torchrl_her.offline.data_set import DataSet, MissingEntries
@@ -33,7 +34,6 @@ from torchrl_her.relabel import (
     GoalMap,
     Relabelling,
     Reward,
-    check_at_least,
     deep_copy,
 )
 from torchrl_her.rewards.returns import STEPS, Batch, NStepReward, OneStepReward, check_n_step_keys

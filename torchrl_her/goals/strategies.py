@@ -189,7 +189,7 @@ class Subgoal(GoalStrategy):
     """
 
     def __init__(self, steps: int, *, limit: NestedKey | None = DESIRED):
-        self.steps = _check_steps(steps)
+        self.steps = check_at_least(1, "steps", steps)
         self.limit = None if limit is None else unravel_key(limit)
         self.refers_to = () if self.limit is None else (self.limit,)
 
@@ -238,7 +238,8 @@ def _check_discount(discount: Any) -> float:
     return float(discount)
 
 
-def _check_steps(steps: Any) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
-        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
-    return int(steps)
+def check_at_least(least: int, name: str, value: int) -> int:
+    """Check that an argument is an integer of at least ``least``, and return it as an ``int``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    return int(value)
