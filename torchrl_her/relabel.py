@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, Transform
@@ -28,7 +28,6 @@ from torchrl_her.goals.strategy import DESIRED, goals_apart
 from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
-from torchrl_her.rewards.no_reward import NoReward
 from torchrl_her.rewards.reached_reward import ReachedReward
 from torchrl_her.rewards.returns import Batch, OneStepReward, where
 
@@ -72,7 +71,7 @@ class Relabelling:
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
         self.one_step = OneStepReward(self.reward, keys)
-        self.relabels_only_goals = isinstance(self.reward, NoReward)
+        self.relabels_only_goals = not self.reward.out_keys
         self.apart = goals_apart(self.strategies.values())
         self.goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
@@ -264,7 +263,9 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
             "The reward must be a module or a function, got an environment: pass HERTransform(EnvReward(env))."
         )
     if reward is None:
-        return NoReward()
+        return TensorDictSequential()  # computes nothing
+    if isinstance(reward, TensorDictSequential) and not reward.out_keys:  # of another HERTransform(None)
+        return reward
     if not isinstance(reward, TensorDictModuleBase):
         reward = GoalReward(reward)
     if isinstance(reward, GoalReward):
@@ -273,8 +274,6 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
     if isinstance(reward, ReachedReward):
         reward = copy.copy(reward)
         reward.set_keys(keys)
-    if isinstance(reward, NoReward):
-        return reward
     if keys.next_reward not in reward.out_keys:
         raise ValueError(
             f"The reward module must write {keys.next_reward!r}, but its out_keys are {list(reward.out_keys)}. "
