@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import call_with_buffer
 from torchrl_her.checks.all_checks import make_checks
-from torchrl_her.checks.check import Sample
+from torchrl_her.checks.check import Sample, ratio
 from torchrl_her.checks.report import Report
 from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, map_goals
@@ -159,9 +159,21 @@ class Relabelling:
             check.on_sample(sample)
 
     def report(self, transform: Transform, her_ratio: float, lanes: Lanes, table: GoalTable | None = None) -> Report:
-        """Return the report of a transform."""
+        """Return the report of a transform on its running and ended episodes and its goal table."""
         counts = {name: value for check in self.checks for name, value in check.report().items()}
-        return Report.of_episodes(repr(transform), her_ratio, lanes, table, **counts)
+        lengths, running = lanes.lengths, len(lanes)
+        return Report(
+            transform=repr(transform),
+            her_ratio=her_ratio,
+            episodes=lengths.episodes + running,
+            running=running,
+            mean_length=ratio(lengths.total, lengths.episodes),
+            min_length=lengths.shortest if lengths.episodes else None,
+            max_length=lengths.longest if lengths.episodes else None,
+            table_size=None if table is None else int(table.size),
+            capacity=None if table is None else table.capacity,
+            **counts,
+        )
 
     def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, stamps: np.ndarray) -> None:
         """Keep the goals of new episodes that strategies need apart from outcomes; ``stamps`` are ``int64 [n, 2]``."""

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from torchrl_her.checks.check import ratio
-from torchrl_her.episodes.lanes import Lanes
-from torchrl_her.goals.table import GoalTable
 
 
 @dataclass(frozen=True)
@@ -87,25 +82,6 @@ class Report:
     left: float | None = None
     foreign: float | None = None
     step_length: float | None = None
-
-    @classmethod
-    def of_episodes(
-        cls, transform: str, her_ratio: float, lanes: Lanes, table: GoalTable | None, **counts: Any
-    ) -> Report:
-        """Return a report on running and ended episodes and a goal table, with other ``counts``."""
-        lengths, running = lanes.lengths, len(lanes)
-        return cls(
-            transform=transform,
-            her_ratio=her_ratio,
-            episodes=lengths.episodes + running,
-            running=running,
-            mean_length=ratio(lengths.total, lengths.episodes),
-            min_length=lengths.shortest if lengths.episodes else None,
-            max_length=lengths.longest if lengths.episodes else None,
-            table_size=None if table is None else int(table.size),
-            capacity=None if table is None else table.capacity,
-            **counts,
-        )
 
     def __str__(self) -> str:
         lengths = ""
