@@ -22,6 +22,14 @@ GOALS = 8  # an entry that equals this many different goals is a copy
 WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
 
 
+class GoalCopies(NamedTuple):
+    """The entries that contained the desired goal in all writes so far."""
+
+    places: dict[NestedKey, set[int]] | None = None  # where the goal starts in each entry; None before the first write
+    goals: frozenset[bytes] = frozenset()  # the different desired goals so far
+    writes: int = 0
+
+
 class GoalCopiesCheck(Check):
     """Warns if written entries contain a copy of the desired goal.
 
@@ -38,61 +46,48 @@ class GoalCopiesCheck(Check):
     def on_write(  # noqa: D102
         self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None
     ) -> None:
-        copies = self._copies  # which another thread may set to None
-        if copies is not None and later is not None:
-            copies = warn_if_goal_is_copied(tensordict, self._keys, later, copies, self._replaced)
-            self._copies = None if self._copies is None else copies
+        if later is not None:
+            self.search(tensordict, later)
 
+    def search(self, tensordict: TensorDictBase, later: Iterable[Transform]) -> None:
+        """Search transitions ``[*batch]`` for entries that contain the desired goal.
 
-class GoalCopies(NamedTuple):
-    """The entries that contained the desired goal in all writes so far."""
-
-    places: dict[NestedKey, set[int]] | None = None  # where the goal starts in each entry; None before the first write
-    goals: frozenset[bytes] = frozenset()  # the different desired goals so far
-    writes: int = 0
-
-
-def warn_if_goal_is_copied(
-    tensordict: TensorDictBase,
-    keys: HERKeys,
-    later: Iterable[Transform],
-    copies: GoalCopies,
-    replaced: frozenset[NestedKey] = frozenset(),
-) -> GoalCopies | None:
-    """Search a write for entries that contain the desired goal; return the result, or None when the search is over.
-
-    An environment that concatenates observation and goal stores the goal twice. Relabelling does not replace the copy,
-    and a network that reads it learns the original goal with the new goal's reward. Copies are harmless in entries that
-    are ``replaced`` by relabelling, and in entries that ``later`` transforms rewrite in every sample.
-    """
-    desired = [
-        _rows(tensordict, tensordict.get(key)) for key in (keys.desired_goal, keys.next_desired_goal)
-    ]  # [rows, goal]
-    stride = math.prod(tensordict.get(keys.desired_goal).shape[tensordict.ndim + 1 :])
-    rewritten = _rewritten_by(later) | replaced
-    leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
-    places: dict[NestedKey, set[int]] = {}
-    for key in leaves:
-        pair = (key, unravel_key(("next", key)))
-        if key in (keys.achieved_goal, keys.desired_goal, OWN_GOAL) or rewritten.issuperset(pair):
-            continue
-        found = _places(tensordict, pair, desired, stride)
-        if copies.places is not None:
-            found &= copies.places[key]
-        if found:
-            places[key] = found
-    goals = copies.goals.union(goal.tobytes() for goal in desired[0].contiguous().view(torch.uint8).numpy(force=True))
-    if places and len(goals) >= GOALS:
-        names = " and ".join(map(repr, places))
-        warn_user(
-            f"A copy of the desired goal is in {names} (equal for {len(goals)} different goals, bit for bit). "
-            "Relabelling does not replace it, so the copy would keep the original goal. Do not concatenate in the "
-            f"environment, and let networks read {keys.desired_goal!r} in addition to the observation. Or add, "
-            "after the hindsight transform, a transform that rewrites the copy at the root and under 'next' "
-            "(CatTensors) or removes it (ExcludeTransform).",
-        )
-    is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES
-    return None if is_over else GoalCopies(places, goals, copies.writes + 1)
+        An environment that concatenates observation and goal stores the goal twice. Relabelling does not replace the
+        copy, and a network that reads it learns the original goal with the new goal's reward. Copies are harmless in
+        entries that relabelling replaces, and in entries that ``later`` transforms rewrite in every sample.
+        """
+        keys, copies = self._keys, self._copies  # another thread may set the copies to None
+        if copies is None:
+            return
+        desired = [
+            _rows(tensordict, tensordict.get(key)) for key in (keys.desired_goal, keys.next_desired_goal)
+        ]  # [rows, goal]
+        stride = math.prod(tensordict.get(keys.desired_goal).shape[tensordict.ndim + 1 :])
+        rewritten = _rewritten_by(later) | self._replaced
+        leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
+        places: dict[NestedKey, set[int]] = {}
+        for key in leaves:
+            pair = (key, unravel_key(("next", key)))
+            if key in (keys.achieved_goal, keys.desired_goal, OWN_GOAL) or rewritten.issuperset(pair):
+                continue
+            found = _places(tensordict, pair, desired, stride)
+            if copies.places is not None:
+                found &= copies.places[key]
+            if found:
+                places[key] = found
+        rows = desired[0].contiguous().view(torch.uint8).numpy(force=True)
+        goals = copies.goals.union(row.tobytes() for row in rows)
+        if places and len(goals) >= GOALS:
+            names = " and ".join(map(repr, places))
+            warn_user(
+                f"A copy of the desired goal is in {names} (equal for {len(goals)} different goals, bit for bit). "
+                "Relabelling does not replace it, so the copy would keep the original goal. Do not concatenate in the "
+                f"environment, and let networks read {keys.desired_goal!r} in addition to the observation. Or add, "
+                "after the hindsight transform, a transform that rewrites the copy at the root and under 'next' "
+                "(CatTensors) or removes it (ExcludeTransform).",
+            )
+        is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES or self._copies is None
+        self._copies = None if is_over else GoalCopies(places, goals, copies.writes + 1)
 
 
 def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:

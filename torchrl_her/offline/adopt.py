@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_her.checks.goal_copies import GoalCopies, warn_if_goal_is_copied
+from torchrl_her.checks.goal_copies import GoalCopiesCheck
 from torchrl_her.episodes.memory import Episodes
 from torchrl_her.episodes.stamps import add_padding
 from torchrl_her.episodes.write import map_goals
@@ -81,7 +81,7 @@ class AdoptedData:
             )
         rows, self._to_search = self._to_search, None
         if rows is not None:
-            warn_if_goal_is_copied(rows, relabelling.keys, neighbours.after, GoalCopies(), relabelling.extra_replaced)
+            GoalCopiesCheck(relabelling.keys, relabelling.extra_replaced).search(rows, neighbours.after)
 
     def create(
         self,
