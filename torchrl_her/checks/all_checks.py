@@ -11,7 +11,6 @@ from torch import Tensor
 from torchrl_her.checks.check import Check
 from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.checks.goal_copies import GoalCopiesCheck
-from torchrl_her.checks.loaded_episodes import LoadedEpisodesCheck
 from torchrl_her.checks.replaced_flags import ReplacedFlagsCheck
 from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.checks.sample_counts import SampleCounts
@@ -42,7 +41,6 @@ def make_checks(
     rewards = RewardCheck(reward, keys, continuity, compares=compares_rewards, goal_fn=goal_fn)
     return [
         continuity,
-        LoadedEpisodesCheck(),
         rewards,
         GoalCopiesCheck(keys, replaced),
         SampleCounts(keys, rewards),

@@ -37,7 +37,8 @@ Goals = tuple[np.ndarray, np.ndarray]  # void [n] each, the bytes of the goals a
 class ContinuityCheck(Check):
     """Warns if many transitions neither continue an episode nor follow the end of one.
 
-    Episodes then have one or two steps, and relabelling can only offer the transitions' own outcomes as goals.
+    Episodes then have one or two steps, and relabelling can only offer the transitions' own outcomes as goals. Another
+    warning is issued if the first write after loading continues none of the loaded running episodes.
 
     Attributes:
         transitions (int): the number of written transitions.
@@ -69,6 +70,12 @@ class ContinuityCheck(Check):
         count, first = len(written.done), WARM_UP - self.transitions
         if not count:
             return
+        if tracked.loaded and not tracked.continued:
+            warn_user(
+                f"The loaded buffer has {tracked.loaded} running episode(s), and the first write after loading "
+                "continues none of them. If the environments were reset, call flush() after loading: it ends these "
+                "episodes, so that their transitions are relabelled."
+            )
         is_first, self._of_first_write = not self.transitions, None
         self.transitions += count
         self.breaks += len(tracked.breaks)
