@@ -17,9 +17,14 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import call_with_buffer
-from torchrl_her.checks.all_checks import make_checks
-from torchrl_her.checks.check import Sample, ratio
+from torchrl_her.checks.check import Check, Sample, ratio
+from torchrl_her.checks.continuity import ContinuityCheck
+from torchrl_her.checks.goal_copies import GoalCopiesCheck
+from torchrl_her.checks.replaced_flags import ReplacedFlagsCheck
 from torchrl_her.checks.report import Report
+from torchrl_her.checks.reward_check import RewardCheck
+from torchrl_her.checks.sample_counts import SampleCounts
+from torchrl_her.checks.waiting import WaitingCheck
 from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, map_goals
 from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
@@ -90,13 +95,16 @@ class Relabelling:
     def _begin(self, *, compares_rewards: bool) -> None:
         self._has_written = False  # a collector's dummy does not count
         self._is_checked = False  # whether the first write was checked for the entries to replace
-        self.checks = make_checks(
-            self.reward,
-            self.keys,
-            compares_rewards=compares_rewards,
-            goal_fn=self.goal_fn,
-            replaced=self.extra_replaced,
-        )
+        continuity = ContinuityCheck(self.keys)
+        rewards = RewardCheck(self.reward, self.keys, continuity, compares=compares_rewards, goal_fn=self.goal_fn)
+        self.checks: list[Check] = [  # in the order in which they run
+            continuity,
+            rewards,
+            GoalCopiesCheck(self.keys, self.extra_replaced),
+            SampleCounts(self.keys, rewards),
+            WaitingCheck(),
+            ReplacedFlagsCheck(self.keys.next_terminated, is_recomputed=rewards.recomputes_ends),
+        ]
 
     @property
     def extra_replaced(self) -> frozenset[NestedKey]:
