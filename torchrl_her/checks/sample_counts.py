@@ -73,11 +73,10 @@ class SampleCounts(Check):
         self._transitions = self._samples = 0
         self._totals: Tensor | None = None  # float64 [counts]
         self._copy: AsyncCopy | None = None  # of the totals
-        # The totals when each reason for lost goals was judged last, and the reasons that were warned of
+        # The totals when each reason for lost goals was judged last, and the warnings so far
         self._judged = dict.fromkeys(("left", "running", "foreign"), Counts())
         self._warned: set[str] = set()
         self._full_since: int | None = None  # the number of goals written when running episodes were judged last
-        self._has_warned_of_sequences = False
         self._has_sampled_returns = False
         self._compiled: Counted | None = None  # the sample of the last compiled call, counted later
 
@@ -150,9 +149,9 @@ class SampleCounts(Check):
         """Return the counts since a reason for lost goals was judged last."""
         return Counts(*(now - before for now, before in zip(counts, self._judged[reason], strict=True)))
 
-    def _warn_once(self, reason: str, message: str) -> None:
-        if reason not in self._warned:
-            self._warned.add(reason)
+    def _warn_once(self, name: str, message: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
             warn_user(message)
 
     def _warn_if_left(self, counts: Counts, capacity: int) -> None:
@@ -209,15 +208,15 @@ class SampleCounts(Check):
             )
 
     def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:
-        if self._has_warned_of_sequences or counts.in_sequences < ENOUGH:
+        if counts.in_sequences < ENOUGH:
             return
         share = 1 - counts.relabelled / counts.in_sequences
         if share >= SHARE_MIXED:
-            self._has_warned_of_sequences = True
-            warn_user(
+            self._warn_once(
+                "sequences",
                 f"{share:.0%} of the transitions of sequences (sequence_length) belong to another episode than the "
                 "last transition of their sequence, so they are not relabelled: sample each sequence from one episode, "
-                "with a SliceSampler whose slice_len equals sequence_length."
+                "with a SliceSampler whose slice_len equals sequence_length.",
             )
 
 
