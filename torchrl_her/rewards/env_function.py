@@ -48,12 +48,21 @@ class EnvFunction:
     def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
         """Return the values, ``[batch]`` or ``[batch, 1]``, for goals ``[batch, *goal]``."""
         arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
+        could_be_batched = self.batched is not False
         if self.batched is None:
             self.batched = self._is_batched(*arrays)
-        values = self._batch(*arrays) if self.batched else call_rows(self._batch, *arrays)
-        if self.batched and not torch.compiler.is_compiling() and self._compared < self._to_compare:
-            self.batched = self._agrees_with_rows(values, *arrays)
-            values = values if self.batched else call_rows(self._batch, *arrays)
+        if self.batched:
+            values = self._batch(*arrays)
+            if not torch.compiler.is_compiling() and self._compared < self._to_compare:
+                self.batched = self._agrees_with_rows(values, *arrays)
+        if not self.batched:
+            if could_be_batched:
+                warn_user(
+                    f"{self.name} does not take a batch of goals and is called row by row at every sample, which is "
+                    "slow. Pass your own batched function: GoalReward(reward_fn) instead of EnvReward for rewards, or "
+                    "terminated_fn=... for ends of episodes."
+                )
+            values = call_rows(self._batch, *arrays)
         if values.ndim == 0:  # one value for all goals
             values = np.full(len(achieved), values)
         return torch.as_tensor(values).to(achieved.device)
@@ -72,10 +81,7 @@ class EnvFunction:
             values = self._batch(*probe, infos)
         except Exception:  # any error means that the function does not accept a batch
             values = np.empty(0)
-        agrees = agrees_with_rows(values, expected)
-        if not agrees:
-            self._warn_of_rows()
-        return agrees
+        return agrees_with_rows(values, expected)
 
     def _agrees_with_rows(
         self, values: np.ndarray, achieved: np.ndarray, desired: np.ndarray, info: dict[str, np.ndarray]
@@ -90,17 +96,7 @@ class EnvFunction:
         self._compared += len(chosen)
         if expected.min() != expected.max():  # equal values prove little
             self._to_compare = min(self._to_compare, self._compared + ENOUGH_ROWS)
-        agrees = np.allclose(values[chosen], expected)
-        if not agrees:
-            self._warn_of_rows()
-        return agrees
-
-    def _warn_of_rows(self) -> None:
-        warn_user(
-            f"{self.name} does not take a batch of goals and is called row by row at every sample, which is slow. Pass "
-            "your own batched function: GoalReward(reward_fn) instead of EnvReward for rewards, or terminated_fn=... "
-            "for ends of episodes."
-        )
+        return np.allclose(values[chosen], expected)
 
     def _other_goals(self, reached: np.ndarray) -> list[np.ndarray]:
         """Return eight goals ``[goal]`` besides ``reached``.
