@@ -95,12 +95,7 @@ class MovementPriority(Transform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        _, after = transforms_around(self)
-        if tensordict is None or not any(getattr(each, "identifies_episodes", False) for each in after):
-            raise KeyError(
-                "MovementPriority needs the stamps of a HERTransform that comes after it: "
-                "Compose(MovementPriority(...), HERTransform(...)). It does not work with HindsightAugmentation."
-            )
+        self.check_order()
         ids, _ = read_stamps(tensordict)
         found, episode = ids.unique(return_inverse=True)
         begin, end = self._goals(tensordict)
@@ -109,6 +104,15 @@ class MovementPriority(Transform):
         path = torch.where(found == 0, 0.0, path)  # padding
         priority = self.lowest + (path / self.far).clamp_max(1.0)
         return tensordict.set("movement", priority[episode].view(tensordict.batch_size))
+
+    def check_order(self) -> None:
+        """Raise an error if no `HERTransform` comes after this transform."""
+        _, after = transforms_around(self)
+        if not any(getattr(each, "identifies_episodes", False) for each in after):
+            raise KeyError(
+                "MovementPriority needs the stamps of a HERTransform that comes after it: "
+                "Compose(MovementPriority(...), HERTransform(...)). It does not work with HindsightAugmentation."
+            )
 
     def check_write(self, tensordict: TensorDictBase) -> None:
         """Check that transitions ``[*batch]`` have achieved goals. `HERTransform` calls this before it changes."""

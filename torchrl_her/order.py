@@ -101,10 +101,7 @@ class Neighbours(NamedTuple):
                 "Compose(MultiStepTransform(...), HERTransform(...))."
             )
         if self.movement_priority is not None:
-            raise KeyError(
-                "MovementPriority needs the stamps of a HERTransform that comes after it: "
-                "Compose(MovementPriority(...), HERTransform(...)). It does not work with HindsightAugmentation."
-            )
+            self.movement_priority.check_order()
         for transform in self.before:
             if transform.in_keys_inv:
                 raise ValueError(
