@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
-from torchrl_her._private import refuse_environment, without_compiled_call
+from torchrl_her._private import set_container_of_buffer, without_compiled_call
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.compact import check_saved_without_compact_goals
@@ -137,10 +137,7 @@ class HindsightAugmentation(Transform):
         """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
 
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. An environment raises a ValueError."""
-        super().set_container(container)
-        refuse_environment(self)
+    set_container = set_container_of_buffer
 
     # Writing
 

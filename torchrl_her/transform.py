@@ -12,9 +12,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
-from torchrl_her._private import ids_around, refuse_environment, warn_user, without_compiled_call
+from torchrl_her._private import ids_around, set_container_of_buffer, warn_user, without_compiled_call
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.compact import check_saved_without_compact_goals
@@ -165,10 +165,7 @@ class HERTransform(Transform):
         """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
 
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. An environment raises a ValueError."""
-        super().set_container(container)
-        refuse_environment(self)
+    set_container = set_container_of_buffer
 
     # Writing
 
