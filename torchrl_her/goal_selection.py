@@ -15,6 +15,7 @@ from torchrl.envs import Transform
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goal_selectors import FITTED, Density, Feasible, GoalSelector
 from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
+from torchrl_her.relabel import deep_copy
 from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.returns import where
 from torchrl_her.transform import HERTransform
@@ -386,10 +387,7 @@ class GoalSelection(Transform):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GoalSelection:
         memo[id(self.hindsight)] = self.hindsight  # a copy reads the same goal table
-        copied: GoalSelection = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        return deep_copy(self, super().__getstate__(), memo)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the desired goals and counts so far for ``state_dict``."""
