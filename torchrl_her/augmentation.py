@@ -125,7 +125,6 @@ class HindsightAugmentation(Transform):
         self._process = os.getpid()  # the process that holds transitions back
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
-        self._max_episode_steps = max_episode_steps
         self.table: GoalTable | None = None  # None before the first episode has ended
         self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE, publish_running=False))
         self._episodes_begun = 0  # the number of episodes that began
@@ -409,5 +408,5 @@ class HindsightAugmentation(Transform):
             HindsightAugmentation,
             n_sampled_goal=self.n_sampled_goal,
             capacity=self.capacity,
-            max_episode_steps=self._max_episode_steps,
+            max_episode_steps=self._held.lanes.max_episode_steps,
         )

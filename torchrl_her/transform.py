@@ -146,7 +146,6 @@ class HERTransform(Transform):
         self.info = bool(info)
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity, self.sequence_length = capacity, sequence_length
-        self._max_episode_steps = max_episode_steps
         self._kind_of_goal_spec = None if goal_spec is None else type(goal_spec)
         self._episodes = Episodes(capacity, relabelling.apart, goal_spec=goal_spec, max_episode_steps=max_episode_steps)
         self._adopted: AdoptedData | None = None
@@ -613,7 +612,7 @@ class HERTransform(Transform):
             her_ratio=self.her_ratio,
             capacity=self.capacity,
             goal_spec=self._kind_of_goal_spec,
-            max_episode_steps=self._max_episode_steps,
+            max_episode_steps=self._episodes.max_episode_steps,
             sequence_length=self.sequence_length,
             info=self.info,
         )

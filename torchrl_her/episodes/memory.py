@@ -155,10 +155,9 @@ class Episodes:
             self.lock.share_memory_()
 
     def for_copy(self) -> Episodes:
-        """Return the object of a copied transform. Running episodes belong to the process that writes them."""
+        """Return the object of a copy for another process. Running episodes belong to the process that writes them."""
         copied = copy.copy(self)
-        if self.lock.is_shared:
-            copied.lanes = self.lanes.without_episodes()
+        copied.lanes = self.lanes.without_episodes()
         return copied
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,8 +165,12 @@ class Episodes:
         table = None if self.table is None else self.table.state_dict()
         return {"table": table, "lanes": self.lanes.state_dict()}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError if a running episode of a saved state is too long for shared memory."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`. It replaces all episodes.
+
+        Raises:
+            ValueError: if goals or capacity differ, or a running episode is too long for shared memory.
+        """
         lanes = state["lanes"]["lanes"]
         longest = 0 if lanes is None or not len(lanes) else int(torch.amax(lanes[:, STEPS]))
         if self.lock.is_shared and longest > self.lanes.max_episode_steps:
@@ -176,13 +179,5 @@ class Episodes:
                 f"{self.lanes.max_episode_steps}. Create the transform with max_episode_steps={longest} or more, "
                 "then load."
             )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. It replaces all episodes.
-
-        Raises:
-            ValueError: if goals or capacity differ, or a running episode is too long for shared memory.
-        """
-        self.check_state(state)
         self.table = load_table(self.table, state["table"], self.capacity, self.apart)
         self.lanes.load_state_dict(state["lanes"])
