@@ -289,9 +289,7 @@ class GoalTable:
         if SHARED_MEMORY.exists() and self.matrix.is_cpu:
             self._check_room(self.matrix.nbytes, shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
         width = SHARED_PIECES - 1 if max_steps is None else -(-max_steps // PIECE) - 1
-        width = max(width, self.pieces.shape[1])
-        missing = width - self.pieces.shape[1], self._most_long - len(self.pieces)
-        self.pieces = torch.nn.functional.pad(self.pieces, (0, missing[0], 0, missing[1]))
+        self._grow(self._most_long, width)
         for tensor in (self.matrix, self.episodes, self.pieces, self.size, self.counters):
             tensor.share_memory_()
         self._make_views()
