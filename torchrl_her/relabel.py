@@ -185,16 +185,15 @@ class Relabelling:
 
     def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, stamps: np.ndarray) -> None:
         """Keep the goals of new episodes that strategies need apart from outcomes; ``stamps`` are ``int64 [n, 2]``."""
-        if self.apart:
-            first = np.flatnonzero(stamps[:, 1] == 0)
+        first = np.flatnonzero(stamps[:, 1] == 0)
+        if self.apart and len(first):
             rows = written.rows_of(tensordict.select(self.keys.achieved_goal, self.keys.desired_goal))
             self.keep_first_goals(table, stamps[first, 0], rows[torch.from_numpy(first).to(written.goals.device)])
 
     def keep_first_goals(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
         """Keep goals apart, given the first transitions ``[n]`` of episodes, whose ids are ``int64 [n]``."""
-        if self.apart and len(episodes):
-            table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired_goal))
-        if self.apart > 1 and len(episodes):
+        table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired_goal))
+        if self.apart > 1:
             initial = map_goals(first.get(self.keys.achieved_goal), self.goal_fn).detach()
             table.keep_apart(episodes, INITIAL_STEP, initial.to(table.dtype))
 
