@@ -395,7 +395,9 @@ class HERTransform(Transform):
         episode, step = read_stamps(tensordict)
         batch = self._unpack(tensordict, rewards, episode, step)
         table = self._episodes.table_for(batch.stored[self.keys.desired_goal], len(tensordict.batch_size))
-        available = rewards.read_goals(batch, table, episode, step, self._longest_window)
+        if isinstance(rewards, NStepReward):
+            rewards.read_goals(batch, table, episode, step, self._longest_window)
+        available = batch.available
         given = relabelling.strategies, table, her_ratio, episode, step
         if self.sequence_length is None:
             counted = draw = draw_goals(*given)

@@ -35,9 +35,9 @@ class Batch:
     data: TensorDictBase  # [*batch], receives the new entries
     stored: dict[NestedKey, Any]  # the stored values of the replaced entries; None for entries that are created
     # Of n-step transitions: [n, longest, *goal], the goals achieved in each window; and bool [n], whether the goal
-    # table holds the complete window.
+    # table holds the complete window. One-step rewards read no goals from the table.
     outcomes: Tensor | None = None
-    available: Tensor | None = None
+    available: Tensor | bool = True
 
     def replace(self, key: NestedKey, relabelled: Tensor, new: Tensor) -> None:
         """Set an entry of the transitions to relabel, ``bool [*batch, 1]``; the others keep the stored value.
@@ -71,12 +71,6 @@ class OneStepReward:
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries that `recompute` replaces."""
         return self.replaced_keys
-
-    def read_goals(
-        self, batch: Batch, table: GoalTable, episode: Tensor, step: Tensor, longest_window: int
-    ) -> Tensor | bool:
-        """Return True: one-step rewards read no goals from the goal table, so all of them can be recomputed."""
-        return True
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the rewards and done flags of the transitions to relabel, ``bool [*batch, 1]``."""
@@ -213,8 +207,8 @@ class NStepReward:
         written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
         return [self.keys.next_reward, STEPS, *written, *present_flags(tensordict, self.keys)]
 
-    def read_goals(self, batch: Batch, table: GoalTable, episode: Tensor, step: Tensor, longest_window: int) -> Tensor:
-        """Read the achieved goals of all windows into the batch.
+    def read_goals(self, batch: Batch, table: GoalTable, episode: Tensor, step: Tensor, longest_window: int) -> None:
+        """Read the achieved goals of all windows into the batch, and find out which windows the goal table holds.
 
         In windows that are shorter than the longest one, the last goal is repeated.
 
@@ -224,9 +218,6 @@ class NStepReward:
             episode (Tensor): the episode id of each transition, ``int64 [n]``.
             step (Tensor): the first step of each window, ``int64 [n]``.
             longest_window (int): the largest number of steps that a written transition spans.
-
-        Returns:
-            Tensor: whether the goal table holds the complete window, ``bool [n]``.
         """
         steps = batch.stored[STEPS].reshape(-1)
         longest = max(longest_window, self.multi_step.n_steps)  # n_steps can change during training
@@ -236,13 +227,12 @@ class NStepReward:
         goals, found = table.read(episode.repeat_interleave(longest), steps_of_windows.flatten())
         batch.outcomes = goals.view(*ahead.shape, *goals.shape[1:])
         batch.available = found.view(ahead.shape).all(1)
-        return batch.available
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the returns and done flags of relabelled windows. The other windows get the flags of their last step."""
         data, stored, outcomes, available = batch.data, batch.stored, batch.outcomes, batch.available
         assert outcomes is not None, "read_goals() comes first"
-        assert available is not None
+        assert isinstance(available, Tensor)
         steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired_goal), outcomes, data.get(STEPS_TO_GOAL, None))
         with_new_reward = relabelled
