@@ -266,14 +266,7 @@ def _check_last_steps(
         return
     rows = tensordict.reshape(-1)[torch.from_numpy(index)]
     lost = rows.get(keys.desired_goal).reshape(len(index), -1).any(1)
-    of_step = {
-        keys.next_reward,
-        keys.next_done,
-        keys.next_terminated,
-        keys.next_truncated,
-        keys.next_achieved_goal,
-        keys.next_desired_goal,
-    }
+    of_step = {keys.next_reward, *keys.next_flags, keys.next_achieved_goal, keys.next_desired_goal}
     observations = {unravel_key(("next", key)) for key in rows.keys(include_nested=True, leaves_only=True)} - of_step
     observed = [value for key in observations if isinstance(value := rows.get(key, None), Tensor)]
     for value in observed:

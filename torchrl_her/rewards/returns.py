@@ -267,12 +267,9 @@ class NStepReward:
         shape, goal_shape = outcomes.shape[:2], outcomes.shape[2:]
         desired = desired.reshape(-1, 1, *goal_shape).expand_as(outcomes).flatten(0, 1)
         steps = TensorDict(batch_size=[shape.numel()], device=outcomes.device)
-        for key, goals in (
-            (self.keys.next_achieved_goal, outcomes.flatten(0, 1)),
-            (self.keys.desired_goal, desired),
-            (self.keys.next_desired_goal, desired),
-        ):
-            steps.set(key, goals)
+        steps.set(self.keys.next_achieved_goal, outcomes.flatten(0, 1))
+        for key in (self.keys.desired_goal, self.keys.next_desired_goal):
+            steps.set(key, desired)
         if steps_to_goal is not None:
             left = steps_to_goal.reshape(-1, 1) - torch.arange(shape[1], device=outcomes.device)
             steps.set(STEPS_TO_GOAL, left.clamp(min=-1).reshape(-1, 1))
