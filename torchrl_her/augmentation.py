@@ -28,14 +28,7 @@ from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import (
-    RELABELLED,
-    SAVED_BY_THE_OTHER,
-    GoalMap,
-    Relabelling,
-    Reward,
-    deep_copy,
-)
+from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, GoalMap, Relabelling, Reward, deep_copy
 from torchrl_her.rewards.returns import Batch
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.

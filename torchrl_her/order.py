@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeVar
 
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl.envs import (
-    DTypeCastTransform,
-    ExcludeTransform,
-    MultiStepTransform,
-    Reward2GoTransform,
-    Transform,
-)
+from torchrl.envs import DTypeCastTransform, ExcludeTransform, MultiStepTransform, Reward2GoTransform, Transform
 
 from torchrl_her._private import transforms_around
 from torchrl_her.keys import HERKeys

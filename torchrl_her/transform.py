@@ -28,14 +28,7 @@ from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
 from torchrl_her.offline.data_set import DataSet, MissingEntries
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import (
-    RELABELLED,
-    SAVED_BY_THE_OTHER,
-    GoalMap,
-    Relabelling,
-    Reward,
-    deep_copy,
-)
+from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, GoalMap, Relabelling, Reward, deep_copy
 from torchrl_her.rewards.returns import STEPS, Batch, NStepReward, OneStepReward, check_n_step_keys
 
 

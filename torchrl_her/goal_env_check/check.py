@@ -20,15 +20,7 @@ from torchrl_her.goal_env_check.goals import (
     check_seed,
     check_shapes,
 )
-from torchrl_her.goal_env_check.play import (
-    EnvironmentFails,
-    Episodes,
-    Goals,
-    UnreadableGoals,
-    Watcher,
-    play,
-    reset,
-)
+from torchrl_her.goal_env_check.play import EnvironmentFails, Episodes, Goals, UnreadableGoals, Watcher, play, reset
 from torchrl_her.goal_env_check.probe import Probe
 from torchrl_her.goal_env_check.reward import check_reward, reached
 from torchrl_her.goal_env_check.termination import check_termination

@@ -7,14 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchrl_her.goal_env_check.finding import Finding
-from torchrl_her.goal_env_check.functions import (
-    FEWEST,
-    check_batch,
-    check_calls,
-    check_is_function,
-    example,
-    scale_of,
-)
+from torchrl_her.goal_env_check.functions import FEWEST, check_batch, check_calls, check_is_function, example, scale_of
 from torchrl_her.goal_env_check.goals import LAGS
 from torchrl_her.goal_env_check.play import Episodes, distance, distances
 from torchrl_her.goal_env_check.probe import EVERY, Probe
