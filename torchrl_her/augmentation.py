@@ -397,9 +397,5 @@ class HindsightAugmentation(Transform):
 
     def __repr__(self) -> str:
         """Return the arguments that differ from the defaults."""
-        return self._relabelling.describe(
-            HindsightAugmentation,
-            n_sampled_goal=self.n_sampled_goal,
-            capacity=self.capacity,
-            max_episode_steps=self._held.lanes.max_episode_steps,
-        )
+        others = {"max_episode_steps": self._held.lanes.max_episode_steps}
+        return self._relabelling.describe(HindsightAugmentation, vars(self) | others)

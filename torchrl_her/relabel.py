@@ -206,15 +206,14 @@ class Relabelling:
         for key in self.goal_keys:
             batch.replace(key, relabelled, desired)
 
-    def describe(self, kind: type, **arguments: Any) -> str:
-        """Return the name of a class, the reward, and the arguments that differ from the defaults of the class."""
+    def describe(self, kind: type, arguments: dict[str, Any]) -> str:
+        """Return the name of a class, the reward, and the arguments that differ from the defaults of the class.
+
+        Those of a `Relabelling` are added to the given ``arguments``, and entries that are no arguments are ignored.
+        """
         strategy = self.strategies if self.extra_keys else self.strategies[DESIRED]
         is_default = repr(strategy) == repr(Future())
-        arguments |= {
-            "strategy": "future" if is_default else strategy,
-            "keys": self.keys,
-            "goal_fn": self.goal_fn,
-        }
+        arguments = arguments | {"strategy": "future" if is_default else strategy, "goal_fn": self.goal_fn}
         defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
         changed = [name for name in defaults if name in arguments and arguments[name] != defaults[name]]
         reward = "None" if self.relabels_only_goals else type(self.reward).__name__

@@ -602,12 +602,5 @@ class HERTransform(Transform):
 
     def __repr__(self) -> str:
         """Return the arguments that differ from the defaults."""
-        return self._relabelling.describe(
-            HERTransform,
-            her_ratio=self.her_ratio,
-            capacity=self.capacity,
-            goal_spec=self._kind_of_goal_spec,
-            max_episode_steps=self._episodes.max_episode_steps,
-            sequence_length=self.sequence_length,
-            info=self.info,
-        )
+        others = {"goal_spec": self._kind_of_goal_spec, "max_episode_steps": self._episodes.max_episode_steps}
+        return self._relabelling.describe(HERTransform, vars(self) | others)
