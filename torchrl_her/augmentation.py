@@ -17,7 +17,6 @@ from torchrl.envs import Transform
 from torchrl_her._private import set_container_of_buffer, without_compiled_call
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
-from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.lanes import Lanes, Published, Tracked
 from torchrl_her.episodes.write import Write, map_goals
@@ -28,7 +27,7 @@ from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, GoalMap, Relabelling, Reward, deep_copy
+from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy
 from torchrl_her.rewards.returns import Batch
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
@@ -387,9 +386,7 @@ class HindsightAugmentation(Transform):
         Raises:
             ValueError: if goals, capacity or strategies differ from the saved ones, or if another transform saved it.
         """
-        check_saved_without_compact_goals(state)
-        if "lanes" in state:
-            raise ValueError(SAVED_BY_THE_OTHER.format("HERTransform", "HindsightAugmentation"))
+        check_saved_by("HindsightAugmentation", state)
         with self._writing():
             self.table = load_table(self.table, state["table"], self.capacity, self._relabelling.apart)
             self._held.load_state_dict(state["held"])

@@ -130,12 +130,3 @@ class CompactGoals(Transform):
                 "The buffer was saved without CompactGoals, so the stored entries differ. Create the buffer without "
                 "CompactGoals, then load."
             )
-
-
-def check_saved_without_compact_goals(state: dict[str, Any]) -> None:
-    """Raise an error if the state to load belongs to CompactGoals instead of the hindsight transform."""
-    if "compact" in state:
-        raise ValueError(
-            "The buffer was saved with CompactGoals, so the stored entries differ. Create the buffer with "
-            "Compose(CompactGoals(), HERTransform(...)), then load."
-        )

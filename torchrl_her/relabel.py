@@ -37,9 +37,6 @@ from torchrl_her.rewards.reached_reward import ReachedReward
 from torchrl_her.rewards.returns import Batch, OneStepReward, where
 
 RELABELLED = ("hindsight", "relabelled")
-SAVED_BY_THE_OTHER = (
-    "This state was saved by {}, not {}: create the buffer with the transform that saved it, then load."
-)
 
 Kind = TypeVar("Kind", bound=Transform)
 Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor] | None
@@ -298,6 +295,21 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
             "Change its out_keys, or pass its key, without 'next', as keys=HERKeys(reward=...)."
         )
     return reward
+
+
+def check_saved_by(name: str, state: dict[str, Any]) -> None:
+    """Check that a transform of this class saved the state to load."""
+    if "compact" in state:
+        raise ValueError(
+            "The buffer was saved with CompactGoals, so the stored entries differ. Create the buffer with "
+            "Compose(CompactGoals(), HERTransform(...)), then load."
+        )
+    saved_by = "HindsightAugmentation" if "held" in state else "HERTransform"
+    if saved_by != name:
+        raise ValueError(
+            f"This state was saved by {saved_by}, not {name}: create the buffer with the transform that saved it, "
+            "then load."
+        )
 
 
 def deep_copy(transform: Kind, state: dict[str, Any], memo: dict[int, Any]) -> Kind:

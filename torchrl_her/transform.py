@@ -17,7 +17,6 @@ from torchrl.envs import Transform
 from torchrl_her._private import ids_around, set_container_of_buffer, warn_user, without_compiled_call
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
-from torchrl_her.compact import check_saved_without_compact_goals
 from torchrl_her.episodes.memory import Episodes
 from torchrl_her.episodes.stamps import STAMP, add_padding, read_stamps
 from torchrl_her.episodes.write import Write
@@ -28,7 +27,7 @@ from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
 from torchrl_her.offline.data_set import DataSet, MissingEntries
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import RELABELLED, SAVED_BY_THE_OTHER, GoalMap, Relabelling, Reward, deep_copy
+from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy
 from torchrl_her.rewards.returns import STEPS, Batch, NStepReward, OneStepReward, check_n_step_keys
 
 
@@ -566,9 +565,7 @@ class HERTransform(Transform):
         Raises:
             ValueError: if goals, capacity or strategies differ from the saved ones, or if another transform saved it.
         """
-        check_saved_without_compact_goals(state)
-        if "held" in state:
-            raise ValueError(SAVED_BY_THE_OTHER.format("HindsightAugmentation", "HERTransform"))
+        check_saved_by("HERTransform", state)
         with self._writing():
             adopted = None if state["adopted"] is None else AdoptedData(MissingEntries(**state["adopted"]))
             if adopted is None and self._adopted is not None:
