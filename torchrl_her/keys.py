@@ -122,6 +122,11 @@ def is_key(key: Any) -> bool:
     return isinstance(key, str) or (isinstance(key, tuple) and len(key) > 0 and all(map(is_key, key)))
 
 
+def path_of(key: NestedKey) -> tuple[str, ...]:
+    """Return the names of which a key consists."""
+    return (key,) if isinstance(key, str) else key
+
+
 def keys_of_hindsight(transform: Transform) -> HERKeys:
     """Return the keys of the hindsight transform that comes after ``transform``, or the default keys without one."""
     _, after = transforms_around(transform)

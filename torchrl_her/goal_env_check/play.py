@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey
 
 from torchrl_her.goal_env_check.probe import Probe
-from torchrl_her.keys import HERKeys
+from torchrl_her.keys import HERKeys, path_of
 
 STEPS, SECONDS = 2000, 6.0  # default limits
 FIRST, EVERY = 100, 8  # the first observations are checked against their space, then one in EVERY
@@ -55,9 +55,9 @@ class Goals:
 
     def rest(self, observation: Any) -> np.ndarray:
         """Return the other numbers of an observation, ``float64 [features]``; empty if there are too many."""
-        goals = {_path(self.keys.achieved_goal), _path(self.keys.desired_goal)}
+        goals = {path_of(self.keys.achieved_goal), path_of(self.keys.desired_goal)}
         if self.goal_fn is not None:
-            goals.remove(_path(self.keys.achieved_goal))  # the goal is only a part of this entry
+            goals.remove(path_of(self.keys.achieved_goal))  # the goal is only a part of this entry
         parts = [np.ravel(value) for path, value in _leaves(observation) if path not in goals and _is_number(value)]
         if not parts or sum(map(len, parts)) > WIDEST:
             return np.empty(0)
@@ -182,12 +182,8 @@ def distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.array([distance(*pair) for pair in zip(one, other, strict=True)])
 
 
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
 def _get(observation: Any, key: NestedKey) -> Any:
-    for part in _path(key):
+    for part in path_of(key):
         observation = observation[part]
     return observation
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey
 
+from torchrl_her.keys import path_of
 from torchrl_her.rewards.env_function import EnvFunction
 
 EVERY = 4  # other goals and repeated calls are tried after one step in this many
@@ -39,7 +40,7 @@ class Probe:
     def __init__(self, function: Callable[..., Any], info_keys: Iterable[NestedKey]):
         self.is_of_env = isinstance(function, EnvFunction)
         self.function = function.function if isinstance(function, EnvFunction) else _of_arrays(function)
-        self.info_keys = {key if isinstance(key, str) else key[-1] for key in info_keys}
+        self.info_keys = {path_of(key)[-1] for key in info_keys}
         self.failure = ""  # the error of the first failed call; no calls follow it
         self.modified: Counter[str] = Counter()  # in how many calls each argument was modified
         self.calls = 0

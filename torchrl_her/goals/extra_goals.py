@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from torchrl_her.goals.strategies import make_strategy
 from torchrl_her.goals.strategy import DESIRED, GoalStrategy
-from torchrl_her.keys import HERKeys, is_key
+from torchrl_her.keys import HERKeys, is_key, path_of
 
 # The strategy of the desired goal, or the strategies of several goals by their keys.
 AnyStrategy: TypeAlias = str | GoalStrategy | Mapping[NestedKey, str | GoalStrategy]
@@ -71,7 +71,7 @@ def _check_name(key: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> 
     if not is_key(key):
         raise TypeError(f"strategy must map the keys of goals to strategies, but {key!r} is not a key.")
     name = unravel_key(key)
-    path = _path(name)
+    path = path_of(name)
     used = [
         keys.achieved_goal,
         keys.desired_goal,
@@ -82,19 +82,12 @@ def _check_name(key: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> 
         *BY_BUFFERS,
         *earlier,
     ]
-    others = [_path(key) for key in used if key is not None]
-    if path[0] == "next" or path[0].startswith("hindsight") or any(_overlap(path, other) for other in others):
+    others = [path_of(key) for key in used if key is not None]
+    overlaps = any(path[: len(other)] == other[: len(path)] for other in others)
+    if path[0] == "next" or path[0].startswith("hindsight") or overlaps:
         raise ValueError(
             f"strategy has the key {name!r}, which transitions or another extra goal already use, or which begins "
             "with 'next' or 'hindsight'. Choose another key, such as 'actor_goal': the goal is written at the root and "
             "under 'next'."
         )
     return name
-
-
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
-
-
-def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    return all(left == right for left, right in zip(one, other, strict=False))

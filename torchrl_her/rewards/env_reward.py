@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
 
-from torchrl_her.keys import get_entry
+from torchrl_her.keys import get_entry, path_of
 from torchrl_her.rewards.env_function import EnvFunction, find_function, name_of
 from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward
 
@@ -74,8 +74,7 @@ class EnvReward(GoalReward):
         info = {}
         for key in self.info_keys:
             value = get_entry(tensordict, key, "info_keys")
-            name = key if isinstance(key, str) else key[-1]
-            info[name] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
+            info[path_of(key)[-1]] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
         return [
             function(achieved, desired, info) if isinstance(function, EnvFunction) else function(achieved, desired)
             for function in self.functions
