@@ -113,11 +113,10 @@ class Episodes:
             return None
         goals, found = self.table.read(*self.table.any_goal((count,)))
         if not found.all():  # other processes write at the same time
-            row = torch.arange(count, device=found.device)
             places = found.nonzero().flatten()
             if not len(places):
                 return None
-            goals = goals[torch.where(found, row, places[row % len(places)])]
+            goals = goals[places[torch.arange(count, device=found.device) % len(places)]]
         return goals
 
     def table_for(self, desired: Tensor, dimensions: int) -> GoalTable:
@@ -129,7 +128,7 @@ class Episodes:
         if table is None or table.goals.device != desired.device:
             with self.lock:
                 if self.table is None:  # only the storage was loaded, without the state of this transform
-                    goals = desired.flatten(0, dimensions - 1) if dimensions else desired[None]
+                    goals = desired.reshape(-1, *desired.shape[dimensions:])
                     self.table = GoalTable.like(goals, self.capacity, self.apart)
                 table = self.table
                 table.to(desired.device)
