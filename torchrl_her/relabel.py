@@ -146,14 +146,14 @@ class Relabelling:
                 get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
             check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
-        if self._has_written or not written.is_dummy:
+        if len(written.done) and (self._has_written or not written.is_dummy):
             for check in self.checks:
                 check.on_write(tensordict, written, later)
         return written
 
     def check_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Check written transitions ``[*batch]`` whose episodes are known."""
-        if self._has_written or not written.is_dummy:
+        if len(written.done) and (self._has_written or not written.is_dummy):
             self._has_written = True
             for check in self.checks:
                 check.on_tracked(tensordict, written, tracked)

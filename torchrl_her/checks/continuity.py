@@ -68,8 +68,6 @@ class ContinuityCheck(Check):
 
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
         count, first = len(written.done), WARM_UP - self.transitions
-        if not count:
-            return
         if tracked.loaded and not tracked.continued:
             warn_user(
                 f"The loaded buffer has {tracked.loaded} running episode(s), and the first write after loading "

@@ -89,7 +89,7 @@ class RewardCheck(Check):
             KeyError: if there is no reward.
             ValueError: if the reward module writes rewards of another shape, or modifies its input.
         """
-        if self._is_over or not len(written.done):
+        if self._is_over:
             return
         stored = get_entry(tensordict, self.keys.next_reward, "reward")
         reads_steps = STEPS_TO_GOAL in self.reward.in_keys  # written transitions have no such entry
