@@ -93,12 +93,6 @@ class GoalTable:
         """Create a table for goals like ``[n, *goal]``."""
         return cls(capacity, goals.shape[1:], goals.dtype, goals.device, apart)
 
-    @classmethod
-    def of_state(cls, state: dict[str, Any], capacity: int, apart: int = 0) -> GoalTable:
-        """Create an empty table for saved goals, the result of `state_dict`."""
-        dtype = getattr(torch, state["dtype"].removeprefix("torch."))
-        return cls(capacity, state["goal_shape"], dtype, state["size"].device, apart)
-
     def _make_views(self) -> None:
         self.names, self.goals = self._split(self.matrix)
         self._counts = self.counters.numpy()  # shares memory with the counters; NumPy is faster
@@ -314,10 +308,8 @@ class GoalTable:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the filled part of the table."""
         rows, episodes = min(self.rows_used, self.capacity), min(int(self._counts[EPISODES]) + 1, self.capacity)
-        parts = {
-            f"rows{number}": self._part(number)[: episodes if number else rows] for number in range(1 + self.apart)
-        }
-        state = {name: part.clone() for name, part in parts.items()}
+        state: dict[str, Any] = {"rows0": self._part(0)[:rows].clone()}
+        state |= {f"rows{number}": self._part(number)[:episodes].clone() for number in range(1, 1 + self.apart)}
         longs = min(int(self._counts[LONG_EPISODES]), len(self.pieces))
         longest = self.episodes[:, LENGTH] * (self.episodes[:, LONG] > 0)
         width = max(0, -(-int(longest.max()) // PIECE) - 1)  # `pieces` can be wider
@@ -393,7 +385,9 @@ def load_table(table: GoalTable | None, state: dict[str, Any] | None, capacity: 
         if table is not None:
             table.clear()
         return table
-    table = table or GoalTable.of_state(state, capacity, apart)
+    if table is None:
+        dtype = getattr(torch, state["dtype"].removeprefix("torch."))
+        table = GoalTable(capacity, state["goal_shape"], dtype, state["size"].device, apart)
     table.load_state_dict(state)
     return table
 
