@@ -104,10 +104,6 @@ class Running(NamedTuple):
             loaded=0,
         )
 
-    def take_lanes(self, lane: np.ndarray) -> np.ndarray:
-        """Return a copy of some lanes, ``int64 [n, columns]``. The index -1 is an episode without steps."""
-        return np.concatenate([self.lanes, np.zeros((1, COLUMNS), np.int64)]).take(lane, axis=0)
-
     def rows_in_pool(self, lane: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return the rows of the pool with steps ``begin, ..., end - 1`` of some lanes, joined, ``int64 [n]``."""
         number, step = spread(begin, end)
@@ -387,7 +383,8 @@ class Lanes:
             heads = np.flatnonzero(~is_later[by])
             begin, end, lane, count = begin[by], end[by], lane[by[heads]], np.add.reduceat(count[by], heads)
         order = runs.order[spread(begin, end)[1]]
-        before = old.take_lanes(lane)
+        # The last row is an episode without steps, for the index -1.
+        before = np.concatenate([old.lanes, np.zeros((1, COLUMNS), np.int64)]).take(lane, axis=0)
         known = steps = before[:, STEPS] + count
         goes_on = np.zeros(len(steps), bool)
         if steps.max() > longest:
