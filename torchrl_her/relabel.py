@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import gymnasium
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torch import Tensor
 from torchrl.data import ReplayBuffer
@@ -78,6 +78,7 @@ class Relabelling:
         self.goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
         self.extra_keys = [(key, unravel_key(("next", key))) for key in extra]
+        self.extra_replaced = frozenset(key for pair in self.extra_keys for key in pair)
         self.reads_steps = STEPS_TO_GOAL in self.reward.in_keys
         if self.one_step.recompute_all and self.reads_steps:
             raise ValueError(
@@ -102,11 +103,6 @@ class Relabelling:
             WaitingCheck(),
             ReplacedFlagsCheck(self.keys.next_terminated, is_recomputed=rewards.recomputes_ends),
         ]
-
-    @property
-    def extra_replaced(self) -> frozenset[NestedKey]:
-        """The keys of the additional goals, at the root and under ``"next"``."""
-        return frozenset(key for pair in self.extra_keys for key in pair)
 
     def restarted(self, *, compares_rewards: bool) -> Relabelling:
         """Return a copy in which nothing was written or sampled."""

@@ -147,7 +147,7 @@ class HERTransform(Transform):
         self._neighbours: Neighbours | None = None  # the other transforms of the buffer; None before the first check
         self._ids_around: list[int] | None = None  # the ids of the other transforms at the last check
         # The entries that only samples have.
-        self._added_keys = [key for pair in relabelling.extra_keys for key in pair] + [RELABELLED]
+        self._added_keys = [*relabelling.extra_replaced, RELABELLED]
         if self.info or relabelling.reads_steps:
             self._added_keys += [STEPS_TO_GOAL, MEMBER]
 
