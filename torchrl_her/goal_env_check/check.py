@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from torchrl.envs import EnvBase, GymWrapper, TransformedEnv
+from torchrl.envs import GymWrapper
 
 from torchrl_her._private import gymnasium_env_of
 from torchrl_her.goal_env_check.finding import NAMES, Finding, GoalEnvReport
@@ -25,7 +25,7 @@ from torchrl_her.goal_env_check.probe import Probe
 from torchrl_her.goal_env_check.reward import check_reward, reached
 from torchrl_her.goal_env_check.termination import check_termination
 from torchrl_her.keys import HERKeys, check_keys
-from torchrl_her.rewards.env_reward import EnvReward
+from torchrl_her.rewards.env_reward import EnvReward, open_env
 from torchrl_her.rewards.goal_reward import GoalReward
 
 NEEDS_GOALS = (
@@ -87,9 +87,7 @@ def check_goal_env(
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
     if reward is not None and not isinstance(reward, GoalReward):
         reward = GoalReward(reward)
-    is_made = isinstance(env, str) or (callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)))
-    if is_made:
-        env = gymnasium.make(env) if isinstance(env, str) else env()
+    env, is_made = open_env(env)
     env = _gymnasium_env(env)
     report = GoalEnvReport(type(env.unwrapped).__name__)
     try:
@@ -193,8 +191,6 @@ def _check_episodes(
 
 
 def _gymnasium_env(env: Any) -> Any:
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
     if isinstance(env, GymWrapper):
         env = gymnasium_env_of(env)
     if not isinstance(env, gymnasium.Env):

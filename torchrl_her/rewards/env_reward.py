@@ -81,13 +81,22 @@ class EnvReward(GoalReward):
         ]
 
 
-def _goal_environment(env: Any) -> Any:
-    """Return the environment to use, without TorchRL's transforms, and check that it has ``compute_reward``."""
+def open_env(env: Any) -> tuple[Any, bool]:
+    """Return an environment, given also its id or a function that creates it, and whether it was created here.
+
+    TorchRL's transforms are left out.
+    """
     is_made = isinstance(env, str) or (callable(env) and not isinstance(env, (gymnasium.Env, EnvBase)))
     if is_made:
         env = gymnasium.make(env) if isinstance(env, str) else env()
     while isinstance(env, TransformedEnv):
         env = env.base_env
+    return env, is_made
+
+
+def _goal_environment(env: Any) -> Any:
+    """Return the environment to use, and check that it has ``compute_reward``."""
+    env, is_made = open_env(env)
     is_batch = isinstance(env, (SerialEnv, ParallelEnv)) or (isinstance(env, EnvBase) and env.batch_size.numel() > 1)
     if is_batch or isinstance(getattr(env, "unwrapped", env), gymnasium.vector.VectorEnv):
         raise TypeError(
