@@ -47,13 +47,12 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
     length, count = table.lengths(episode), len(step)
     drawn: dict[NestedKey, Goal] = {}
     member = None
+    transitions = Transitions(episode, step, length, table, drawn)
     for name, strategy in strategies.items():
-        transitions = Transitions(episode, step, length, table, drawn)
         if name == DESIRED and isinstance(strategy, Mixture):
-            selected, member = strategy.select_with_member(transitions)
+            drawn[name], member = strategy.select_with_member(transitions)
         else:
-            selected = select_goals(strategy, transitions)
-        drawn[name] = selected
+            drawn[name] = select_goals(strategy, transitions)
     episodes, steps = zip((episode, step), *drawn.values(), strict=True)
     # The own outcome must be in the table, too: otherwise, the length can be that of another episode.
     goals, found = table.read(torch.cat(episodes), torch.cat(steps))
