@@ -175,7 +175,7 @@ class HindsightAugmentation(Transform):
             if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None
-            ended = self._held.take_ended()
+            ended, self._held.ended = self._held.ended, ()
             return self._augment(ended) if ended else None
 
     def _check_neighbours(self) -> Neighbours:
@@ -368,7 +368,7 @@ class HindsightAugmentation(Transform):
     def __getstate__(self) -> dict[str, Any]:
         state = self._state_of_copy()
         if self._is_shared:  # pickled for another process, both tables would share memory, and overwrite each other
-            state |= {"_held": self._held.without_transitions(), "table": None}
+            state |= {"_held": HeldTransitions(self._held.lanes.without_episodes()), "table": None}
         return state
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -33,10 +33,6 @@ class HeldTransitions:
         """Drop all transitions."""
         self.lanes.running, self.layout, self.ended = None, None, ()
 
-    def without_transitions(self) -> HeldTransitions:
-        """Return an empty object with the same settings, for another process."""
-        return HeldTransitions(self.lanes.without_episodes())
-
     def pack(self, rows: TensorDictBase) -> Tensor:
         """Pack transitions ``[n]`` into rows ``int64 [n, words]``.
 
@@ -58,11 +54,6 @@ class HeldTransitions:
         if self.layout is None:
             return TensorDict(batch_size=[len(packed)])
         return self.layout.unpack(packed)
-
-    def take_ended(self) -> tuple[Published, ...]:
-        """Remove and return the ended episodes, which the caller stores."""
-        ended, self.ended = self.ended, ()
-        return ended
 
     def warn_if_episodes_wait(self) -> None:
         """Warn once if all writes are single transitions, so that nothing is ever stored."""
