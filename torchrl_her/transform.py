@@ -406,7 +406,7 @@ class HERTransform(Transform):
         if relabelling.reads_steps and not self.info:
             batch.data.del_(STEPS_TO_GOAL)
         has_returns = rewards is not relabelling.one_step
-        relabelling.check_sample(Sample(batch.data, relabelled, counted if her_ratio else None, table, has_returns))
+        relabelling.check_sample(Sample(batch.data, relabelled, counted if her_ratio else None, has_returns))
         return batch.data.set(RELABELLED, relabelled)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,6 @@ from torchrl.envs import Transform
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Draw
-from torchrl_her.goals.table import GoalTable
 
 
 class Sample(NamedTuple):
@@ -21,7 +20,6 @@ class Sample(NamedTuple):
     data: TensorDictBase  # [*batch]
     relabelled: Tensor  # bool [*batch, 1]
     draw: Draw | None = None  # None if transitions are relabelled when they are written
-    table: GoalTable | None = None
     has_returns: bool = False  # whether the rewards are n-step returns, which do not show whether a goal is reached
 
 

@@ -53,7 +53,6 @@ class Counted(NamedTuple):
     relabelled: Tensor  # bool [*batch, 1]
     reward: Tensor | None  # [*batch, ...]; None if only goals are relabelled
     draw: Draw | None
-    table: GoalTable | None
 
 
 class SampleCounts(Check):
@@ -97,7 +96,7 @@ class SampleCounts(Check):
 
     def _counted(self, sample: Sample) -> Counted:
         reward = sample.data.get(self._keys.next_reward, None) if self._recomputes else None
-        return Counted(sample.relabelled, reward, sample.draw, sample.table)
+        return Counted(sample.relabelled, reward, sample.draw)
 
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Count the last compiled sample."""
@@ -114,10 +113,11 @@ class SampleCounts(Check):
 
     def _count(self, sample: Counted) -> None:
         """Add a sample to the totals, and warn if many goals are lost."""
-        sums, table = _sums(sample, self._rewards.reached_reward), sample.table
+        sums = _sums(sample, self._rewards.reached_reward)
         self._totals = sums if self._totals is None else self._totals.to(sums.device) + sums
-        if table is None:
+        if sample.draw is None:
             return
+        table = sample.draw.table
         copy = self._copy = self._copy or AsyncCopy(self._totals)
         if (values := copy.read()) is not None:
             self._copy = None
@@ -232,13 +232,14 @@ def _sums(sample: Counted, reached_reward: float | None) -> Tensor:
         reached, judged = ((reward - reached_reward).abs() < 1e-6).double(), ones
     values = torch.stack([ones, reward, reached, judged], dim=1)  # [n, 4]
     of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 4]
-    draw, table = sample.draw, sample.table
-    if draw is None or table is None:
+    draw = sample.draw
+    if draw is None:
         return torch.cat([of_groups.new_zeros(5), of_groups.flatten(), of_groups.new_zeros(1)])
+    table = draw.table
     first, last = table.episode_ids
     missing = draw.to_relabel & ~draw.relabelled
     foreign = missing & ((draw.episode < first) | (draw.episode > last))
-    running = missing & is_waiting(draw, table)
+    running = missing & is_waiting(draw)
     left = missing & ~foreign & ~running & table.has_wrapped
     of_draw = torch.stack([draw.to_relabel, running, left, foreign, foreign & (draw.episode == 0)]).sum(1)
     length = len(relabelled) // max(1, len(draw.step))  # of a sequence

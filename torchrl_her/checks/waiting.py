@@ -9,7 +9,6 @@ from torchrl_her._private import warn_user
 from torchrl_her.checks.async_copy import AsyncCopy, is_capturing
 from torchrl_her.checks.check import Check, Sample
 from torchrl_her.goals.draw import Draw
-from torchrl_her.goals.table import GoalTable
 
 SAMPLES_WITHOUT_WRITE = 50  # samples without a write after which running episodes should have ended
 LOOK_EVERY = 10  # one sample in this many checks for new writes
@@ -28,18 +27,18 @@ class WaitingCheck(Check):
         return WaitingCheck()
 
     def on_sample(self, sample: Sample) -> None:  # noqa: D102
-        draw, table = sample.draw, sample.table
-        if torch.compiler.is_compiling() or is_capturing(sample.relabelled) or draw is None or table is None:
+        draw = sample.draw
+        if torch.compiler.is_compiling() or is_capturing(sample.relabelled) or draw is None:
             return
         self._samples += 1
         if self._samples % LOOK_EVERY or self._has_warned:
             return
-        writes = table.writes
+        writes = draw.table.writes
         self._since_write = self._since_write + LOOK_EVERY if writes == self._writes else 0
         self._writes = writes
         if self._since_write < SAMPLES_WITHOUT_WRITE or not len(draw.step):
             return
-        share = self._share = self._share or AsyncCopy(is_waiting(draw, table).double().mean().reshape(1))
+        share = self._share = self._share or AsyncCopy(is_waiting(draw).double().mean().reshape(1))
         if (values := share.read()) is None:
             return
         self._share, self._since_write = None, 0
@@ -52,8 +51,8 @@ class WaitingCheck(Check):
             )
 
 
-def is_waiting(draw: Draw, table: GoalTable) -> Tensor:
+def is_waiting(draw: Draw) -> Tensor:
     """Return which transitions have goals that are not in the table yet, ``bool [n]``."""
-    first, last = table.episode_ids
-    known = (draw.episode >= max(first, last - table.capacity + 1)) & (draw.episode <= last)
+    first, last = draw.table.episode_ids
+    known = (draw.episode >= max(first, last - draw.table.capacity + 1)) & (draw.episode <= last)
     return known & (draw.step >= draw.length)

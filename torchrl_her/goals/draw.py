@@ -21,6 +21,7 @@ Strategies: TypeAlias = Mapping[NestedKey, GoalStrategy]
 class Draw(NamedTuple):
     """The goals of transitions (or of the last transitions of sequences), and which transitions are relabelled."""
 
+    table: GoalTable  # the goal table
     episode: Tensor  # int64 [n]
     step: Tensor  # int64 [n]
     length: Tensor  # int64 [n], the number of the episode's steps in the table; arbitrary for old episodes
@@ -61,7 +62,7 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
     relabelled = to_relabel & (step < length)
     for each in found.view(len(episodes), count):
         relabelled = relabelled & each
-    return Draw(episode, step, length, to_relabel, relabelled, list(goals[1:]), *drawn[DESIRED], member)
+    return Draw(table, episode, step, length, to_relabel, relabelled, list(goals[1:]), *drawn[DESIRED], member)
 
 
 def draw_for_sequences(
@@ -93,9 +94,9 @@ def draw_for_sequences(
     def repeated(column: Any) -> Any:
         return None if column is None else column.repeat_interleave(length, dim=0)
 
-    columns = {name: repeated(column) for name, column in drawn._asdict().items() if name != "goals"}
+    columns = {name: repeated(column) for name, column in drawn._asdict().items() if name not in ("table", "goals")}
     columns["relabelled"] &= columns["episode"] == episode
-    return drawn, Draw(goals=[repeated(goals) for goals in drawn.goals], **columns)
+    return drawn, Draw(table, goals=[repeated(goals) for goals in drawn.goals], **columns)
 
 
 def steps_to_goal(draw: Draw, episode: Tensor, step: Tensor) -> Tensor:
