@@ -119,7 +119,6 @@ class HindsightAugmentation(Transform):
         self.capacity = capacity
         self.table: GoalTable | None = None  # None before the first episode has ended
         self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE, publish_running=False))
-        self._episodes_begun = 0  # the number of episodes that began
         self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
 
@@ -137,7 +136,7 @@ class HindsightAugmentation(Transform):
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
         held = self._held
         of_held = (held.lanes, "running"), (held, "layout"), (held, "ended")
-        with exclusive(self._lock, *of_held, (self, "_episodes_begun"), (self, "_first_goal")):
+        with exclusive(self._lock, *of_held, (self, "_first_goal")):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:
@@ -191,9 +190,9 @@ class HindsightAugmentation(Transform):
         packed = self._held.pack(rows)
         if self._first_goal is None:
             self._first_goal = rows.get(self.keys.desired_goal)[:1].clone()
-        tracked = self._held.lanes.track(written, packed, first_episode=self._episodes_begun + 1)
+        # The ids do not matter: episodes get others in the goal table when they have ended.
+        tracked = self._held.lanes.track(written, packed, first_episode=1)
         self._held.lanes.running = tracked.running
-        self._episodes_begun += tracked.opened
         self._held.ended += tuple(tracked.published)
         return tracked
 
@@ -376,7 +375,6 @@ class HindsightAugmentation(Transform):
         with self._writing():
             return {
                 "held": self._held.state_dict(),
-                "episodes": self._episodes_begun,
                 "table": None if self.table is None else self.table.state_dict(),
             }
 
@@ -390,7 +388,6 @@ class HindsightAugmentation(Transform):
         with self._writing():
             self.table = load_table(self.table, state["table"], self.capacity, self._relabelling.apart)
             self._held.load_state_dict(state["held"])
-            self._episodes_begun = state["episodes"]
 
     def __repr__(self) -> str:
         """Return the arguments that differ from the defaults."""
