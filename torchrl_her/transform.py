@@ -536,9 +536,8 @@ class HERTransform(Transform):
 
     def _set_info(self, batch: Batch, draw: Draw, relabelled: Tensor, ahead: Tensor) -> None:
         """Set the entries with the number of steps ``ahead``, ``int64 [n]``, and the index of the mixture's member."""
-        ahead = torch.where(relabelled, ahead.view_as(relabelled), -1)
-        # A created goal is the transition's own outcome, zero steps ahead.
-        batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead, 0) if self._creates_goals else ahead)
+        own = 0 if self._creates_goals else -1  # a created goal is the transition's own outcome, zero steps ahead
+        batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead.view_as(relabelled), own))
         if self.info and draw.member is not None:
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
