@@ -151,7 +151,8 @@ def _check(
             "To see where, call env.reset() and env.step(env.action_space.sample()) until it fails.",
         )
     if played:
-        episodes = Episodes.of(played)
+        infos, *columns = zip(*played, strict=True)
+        episodes = Episodes(list(infos), *map(np.stack, columns))
         report.steps, report.episodes = len(played), int(episodes.episode[-1]) + 1
         time_limit = None if env.spec is None else env.spec.max_episode_steps
         found = [*_check_episodes(episodes, probes, watcher, time_limit), *repeated]

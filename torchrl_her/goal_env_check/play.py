@@ -81,12 +81,6 @@ class Episodes:
     episode: np.ndarray  # int64 [n]
     step: np.ndarray  # int64 [n], in the episode
 
-    @classmethod
-    def of(cls, steps: Iterable[tuple[Any, ...]]) -> Episodes:
-        """Stack the fields of steps."""
-        infos, *columns = zip(*steps, strict=True)
-        return cls(list(infos), *map(np.stack, columns))
-
 
 @dataclass
 class Watcher:
