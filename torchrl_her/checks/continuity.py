@@ -81,7 +81,9 @@ class ContinuityCheck(Check):
         self._warn_if_ambiguous()
         if self.is_broken:
             return
-        goals = self._after_last(written)
+        goals = written.start, written.outcome  # of the end of the last write and of this one
+        if self._last is not None:
+            goals = np.concatenate([self._last[0], goals[0]]), np.concatenate([self._last[1], goals[1]])
         is_adopted = written.names.numbers is not None
         if is_first and count > WARM_UP and len(tracked.breaks) >= count - 1 and not is_adopted:
             # No transition continued another one, and none was the last of its episode. This may be the first step of
@@ -120,12 +122,6 @@ class ContinuityCheck(Check):
                 "because these have the same goals. Some may be assigned to the wrong episode: write trajectory ids "
                 "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
             )
-
-    def _after_last(self, written: Write) -> Goals:
-        """Return the kept goals of the last write, followed by the goals of this write."""
-        if self._last is None:
-            return written.start, written.outcome
-        return np.concatenate([self._last[0], written.start]), np.concatenate([self._last[1], written.outcome])
 
 
 def _warn_of_breaks(share: float, such_as: str, likely: list[str]) -> None:

@@ -89,7 +89,10 @@ class SampleCounts(Check):
         if is_capturing(sample.relabelled):  # replays of a CUDA graph are not counted
             return
         self._has_sampled_returns |= sample.has_returns
-        if self._is_due(sample.relabelled.numel()):
+        transitions, is_early = sample.relabelled.numel(), self._transitions < FIRST
+        self._samples += 1
+        self._transitions += transitions
+        if transitions and (is_early or self._samples % EVERY == 0):
             counted = self._counted(sample)
             if counted.reward is not None or not self._recomputes:
                 self._count(counted)
@@ -103,13 +106,6 @@ class SampleCounts(Check):
         sample, self._compiled = self._compiled, None
         if sample is not None:
             self._count(sample)
-
-    def _is_due(self, transitions: int) -> bool:
-        """Return whether to count the next sample."""
-        is_early = self._transitions < FIRST
-        self._samples += 1
-        self._transitions += transitions
-        return transitions > 0 and (is_early or self._samples % EVERY == 0)
 
     def _count(self, sample: Counted) -> None:
         """Add a sample to the totals, and warn if many goals are lost."""
