@@ -42,9 +42,7 @@ def check_numbers(episodes: Episodes) -> Iterator[Finding]:
     """Check that goals are finite numbers."""
     achieved, desired = episodes.next_achieved, episodes.desired
     for name, *goals in (("achieved", episodes.achieved, achieved), ("desired", desired, episodes.next_desired)):
-        missing = sum(
-            int((~np.isfinite(each)).reshape(len(each), -1).any(1).sum()) for each in goals if each.dtype.kind == "f"
-        )
+        missing = sum(int((~np.isfinite(each)).reshape(len(each), -1).any(1).sum()) for each in goals)
         if missing:
             yield Finding(
                 "goal-nan",
