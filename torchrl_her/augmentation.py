@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_her._private import set_container_of_buffer, without_compiled_call
+from torchrl_her._private import set_container_of_buffer
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.episodes.held_transitions import HeldTransitions
@@ -27,7 +27,7 @@ from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy
+from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy, state_of_copy
 from torchrl_her.rewards.returns import Batch
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
@@ -358,14 +358,10 @@ class HindsightAugmentation(Transform):
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HindsightAugmentation:
-        return deep_copy(self, self._state_of_copy() | {"_is_shared": False}, memo)
-
-    def _state_of_copy(self) -> dict[str, Any]:
-        state = without_compiled_call(super().__getstate__())
-        return state | {"_relabelling": self._relabelling.for_copy(), "_neighbours": None}
+        return deep_copy(self, state_of_copy(self) | {"_is_shared": False}, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self._state_of_copy()
+        state = state_of_copy(self)
         if self._is_shared:  # pickled for another process, both tables would share memory, and overwrite each other
             state |= {"_held": HeldTransitions(self._held.lanes.without_episodes()), "table": None}
         return state

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import call_with_buffer
+from torchrl_her._private import call_with_buffer, without_compiled_call
 from torchrl_her.checks.check import Check, Sample, ratio
 from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.checks.goal_copies import GoalCopiesCheck
@@ -306,6 +306,12 @@ def check_saved_by(name: str, state: dict[str, Any]) -> None:
             f"This state was saved by {saved_by}, not {name}: create the buffer with the transform that saved it, "
             "then load."
         )
+
+
+def state_of_copy(transform: Transform) -> dict[str, Any]:
+    """Return the state of a hindsight transform for a copy, in which nothing was sampled or compiled."""
+    state = without_compiled_call(Transform.__getstate__(transform))
+    return state | {"_relabelling": state["_relabelling"].for_copy(), "_neighbours": None}
 
 
 def deep_copy(transform: Kind, state: dict[str, Any], memo: dict[int, Any]) -> Kind:

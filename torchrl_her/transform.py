@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 from torchrl.envs import Transform
 
-from torchrl_her._private import ids_around, set_container_of_buffer, warn_user, without_compiled_call
+from torchrl_her._private import ids_around, set_container_of_buffer, warn_user
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.episodes.memory import Episodes
@@ -27,7 +27,7 @@ from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
 from torchrl_her.offline.data_set import DataSet, MissingEntries
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy
+from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy, state_of_copy
 from torchrl_her.rewards.returns import STEPS, Batch, NStepReward, OneStepReward, check_n_step_keys
 
 
@@ -584,14 +584,10 @@ class HERTransform(Transform):
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
-        return deep_copy(self, self._state_of_copy(), memo)  # with the running episodes
-
-    def _state_of_copy(self) -> dict[str, Any]:
-        state = without_compiled_call(super().__getstate__())
-        return state | {"_relabelling": self._relabelling.for_copy(), "_neighbours": None}
+        return deep_copy(self, state_of_copy(self), memo)  # with the running episodes
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self._state_of_copy()
+        state = state_of_copy(self)
         if self._episodes.lock.is_shared:
             state |= {"_episodes": self._episodes.for_copy(), "_n_step": None}
         return state
