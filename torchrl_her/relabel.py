@@ -178,8 +178,10 @@ class Relabelling:
 
     def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, stamps: np.ndarray) -> None:
         """Keep the goals of new episodes that strategies need apart from outcomes; ``stamps`` are ``int64 [n, 2]``."""
+        if not self.apart:
+            return
         first = np.flatnonzero(stamps[:, 1] == 0)
-        if self.apart and len(first):
+        if len(first):
             rows = written.rows_of(tensordict.select(self.keys.achieved_goal, self.keys.desired_goal))
             self.keep_first_goals(table, stamps[first, 0], rows[torch.from_numpy(first).to(written.goals.device)])
 
