@@ -370,10 +370,10 @@ def plain(axes: Axes, grid: str = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def legend(figure: Figure, axes: Axes, columns: int) -> None:
-    """Write the legend above all panels."""
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
+def legend(figure: Figure, columns: int) -> None:
+    """Write the legend of all panels above them."""
+    lines = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 
 def draw_lines(path: Path, curves: dict[str, Curve], colours: dict[str, str]) -> None:
@@ -381,13 +381,14 @@ def draw_lines(path: Path, curves: dict[str, Curve], colours: dict[str, str]) ->
     figure, axes = plt.subplots(figsize=(WIDTH, 2.9), layout="constrained")
     draw_curves(axes, curves, colours, 1000)
     axes.set(xlabel="environment steps [thousands]", ylabel="success rate")
-    legend(figure, axes, len(curves))
+    legend(figure, len(curves))
     save(figure, path)
 
 
 MRL = "mrl on Fetch, published"
 OTHERWISE = "panda-gym, settings of FetchPush"
-TASK_COLOURS = {"Fetch": BLUE, "panda-gym": VERMILION, OTHERWISE: ORANGE, MRL: GREY}
+OTHERS, SB3 = "Fetch, HandReach, PointMaze", "Stable-Baselines3"
+TASK_COLOURS = {OTHERS: BLUE, "panda-gym": VERMILION, OTHERWISE: ORANGE, MRL: GREY, SB3: GREEN}
 
 
 def published(task: str) -> Curve:
@@ -396,10 +397,10 @@ def published(task: str) -> Curve:
 
 
 def draw_fetch(path: Path) -> None:
-    """Draw the success on Fetch and panda-gym, a panel for each kind of task."""
-    figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 4.9), layout="constrained", sharey=True)
-    for axes, task in zip(panels.flat, ("Reach", "Push", "PickAndPlace", "Slide"), strict=True):
-        curves = {"Fetch": evaluations("fetch.csv", task="Fetch" + task)}
+    """Draw the success on robots and in a maze, a panel for each kind of task."""
+    figure, panels = plt.subplots(2, 3, figsize=(WIDTH, 4.5), layout="constrained", sharey=True)
+    for axes, task in zip(panels.flat, ("Reach", "Push", "PickAndPlace", "Slide"), strict=False):
+        curves = {OTHERS: evaluations("fetch.csv", task="Fetch" + task)}
         if task != "Slide":
             curves["panda-gym"] = evaluations("fetch.csv", task="Panda" + task)
         if task == "PickAndPlace":
@@ -407,10 +408,18 @@ def draw_fetch(path: Path) -> None:
         if task != "Reach":
             curves[MRL] = published("Fetch" + task)
         draw_curves(axes, curves, TASK_COLOURS, 1000)
-        axes.set(title=task, xlabel="environment steps [thousands]")
+        axes.set_title(task)
+    for axes, task in zip(panels.flat[4:], ("HandReach", "PointMaze_Medium"), strict=True):
+        curves = {OTHERS: evaluations("fetch.csv", task=task)}
+        if task == "PointMaze_Medium":
+            curves[SB3] = evaluations("point-maze.csv", task=task + ", SAC", way=SB3)
+        draw_curves(axes, curves, TASK_COLOURS, 1000)
+        axes.set_title(task)
+    for axes in panels[1]:
+        axes.set_xlabel("environment steps [thousands]")
     for axes in panels[:, 0]:
         axes.set_ylabel("success rate")
-    legend(figure, panels[1, 0], 4)
+    legend(figure, 3)
     save(figure, path)
 
 
@@ -431,7 +440,7 @@ def draw_strategies(path: Path) -> None:
         draw_curves(axes, curves, colours, 1000)
         axes.set(title=f"her_ratio {ratio}", xlabel="steps [thousands]")
     panels[0].set_ylabel("success rate")
-    legend(figure, panels[0], 5)
+    legend(figure, 5)
     save(figure, path)
 
 
@@ -445,7 +454,7 @@ def draw_tasks(path: Path, name: str, colours: dict[str, str], x: str) -> None:
         draw_curves(axes, {way: evaluations(name, task=task, way=way) for way in ways}, colours, 1000)
         axes.set(title=task, xlabel=f"{x} [thousands]")
     panels[0, 0].set_ylabel("success rate")
-    legend(figure, panels[0, 0], len(colours))
+    legend(figure, len(colours))
     save(figure, path)
 
 
@@ -511,7 +520,7 @@ def draw_learning(path: Path) -> None:
     names = [f"{task}\n{'each tuned' if settings == 'each tuned' else 'equal settings'}" for settings, task in groups]
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
-    legend(figure, panels[0], 2)
+    legend(figure, 2)
     save(figure, path)
 
 
@@ -529,7 +538,7 @@ def draw_point_maze(path: Path) -> None:
             draw_curves(axes, curves, OF_LIBRARY, unit)
             axes.set(title=f"PointMaze_{maze}", xlabel=label)
         row[0].set_ylabel("success rate")
-    legend(figure, panels[0, 0], 2)
+    legend(figure, 2)
     save(figure, path)
 
 
@@ -556,7 +565,7 @@ def draw_sampling(path: Path) -> None:
         axes.set_xticks(range(4), ["10 k", "100 k", "500 k", "1 M"])
         plain(axes, "y")
     panels[0].set_ylabel("time [ms]")
-    legend(figure, panels[0], 3)
+    legend(figure, 3)
     save(figure, path)
 
 
