@@ -226,7 +226,8 @@ def run_example(*arguments):
     environment = {**os.environ, name: value, "PYTHONUNBUFFERED": "1"}
     command, pipe = [sys.executable, str(EXAMPLE), *arguments], subprocess.PIPE
     options = {"env": environment, "stdout": pipe, "stderr": pipe, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, **options) as script:
+    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background of a shell ignore interrupts
+    with subprocess.Popen(command, preexec_fn=hear, **options) as script:
         limit = threading.Timer(300, script.kill)
         limit.start()
         try:
