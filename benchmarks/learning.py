@@ -78,6 +78,7 @@ SCRIPTS = {
         "PandaReach": Script("sac", 2_000, ("env.name=panda:PandaReachFixed-v3", *OFTEN)),
         "PandaPush": Script("ddpg", 240_000, PANDA_PUSH),
         "PandaPickAndPlace": Script("ddpg", 500_000, ("+task=panda_pick_and_place",)),
+        "PointMaze_UMaze": Script("sac", 100_000, ("+task=point_maze",)),
         "PointMaze_Medium": Script("sac", 300_000, ("+task=point_maze_medium",)),
     },
     "movement": {"FetchPush": Script("ddpg", 240_000, (OBJECT, "average=0", "exploration.final=1"))},

@@ -387,7 +387,7 @@ def draw_lines(path: Path, curves: dict[str, Curve], colours: dict[str, str]) ->
 
 MRL = "mrl on Fetch, published"
 OTHERWISE = "panda-gym, settings of FetchPush"
-OTHERS, SB3 = "Fetch, HandReach, PointMaze", "Stable-Baselines3"
+OTHERS, SB3 = "Fetch, HandReach, PointMaze", "SB3, settings of UMaze"
 TASK_COLOURS = {OTHERS: BLUE, "panda-gym": VERMILION, OTHERWISE: ORANGE, MRL: GREY, SB3: GREEN}
 
 
@@ -412,7 +412,7 @@ def draw_fetch(path: Path) -> None:
     for axes, task in zip(panels.flat[4:], ("HandReach", "PointMaze_Medium"), strict=True):
         curves = {OTHERS: evaluations("fetch.csv", task=task)}
         if task == "PointMaze_Medium":
-            curves[SB3] = evaluations("point-maze.csv", task=task + ", SAC", way=SB3)
+            curves[SB3] = evaluations("point-maze.csv", task=task + ", SAC", way="Stable-Baselines3")
         draw_curves(axes, curves, TASK_COLOURS, 1000)
         axes.set_title(task)
     for axes in panels[1]:

@@ -37,7 +37,7 @@ from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from training.checkpoints import damage_of
 from training.environments import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env
 from training.parts import make_buffer, make_hindsight, make_inputs
-from training.plots import draw_episodes, draw_frames, draw_goals, draw_step, pixels_of, save
+from training.plots import Walls, draw_episodes, draw_frames, draw_goals, draw_step, pixels_of, save
 from training.settings import Env, Settings
 from training.start import read_settings
 
@@ -110,7 +110,7 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> 
 
 
 def draw_video(
-    episodes: list[dict[str, Any]], count: int, radius: float | None, unit: str, note: str
+    episodes: list[dict[str, Any]], count: int, radius: float | None, unit: str, walls: Walls, note: str
 ) -> Iterator[np.ndarray]:
     """Yield the frames of a video ``[height, width, 3]``: drawn goals of all episodes, or rendered frames.
 
@@ -120,11 +120,11 @@ def draw_video(
     rendered = "video" in episodes[0]
     for together in [episodes[number::count] for number in range(count)] if rendered else [episodes]:
         for step in range(max(len(episode["achieved_goal"]) for episode in together)):
-            figure = draw_step(together, step, note) if rendered else draw_episodes(together, radius, unit, until=step)
+            figure = draw_step(together, step, note) if rendered else draw_episodes(together, radius, unit, walls, step)
             yield pixels_of(figure)
 
 
-def find_walls(env: EnvBase) -> list[tuple[float, float, float]]:
+def find_walls(env: EnvBase) -> Walls:
     """Return the walls of a maze of Gymnasium-Robotics as squares (left, lower, side), or an empty list."""
     maze = getattr(env.unwrapped, "maze", None)
     if maze is None:
@@ -183,15 +183,13 @@ def main() -> None:
     torch.set_float32_matmul_precision(config.matmul_precision.name)
     checkpoints = find_checkpoints(arguments.folder, arguments.step)
     env = make_env(config.env)
-    radius, unit, note = success_radius(env), "m" if is_mujoco(env) else "", ""
+    radius, unit, walls, note = success_radius(env), "m" if is_mujoco(env) else "", find_walls(env), ""
     renders = (arguments.render or arguments.video) and "rgb_array" in env.unwrapped.metadata["render_modes"]
     if arguments.render and not renders:
         print(f"{config.env.name} renders nothing: the picture shows goals.")
     if arguments.goals:
         picture = arguments.folder / "goals.png"
-        figure = draw_goals(
-            goals_between(config, max(checkpoints.items())[1], env, arguments.goals), find_walls(env), unit
-        )
+        figure = draw_goals(goals_between(config, max(checkpoints.items())[1], env, arguments.goals), walls, unit)
         save(figure, picture, f"{config.algorithm}, {config.env.name}")
         print(f"Picture: {picture}")
         return
@@ -211,12 +209,14 @@ def main() -> None:
             episodes.append(episode | {"title": f"{after}: {'success' if episode['success'] else 'failure'}"})
     evaluation.close()
     env.close()
-    figure = draw_frames(episodes, note) if arguments.render and renders else draw_episodes(episodes, radius, unit)
+    figure = (
+        draw_frames(episodes, note) if arguments.render and renders else draw_episodes(episodes, radius, unit, walls)
+    )
     picture, steps = arguments.folder / "episodes.png", " and ".join(f"{step:,}" for step in policies)
     save(figure, picture, f"{config.algorithm}, {config.env.name}, after {steps} steps")
     print(f"Picture: {picture}")
     if arguments.video:
-        frames = list(draw_video(episodes, arguments.episodes, radius, unit, note))
+        frames = list(draw_video(episodes, arguments.episodes, radius, unit, walls, note))
         imageio.imwrite(picture.with_suffix(".gif"), frames, duration=1000 / FRAMES_PER_SECOND, loop=0)
         print(f"Video: {picture.with_suffix('.gif')}")
 

@@ -387,7 +387,8 @@ class GoalSelection(Transform):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GoalSelection:
         memo[id(self.hindsight)] = self.hindsight  # a copy reads the same goal table
-        return deep_copy(self, super().__getstate__(), memo)
+        state: Any = self.__getstate__()
+        return deep_copy(self, state, memo)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the desired goals and counts so far for ``state_dict``."""

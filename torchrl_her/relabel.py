@@ -73,7 +73,7 @@ class Relabelling:
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
         self.one_step = OneStepReward(self.reward, keys)
-        self.relabels_only_goals = not self.reward.out_keys
+        self.relabels_only_goals = isinstance(self.reward, NoReward)
         self.apart = goals_apart(self.strategies.values())
         self.goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
@@ -267,6 +267,10 @@ def _call_transform(replay_buffer: ReplayBuffer, method: str, args: tuple[Any, .
     return getattr(found[0], method)(*args, **kwargs)
 
 
+class NoReward(TensorDictSequential):
+    """Computes nothing, for ``HERTransform(None)``."""
+
+
 def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> TensorDictModuleBase:
     """Return a reward module that reads and writes the entries under ``keys``."""
     if isinstance(reward, type):
@@ -276,8 +280,8 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
             "The reward must be a module or a function, got an environment: pass HERTransform(EnvReward(env))."
         )
     if reward is None:
-        return TensorDictSequential()  # computes nothing
-    if isinstance(reward, TensorDictSequential) and not reward.out_keys:  # of another HERTransform(None)
+        return NoReward()
+    if isinstance(reward, NoReward):
         return reward
     if not isinstance(reward, TensorDictModuleBase):
         reward = GoalReward(reward)
@@ -302,7 +306,7 @@ def check_saved_by(name: str, state: dict[str, Any]) -> None:
             "The buffer was saved with CompactGoals, so the stored entries differ. Create the buffer with "
             "Compose(CompactGoals(), HERTransform(...)), then load."
         )
-    saved_by = "HindsightAugmentation" if "held" in state else "HERTransform"
+    saved_by = "HindsightAugmentation" if "held" in state else "HERTransform" if "lanes" in state else name
     if saved_by != name:
         raise ValueError(
             f"This state was saved by {saved_by}, not {name}: create the buffer with the transform that saved it, "

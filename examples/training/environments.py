@@ -27,7 +27,8 @@ EVALUATION_SEED = 1_000_000  # of the first episode
 LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
 PACKAGES = (
     "For an environment of another package, set env.name=module:Name-v0, and put its module on PYTHONPATH. Fetch, "
-    "PointMaze and other robots need: pip install -c constraints.txt gymnasium-robotics mujoco"
+    "PointMaze and other robots need: pip install -c constraints.txt gymnasium-robotics mujoco; panda.py needs: pip "
+    "install -c constraints.txt panda-gym"
 )
 
 

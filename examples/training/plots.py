@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import matplotlib
 import numpy as np
@@ -12,6 +13,7 @@ matplotlib.use("Agg")  # draws into files, without a display
 
 from cycler import cycler
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -30,12 +32,14 @@ PANELS = {  # title: the label of the y axis, and the metrics to draw
 LABELS = {
     "evaluation/success": "evaluation (greedy)", "train/success": "training (exploring)",
     "evaluation/return": "evaluation (greedy)", "train/loss": "Q", "train/loss_value": "critic",
-    "train/loss_qvalue": "critic", "train/loss_actor": "actor", "train/loss_alpha": "entropy coefficient",
+    "train/loss_qvalue": "critic", "train/loss_actor": "actor", "train/loss_alpha": "entropy weight",
     "train/q_value": "Q", "train/target_value": "target",
 }  # fmt: skip
 
 GREY = "0.88"
 COLUMNS = 4  # of panels
+
+Walls: TypeAlias = Sequence[tuple[float, float, float]]  # squares: left, lower, side
 
 # Runs
 
@@ -91,13 +95,13 @@ def draw_comparison(
     save(figure, path, title)
 
 
-def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: list[tuple[float, float, float]], unit: str) -> Figure:
+def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: Walls, unit: str) -> Figure:
     """Draw where goals were selected, a panel for each part of a run.
 
     Args:
         panels: for each title, the positions ``"achieved"``, ``"selected"`` and ``"environment"``, ``[n, 2 or 3]``.
             Of positions with three dimensions, the first and the last one are drawn.
-        walls: squares: left, lower, side.
+        walls: squares of a maze.
         unit: of the positions.
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False)
@@ -109,8 +113,7 @@ def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: list[tuple[float
     for panel, (title, goals) in zip(axes.flat, panels.items(), strict=True):
         for name, (_, look) in looks.items():
             panel.scatter(goals[name][:, 0], goals[name][:, -1], rasterized=True, **look)
-        for left, lower, side in walls:
-            panel.add_patch(plt.Rectangle((left, lower), side, side, color="0.3", lw=0))
+        _draw_walls(panel, walls)
         panel.set(title=title, aspect="equal", xlabel=f"x, {unit}".strip(" ,"))
     axes[0, 0].set_ylabel(f"{'yz'[len(goals['achieved'][0]) - 2]}, {unit}".strip(" ,"))
     lines = [
@@ -120,6 +123,11 @@ def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: list[tuple[float
     ]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     return figure
+
+
+def _draw_walls(panel: Axes, walls: Walls) -> None:
+    for left, lower, side in walls:
+        panel.add_patch(plt.Rectangle((left, lower), side, side, color="0.3", lw=0))
 
 
 def pixels_of(figure: Figure) -> np.ndarray:
@@ -141,8 +149,9 @@ def save(figure: Figure, path: Path, title: str) -> None:
 
 
 def draw_episodes(
-    episodes: list[dict[str, Any]], radius: float | None = None, unit: str = "", until: int | None = None
-) -> Figure:
+    episodes: list[dict[str, Any]], radius: float | None = None, unit: str = "", walls: Walls = (),
+    until: int | None = None,
+) -> Figure:  # fmt: skip
     """Draw the achieved goals and the desired goal of each episode, all at the same scale.
 
     Goals of zeros and ones are drawn as rows of bits, and goals with two or three dimensions as positions. For other
@@ -152,6 +161,7 @@ def draw_episodes(
         episodes: for each, ``"achieved_goal"`` ``[steps + 1, goal]``, ``"desired_goal"`` ``[goal]`` and ``"title"``.
         radius: the largest distance at which a goal is reached.
         unit: the unit of goals and radius, such as m.
+        walls: squares of a maze.
         until: the last step that is drawn.
     """
     goals = np.concatenate([[*episode["achieved_goal"], episode["desired_goal"]] for episode in episodes])
@@ -160,7 +170,7 @@ def draw_episodes(
     space = draw == _draw_positions and size == 3
     columns, rows = min(len(episodes), COLUMNS), -(-len(episodes) // COLUMNS)
     figure = plt.figure(figsize=(max(3.2 * columns, 6), 3.2 * rows + 0.7))
-    figure.set_layout_engine("constrained", h_pad=0.06)  # inches
+    figure.set_layout_engine("constrained", h_pad=0.1)  # inches
     for number, episode in enumerate(episodes):
         panel = figure.add_subplot(rows, columns, number + 1, projection="3d" if space else None)
         panel.set(title=episode["title"])
@@ -171,6 +181,8 @@ def draw_episodes(
             panel.set_ylabel("")
     limits = {}
     if draw == _draw_positions:  # squares or cubes: a unit has the same length on all axes
+        corners = [corner for *low, side in walls for corner in (np.array(low), np.array(low) + side)]
+        goals = np.concatenate([goals, *([corners] if corners else [])])
         middle, half = (goals.max(0) + goals.min(0)) / 2, 0.55 * np.ptp(goals, axis=0).max() + (radius or 0)
         limits = {f"{axis}lim": (at - half, at + half) for axis, at in zip("xyz", middle, strict=False)}
     else:
@@ -188,6 +200,7 @@ def draw_episodes(
             panel.invert_yaxis()
         elif draw == _draw_positions:
             panel.set_aspect("equal")
+            _draw_walls(panel, walls)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
