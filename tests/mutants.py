@@ -318,6 +318,8 @@ MUTANTS = [
         "Lanes(max_episode_steps + 1, PATIENCE", MACHINE),
     Mutant("movement in single precision", "movement.py", "if is_float else goals.long()",
         "if is_float else goals.float()", "tests/test_movement.py"),
+    Mutant("a module without outputs is no reward", "relabel.py", "if isinstance(reward, NoReward):",
+        "if not getattr(reward, 'out_keys', True):", "tests/test_refusals.py -k argument"),
     Mutant("movement without HERTransform", "movement.py",
         'any(getattr(each, "identifies_episodes", False) for each in after)', "True", "tests/test_refusals.py"),
     Mutant("movement of padding", "movement.py", "path = torch.where(found == 0, 0.0, path)  # padding",

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, tensorclass
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl import envs
 from torchrl.data import Composite, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage, Unbounded
 from torchrl.envs import Compose, GymEnv, MultiStepTransform, StepCounter, TransformedEnv
@@ -37,6 +37,7 @@ from torchrl_her import (
     GoalReward,
     GoalStrategy,
     HERKeys,
+    HERTransform,
     Mixture,
     MovementPriority,
     PastDesired,
@@ -797,6 +798,8 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
         r"TypeError: must be a module or a function, got an environment: pass HERTransform\(EnvReward\(env\)\)"),
     (HER, "reward", [module(torch.sub, ACHIEVED, ROOT_DESIRED, out="reward")],
         r"must write \('next', 'reward'\), but its out_keys are \['reward'\].*HERKeys\(reward="),
+    (partial(HERTransform, capacity=10), "reward", [TensorDictSequential()],
+        r"must write \('next', 'reward'\), but its out_keys are \[\]"),
     *((make, "reward", [with_attribute(ReachedReward(), recompute_all=True)],
         r"reads the number of steps to the goal.*Replace ReachedReward with GoalReward\(reward_fn, recompute_all")
       for make in (HER, AUGMENTATION)),
