@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.envs import Transform
+from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import set_container_of_buffer
+from torchrl_her._private import refuse_environment
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.episodes.held_transitions import HeldTransitions
@@ -127,7 +127,10 @@ class HindsightAugmentation(Transform):
         """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
 
-    set_container = set_container_of_buffer
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. An environment raises a ValueError."""
+        super().set_container(container)
+        refuse_environment(self)
 
     # Writing
 
@@ -358,10 +361,10 @@ class HindsightAugmentation(Transform):
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HindsightAugmentation:
-        return deep_copy(self, state_of_copy(self) | {"_is_shared": False}, memo)
+        return deep_copy(self, state_of_copy(super().__getstate__()) | {"_is_shared": False}, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = state_of_copy(self)
+        state = state_of_copy(super().__getstate__())
         if self._is_shared:  # pickled for another process, both tables would share memory, and overwrite each other
             state |= {"_held": HeldTransitions(self._held.lanes.without_episodes()), "table": None}
         return state

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.envs import Transform
+from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import set_container_of_buffer
+from torchrl_her._private import refuse_environment
 from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
 
 
@@ -104,7 +104,10 @@ class CompactGoals(Transform):
             self.check_write(tensordict)
         return tensordict.exclude(*self.left_out)
 
-    set_container = set_container_of_buffer
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. An environment raises a ValueError."""
+        super().set_container(container)
+        refuse_environment(self)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions ``[*batch]`` with the redundant entries restored; the input is not modified."""

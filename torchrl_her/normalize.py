@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import set_container_of_buffer
+from torchrl_her._private import refuse_environment
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import MASK, HERKeys, check_keys, get_entry, is_key
@@ -115,7 +115,8 @@ class NormalizedInputs(Transform):
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Check that the container is no environment, and forget it: a copy of a policy does not copy the buffer."""
-        set_container_of_buffer(self, container)
+        super().set_container(container)
+        refuse_environment(self)
         self.reset_parent()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -314,9 +314,9 @@ def check_saved_by(name: str, state: dict[str, Any]) -> None:
         )
 
 
-def state_of_copy(transform: Transform) -> dict[str, Any]:
+def state_of_copy(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a hindsight transform for a copy, in which nothing was sampled or compiled."""
-    state = without_compiled_call(Transform.__getstate__(transform))
+    state = without_compiled_call(state)
     return state | {"_relabelling": state["_relabelling"].for_copy(), "_neighbours": None}
 
 

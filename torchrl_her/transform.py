@@ -12,9 +12,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
-from torchrl.envs import Transform
+from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import ids_around, set_container_of_buffer, warn_user
+from torchrl_her._private import ids_around, refuse_environment, warn_user
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.episodes.memory import Episodes
@@ -156,7 +156,10 @@ class HERTransform(Transform):
         """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
 
-    set_container = set_container_of_buffer
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Set the container. An environment raises a ValueError."""
+        super().set_container(container)
+        refuse_environment(self)
 
     # Writing
 
@@ -584,10 +587,10 @@ class HERTransform(Transform):
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
-        return deep_copy(self, state_of_copy(self), memo)  # with the running episodes
+        return deep_copy(self, state_of_copy(super().__getstate__()), memo)  # with the running episodes
 
     def __getstate__(self) -> dict[str, Any]:
-        state = state_of_copy(self)
+        state = state_of_copy(super().__getstate__())
         if self._episodes.lock.is_shared:
             state |= {"_episodes": self._episodes.for_copy(), "_n_step": None}
         return state
