@@ -2,11 +2,11 @@
 
     python benchmarks/learning.py sb3 --tasks "FetchReach, SAC" --steps 5000 --interval 500 --columns 2000 5000
     python benchmarks/learning.py suite --tasks FetchPush --seeds 21       # half an hour
-    python benchmarks/learning.py suite --results docs/reference/results/fetch.csv
+    python benchmarks/learning.py suite --results docs/reference/results/{fetch,goal-selection}.csv
 
 - ``sb3``: the training scripts in ``examples/`` and Stable-Baselines3, with equal settings, side by side. Each run is a
   process on one thread, and the library that runs first changes from seed to seed.
-- ``suite``: the training scripts on robots and in a maze, which needs ``pip install -c constraints.txt panda-gym``.
+- ``suite``: the training scripts on robots and in mazes, which needs ``pip install -c constraints.txt panda-gym``.
 - ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
 - ``selection``: `GoalSelection`, compared with the goals of the environment.
 - ``crl``: contrastive RL (``examples/crl.py``) and SAC with hindsight, with equal numbers of updates.
@@ -283,7 +283,7 @@ def print_suite(runs: Runs) -> None:
     """Print success and return next to published ones, and training time."""
     published = list(csv.DictReader(PUBLISHED.read_text().splitlines()))
     rows = {}
-    for (task, _), by_seed in runs.items():
+    for (task, way), by_seed in runs.items():
         steps = next(iter(by_seed.values()))[-1]["steps"]
         theirs = [row for row in published if row["task"] == task]
         as_long = [row for row in theirs if row["way"] == BEST_PUBLISHED and int(row["steps"]) == steps]
@@ -292,7 +292,14 @@ def print_suite(runs: Runs) -> None:
         success = spread(at(by_seed, "success", np.inf))
         returned = spread(at(by_seed, "return", np.inf), 1)
         hours = spread([seconds / 3600 for seconds in at(by_seed, "seconds", np.inf)])
-        rows[task] = f"{steps:,}", success, "".join(their_success), returned, "".join(their_return), hours
+        rows[f"{task}, {way}" if way else task] = (
+            f"{steps:,}",
+            success,
+            "".join(their_success),
+            returned,
+            "".join(their_return),
+            hours,
+        )
     columns = "steps", "success", "published success", "return", "published return", "core-hours"
     print_table("task", columns, rows)
 

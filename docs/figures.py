@@ -399,7 +399,7 @@ def published(task: str) -> Curve:
 def draw_fetch(path: Path) -> None:
     """Draw the success on robots and in a maze, a panel for each kind of task."""
     figure, panels = plt.subplots(2, 3, figsize=(WIDTH, 4.5), layout="constrained", sharey=True)
-    for axes, task in zip(panels.flat, ("Reach", "Push", "PickAndPlace", "Slide"), strict=False):
+    for axes, task in zip(panels.flat[:4], ("Reach", "Push", "PickAndPlace", "Slide"), strict=True):
         curves = {OTHERS: evaluations("fetch.csv", task="Fetch" + task)}
         if task != "Slide":
             curves["panda-gym"] = evaluations("fetch.csv", task="Panda" + task)

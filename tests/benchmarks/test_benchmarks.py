@@ -52,7 +52,8 @@ def test_learning_trains_continues_and_prints_medians_and_ranges(run, monkeypatc
 def test_the_table_of_the_suite_is_that_of_its_page(run):
     results = DOCS / "reference/results"
     table = (results / "fetch.md").read_text().split("\n\n")[2]
-    assert run(learning, "suite", "--results", results / "fetch.csv").strip() == table
+    files = results / "fetch.csv", results / "goal-selection.csv"
+    assert run(learning, "suite", "--results", *files).strip() == table
 
 
 def test_learning_trains_offline_algorithms_once(run, monkeypatch, tmp_path):
