@@ -27,12 +27,10 @@ STEPS = 200  # of an episode
 ENVS = 1, 16, 64, 256, 1024, 4096
 CHUNK, CHUNK_ENVS = 160, 8  # steps and environments of a write that is ordered by time
 LOOPS = 1024, 4096
-CASES = {  # environments, steps of an episode, size of the storage, one silent reset in so many
-    "16 environments, 1,000 steps, 64,000 transitions": (16, 1000, 64_000, 0),
-    "1,024 environments, 1,000 steps, 256,000 transitions": (1024, 1000, 256_000, 0),
-    "1 environment, silent resets after 100 steps, 10,000 transitions": (1, 100, 10_000, 1),
-}
-MOMENTS = 20  # during the last episode at which the share is measured
+SHARE_ENVS, SHARE_STEPS = (1, 64, 1024, 4096), (50, 1000)
+FRAMES = 100  # that the storage holds; it wraps round twice
+MOMENTS = 1, 5, 40, 3 * FRAMES  # frames after which the share is measured
+SHARE_DRAWS = 20_480
 
 
 def make_frame(step: Tensor, env: Tensor, steps: Any = STEPS, silent: int = 0, moves: bool = True) -> TensorDict:
@@ -107,16 +105,18 @@ def loop(envs: int, rounds: int) -> list[str]:
 
 
 def share() -> None:
-    """The share of relabelled transitions with long episodes, many environments and silent resets."""
+    """The share of relabelled transitions from the first sample on, with storage and table of the same size."""
     rows = {}
-    for name, (envs, steps, size, silent) in CASES.items():
-        buffer, env, measured = make_buffer(size), torch.arange(envs), []
-        every, last = max(1, steps // MOMENTS), 2 * (size // envs) + steps
-        width = every if envs == 1 else 1  # steps in a write
-        for first in range(0, last, width):
-            step = torch.arange(first, first + width).repeat_interleave(envs)
-            buffer.extend(make_frame(step, env.repeat(width), steps, silent))
-            if first >= last - steps and (first + width) % every == 0:
-                measured.append(float(buffer.sample(4096)["hindsight", "relabelled"].float().mean()))
-        rows[name] = [f"{min(measured):.2f} to {max(measured):.2f}", f"{np.mean(measured):.2f}"]
-    print_table("share of relabelled transitions, `her_ratio=0.8`", ("range", "mean"), rows)
+    for envs in SHARE_ENVS:
+        for steps in SHARE_STEPS:
+            buffer, env, measured = make_buffer(FRAMES * envs), torch.arange(envs), []
+            step = torch.randint(steps, (envs,))
+            for frame in range(1, 1 + MOMENTS[-1]):
+                buffer.extend(make_frame(step, env, steps))
+                step = step + 1
+                if frame in MOMENTS:
+                    relabelled = buffer.sample(SHARE_DRAWS)["hindsight", "relabelled"]
+                    measured.append(f"{float(relabelled.float().mean()):.3f}")
+            rows[f"{envs:,}, episodes of {steps:,} steps"] = measured
+    columns = (*(f"{frames} frames" for frames in MOMENTS[:-1]), "wrapped twice")
+    print_table("environments; share of relabelled transitions, `her_ratio=0.8`", columns, rows)

@@ -108,12 +108,11 @@ def test_the_window_can_be_changed_while_writing():
     assert len(recorded.rb[0:1, 3:4]) == 1
 
 
-def test_a_window_over_the_end_of_an_episode_that_fills_the_table_is_not_relabelled():
-    """In a full table, the last row of the episode is followed by its first row."""
-    recorded = record(1, capacity=10, strategy="episode", ndim=1)
+def test_a_window_over_the_end_of_an_episode_that_was_cut_is_not_relabelled():
+    recorded = record(1, capacity=15, strategy="episode", ndim=1, max_episode_steps=10)
     recorded.play([["go"] * 15])
     recorded.check()
-    assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 8 + [False] * 4
+    assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 8 + [False] * 2 + [True] * 2
 
 
 @pytest.mark.parametrize("absent", [["truncated"], ["truncated", "terminated"]])
@@ -141,7 +140,7 @@ def test_all_returns_are_recomputed_if_asked_for():
 
 @pytest.mark.parametrize("capacity", [10_000, 50])
 def test_a_sequence_of_windows_gets_one_goal_or_keeps_its_own(capacity):
-    """Episodes are only partly in the table: the last one is running, or the table is too small."""
+    """With the smaller capacity, episodes are only partly in the table."""
     sampler = SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"), strict_length=True)
     recorded = record(1, ndim=1, capacity=capacity, sampler=sampler, sequence_length=4)
     for end in ["terminated"] * 12 + ["go"]:
@@ -154,7 +153,7 @@ def test_a_sequence_of_windows_gets_one_goal_or_keeps_its_own(capacity):
             relabelled += 1
             assert rows["desired_goal"][0, 1] > rows["achieved_goal"][-1, 1]  # drawn for the last transition
             recorded.check(rows)
-    assert 0 < relabelled < 250
+    assert 0 < relabelled < 250 if capacity == 50 else relabelled == 250
 
 
 # Saving, loading, flushing

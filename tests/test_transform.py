@@ -137,7 +137,7 @@ def test_trajectory_ids_are_used_unless_their_key_is_none(trajectory):
     td = transitions(whole_episodes(3))[[0, 0, 1, 1, 2, 2]].set(("collector", "traj_ids"), torch.arange(6) % 2)
     rb = buffer_with(hindsight(strategy="final", keys=HERKeys(trajectory=trajectory)), td)
     stamps = rb.storage[:]["hindsight_stamp"]
-    assert (stamps[::2, 0] == stamps[0, 0]).all() == (trajectory is not None)
+    assert ((stamps[::2] >> 25) == (stamps[0] >> 25)).all() == (trajectory is not None)
 
 
 # State
@@ -219,7 +219,7 @@ def test_the_cost_of_a_write_does_not_depend_on_how_much_is_stored():
 LEFT_OUT = {*FLAGS, ("next", "desired_goal")}
 
 
-@pytest.mark.parametrize(("make", "rows", "relabelled"), [(hindsight, 8, 6), (make_augmentation, 30, 24)])
+@pytest.mark.parametrize(("make", "rows", "relabelled"), [(hindsight, 8, 8), (make_augmentation, 30, 24)])
 def test_with_compact_goals_redundant_entries_are_not_stored_and_restored_in_samples(make, rows, relabelled):
     recorded = record()
     recorded.rb = buffer_with(Compose(CompactGoals(), make()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,13 @@ from torchrl_her._private import refuse_environment
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.episodes.held_transitions import HeldTransitions
-from torchrl_her.episodes.lanes import Lanes, Published, Tracked
+from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.goals.draw import Strategies, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
+from torchrl_her.goals.names import name_of
 from torchrl_her.goals.strategies import check_at_least
-from torchrl_her.goals.table import GoalTable, load_table
+from torchrl_her.goals.table import GoalTable, Steps, load_table, spread
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.order import Neighbours
@@ -118,7 +119,7 @@ class HindsightAugmentation(Transform):
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
         self.table: GoalTable | None = None  # None before the first episode has ended
-        self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE, publish_running=False))
+        self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE))
         self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
 
@@ -138,7 +139,7 @@ class HindsightAugmentation(Transform):
     def _writing(self) -> Iterator[None]:
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
         held = self._held
-        of_held = (held.lanes, "running"), (held, "layout"), (held, "ended")
+        of_held = (held.lanes, "running"), (held, "layout"), (held, "log")
         with exclusive(self._lock, *of_held, (self, "_first_goal")):
             if self._process != os.getpid():
                 self._process = os.getpid()
@@ -177,8 +178,7 @@ class HindsightAugmentation(Transform):
             if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None
-            ended, self._held.ended = self._held.ended, ()
-            return self._augment(ended) if ended else None
+            return self._augment() if len(self._held.log.ended) else None
 
     def _check_neighbours(self) -> Neighbours:
         neighbours = Neighbours.of(self)
@@ -190,20 +190,14 @@ class HindsightAugmentation(Transform):
     def _hold(self, rows: TensorDictBase, written: Write) -> Tracked:
         """Hold transitions ``[n]`` back until their episodes end, without padding."""
         rows = written.rows_of(rows)
-        packed = self._held.pack(rows)
+        tracked = self._held.add(rows, written)
         if self._first_goal is None:
             self._first_goal = rows.get(self.keys.desired_goal)[:1].clone()
-        # The ids do not matter: episodes get others in the goal table when they have ended.
-        tracked = self._held.lanes.track(written, packed, first_episode=1)
-        self._held.lanes.running = tracked.running
-        self._held.ended += tuple(tracked.published)
         return tracked
 
-    def _augment(self, ended: Sequence[Published]) -> TensorDictBase:
+    def _augment(self) -> TensorDictBase:
         """Return the transitions of ended episodes, each followed by its copies; they leave the storage together."""
-        lengths = np.concatenate([each.length for each in ended])
-        device = ended[-1].data.device  # loaded episodes can be on another device
-        packed = torch.cat([each.data.to(device) for each in ended])
+        packed, lengths = self._held.take_ended()
         # Groups of episodes that fit into the goal table.
         group = (np.cumsum(lengths) - lengths) // max(1, self.capacity - lengths.max() + 1)
         groups = np.split(lengths, np.flatnonzero(np.diff(group)) + 1)
@@ -257,7 +251,9 @@ class HindsightAugmentation(Transform):
         table = self.table
         table.to(desired.device)
         ids = table.new_episodes(len(lengths)) + np.arange(len(lengths))
-        table.append(ids, np.zeros_like(ids), lengths, outcomes)
+        begin, (part, step) = np.zeros_like(ids), spread(np.zeros_like(lengths), lengths)
+        window, ended = np.zeros((len(ids), 3), np.int64), np.ones(len(ids), np.bool_)
+        table.append(Steps(name_of(ids[part], step), part, ids, begin, lengths, ended, window), outcomes)
         if self._relabelling.apart:
             first = torch.from_numpy(np.cumsum(lengths) - lengths).to(desired.device)
             self._relabelling.keep_first_goals(
@@ -289,7 +285,7 @@ class HindsightAugmentation(Transform):
             150
         """
         with self._writing():
-            self._held.ended += tuple(self._held.lanes.flush())
+            self._held.flush()
             return self._held.empty_batch()
 
     def clear(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import refuse_environment, transforms_around
-from torchrl_her.episodes.stamps import read_stamps
+from torchrl_her.goals.names import read_stamps, split_name
 from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
 
 
@@ -96,7 +96,7 @@ class MovementPriority(Transform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         self.check_order()
-        ids, _ = read_stamps(tensordict)
+        ids, _ = split_name(read_stamps(tensordict))
         found, episode = ids.unique(return_inverse=True)
         begin, end = self._goals(tensordict)
         distance = (end - begin).float().reshape(len(end), -1).norm(dim=1)

@@ -24,13 +24,13 @@ from torchrl_her.checks.replaced_flags import ReplacedFlagsCheck
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.checks.sample_counts import SampleCounts
-from torchrl_her.checks.waiting import WaitingCheck
 from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, map_goals
 from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
+from torchrl_her.goals.names import DESIRED_STEP, INITIAL_STEP, split_name
 from torchrl_her.goals.strategies import Future
 from torchrl_her.goals.strategy import DESIRED, goals_apart
-from torchrl_her.goals.table import DESIRED_STEP, INITIAL_STEP, GoalTable
+from torchrl_her.goals.table import GoalTable, Steps
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
 from torchrl_her.rewards.goal_reward import GoalReward
 from torchrl_her.rewards.reached_reward import ReachedReward
@@ -100,7 +100,6 @@ class Relabelling:
             rewards,
             GoalCopiesCheck(self.keys, self.extra_replaced),
             SampleCounts(self.keys, rewards),
-            WaitingCheck(),
             ReplacedFlagsCheck(self.keys.next_terminated, is_recomputed=rewards.recomputes_ends),
         ]
 
@@ -176,14 +175,15 @@ class Relabelling:
             **counts,
         )
 
-    def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, stamps: np.ndarray) -> None:
-        """Keep the goals of new episodes that strategies need apart from outcomes; ``stamps`` are ``int64 [n, 2]``."""
+    def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, steps: Steps) -> None:
+        """Keep the goals of new episodes that strategies need apart from outcomes."""
         if not self.apart:
             return
-        first = np.flatnonzero(stamps[:, 1] == 0)
+        episode, step = split_name(steps.name)
+        first = np.flatnonzero(step == 0)
         if len(first):
             rows = written.rows_of(tensordict.select(self.keys.achieved_goal, self.keys.desired_goal))
-            self.keep_first_goals(table, stamps[first, 0], rows[torch.from_numpy(first).to(written.goals.device)])
+            self.keep_first_goals(table, episode[first], rows[torch.from_numpy(first).to(written.goals.device)])
 
     def keep_first_goals(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
         """Keep goals apart, given the first transitions ``[n]`` of episodes, whose ids are ``int64 [n]``."""

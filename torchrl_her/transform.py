@@ -14,14 +14,14 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import ids_around, refuse_environment, warn_user
+from torchrl_her._private import ids_around, refuse_environment
 from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
 from torchrl_her.episodes.memory import Episodes
-from torchrl_her.episodes.stamps import STAMP, add_padding, read_stamps
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Draw, Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal
 from torchrl_her.goals.extra_goals import AnyStrategy
+from torchrl_her.goals.names import STAMP, read_stamps, split_name
 from torchrl_her.goals.strategies import check_at_least
 from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
@@ -65,15 +65,15 @@ class HERTransform(Transform):
         her_ratio (float): the probability that a transition is relabelled, from 0 to 1. The paper's k goals per
             transition correspond to k / (k + 1). Default: 0.8.
         capacity (int): the number of achieved goals to keep. Pass the number of transitions that the storage can hold.
-            A longer episode than ``capacity`` is split, and a warning says so. Default: 1,000,000.
+            Default: 1,000,000.
         keys (HERKeys): the keys of the entries. Default: ``HERKeys()``.
         goal_fn (Callable[[Tensor], Tensor], optional): maps the entry of the achieved goal, ``[batch, *state]``, to
             goals ``[batch, *goal]``. By default, the entry is the goal.
         goal_spec (TensorSpec, optional): the spec of a single goal, ``env.observation_spec["achieved_goal"]`` of one
             environment. Required for buffers with ``shared=True`` and storages with ``shared_init=True``. By default,
             the first write determines it.
-        max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag. In
-            a buffer shared between processes, the default is 8,192.
+        max_episode_steps (int, optional): the number of steps after which an episode ends even without a done flag.
+            Default: no limit.
         sequence_length (int, optional): the number of transitions in each sampled sequence, the ``slice_len`` of a
             ``SliceSampler``. All transitions of a sequence get the same goal, which is drawn for the last one.
             Transitions that belong to another episode than the last one keep their goal.
@@ -143,7 +143,6 @@ class HERTransform(Transform):
         self._adopted: AdoptedData | None = None
         self._n_step: NStepReward | None = None  # set if a MultiStepTransform comes before
         self._longest_window = 1  # the largest number of steps that a stored transition spans
-        self._splits_silently = max_episode_steps is None or max_episode_steps > capacity  # until the warning
         self._neighbours: Neighbours | None = None  # the other transforms of the buffer; None before the first check
         self._ids_around: list[int] | None = None  # the ids of the other transforms at the last check
         # The entries that only samples have.
@@ -180,12 +179,12 @@ class HERTransform(Transform):
         if n_step is not None:
             n_step.keep_flags(tensordict)
         if written is None:
-            return tensordict.set(STAMP, torch.zeros(*batch, 2, dtype=torch.int64, device=tensordict.device))
+            return tensordict.set(STAMP, torch.zeros(batch, dtype=torch.int64, device=tensordict.device))
         stamps = torch.from_numpy(self._append(tensordict, written, n_step)).to(written.goals.device)
-        return tensordict.set(STAMP, stamps.view(*batch, 2))
+        return tensordict.set(STAMP, stamps.view(batch))
 
     def _append(self, tensordict: TensorDictBase, written: Write, n_step: NStepReward | None) -> np.ndarray:
-        """Add transitions ``[*batch]`` to the episodes; return their stamps, ``int64 [n, 2]``."""
+        """Add transitions ``[*batch]`` to the episodes; return their stamps, ``int64 [rows]``."""
         with self._writing():
             if n_step is not None:
                 n_step = copy.copy(n_step)  # an interrupted write changes nothing
@@ -193,13 +192,10 @@ class HERTransform(Transform):
                 self._longest_window = max(self._longest_window, n_step.multi_step.n_steps)
             tracked, table = self._episodes.append(written), self._episodes.table
             assert table is not None
-            self._relabelling.keep_apart(table, tensordict, written, tracked.stamps)
-            if tracked.cut and self._splits_silently:
-                self._splits_silently = False
-                self._warn_of_split(max(tracked.cut, self._episodes.lanes.max_episode_steps + 1))
+            self._relabelling.keep_apart(table, tensordict, written, tracked.steps)
             self._relabelling.check_tracked(tensordict, written, tracked)
             self._n_step = n_step or self._n_step
-        return add_padding(tracked.stamps, written.mask, step=self.capacity)
+        return written.with_padding(tracked.steps.name)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -208,19 +204,6 @@ class HERTransform(Transform):
             if is_new_process and self._n_step is not None:
                 self._n_step.forget_rows()
             yield
-
-    def _warn_of_split(self, needed: int) -> None:
-        longest = self._episodes.lanes.max_episode_steps
-        if longest < self.capacity:
-            cause = f"An episode has at least {needed} steps, but one in shared memory at most {longest}"
-            remedy = f"Pass max_episode_steps={needed}, or more."
-        else:
-            cause = f"An episode has at least {needed} steps, but capacity is {self.capacity}"
-            remedy = f"Pass the number of transitions that the storage can hold as capacity, and at least {needed}."
-        warn_user(
-            f"{cause}, so hindsight splits it: new goals come only from the same part. {remedy} If you want to split "
-            "episodes, pass max_episode_steps."
-        )
 
     def _check_neighbours(self) -> Neighbours:
         """Return the other transforms of the buffer, and check them if they changed."""
@@ -272,9 +255,9 @@ class HERTransform(Transform):
             self._episodes.clear()
 
     def flush(self) -> None:
-        """End the running episodes, so that their transitions can be relabelled. The next write begins new episodes.
+        """End the running episodes. The next write begins new episodes.
 
-        Steps that wait in a ``MultiStepTransform`` because their windows are incomplete are dropped.
+        Call it if the environments are reset without a flag, for example after loading. Steps that wait in a ``MultiStepTransform`` because their windows are incomplete are dropped.
 
         Examples:
             >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -282,14 +265,14 @@ class HERTransform(Transform):
             >>> import torchrl_her.envs
             >>> from torchrl_her import EnvReward, HERTransform
             >>> env = GymEnv("torchrl_her/PointReach-v0")
-            >>> her = HERTransform(EnvReward(env), her_ratio=1.0, capacity=1000)
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her, batch_size=64)
+            >>> her = HERTransform(EnvReward(env), capacity=1000)
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), transform=her)
             >>> _ = rb.extend(env.rollout(30))  # the episode would end after 50 steps
-            >>> rb.sample()["hindsight", "relabelled"].any()
-            tensor(False)
+            >>> her.report().running
+            1
             >>> her.flush()
-            >>> rb.sample()["hindsight", "relabelled"].all()
-            tensor(True)
+            >>> her.report().running
+            0
         """
         with self._writing():
             self._forget_waiting_steps()
@@ -320,7 +303,7 @@ class HERTransform(Transform):
 
         Returns:
             TensorDictBase: a shallow copy of ``data``, ``[*batch]``, that shares all entries and adds
-                ``"hindsight_stamp"``, ``int64 [*batch, 2]``. Pass it to ``TensorStorage``, flattened with
+                ``"hindsight_stamp"``, ``int64 [*batch]``. Pass it to ``TensorStorage``, flattened with
                 ``.reshape(-1)`` if it has several dimensions. Otherwise, each row holds T transitions, and a sample of
                 256 rows has the batch size ``[256, T]``.
 
@@ -363,7 +346,7 @@ class HERTransform(Transform):
         table = episodes.table
         if table is not None and table.is_shared:
             raise ValueError("Processes already share the goal table: call adopt() before you create the buffer.")
-        if episodes.lanes.running is not None or (table is not None and table.writes):
+        if episodes.lanes.running is not None or (table is not None and table.rows_used):
             raise ValueError(
                 "adopt() needs an empty goal table, but transitions were written or loaded through this HERTransform: "
                 "create another one for the data set, and combine both buffers with ReplayBufferEnsemble."
@@ -387,7 +370,7 @@ class HERTransform(Transform):
             self._check_neighbours()  # the transforms of the buffer changed after the last write
         relabelling, her_ratio = self._relabelling, self.her_ratio
         rewards = self._rewards_of(tensordict)
-        episode, step = read_stamps(tensordict)
+        episode, step = split_name(read_stamps(tensordict))
         batch = self._unpack(tensordict, rewards, episode, step)
         table = self._episodes.table_for(batch.stored[self.keys.desired_goal], len(tensordict.batch_size))
         if isinstance(rewards, NStepReward):

@@ -71,16 +71,6 @@ def test_in_a_frame_an_environment_that_starts_where_another_one_arrived_continu
     assert rb[:]["desired_goal"].flatten().tolist() == [5, 6] * 3
 
 
-@pytest.mark.filterwarnings("ignore:An episode has at least")
-def test_a_longer_episode_than_shared_memory_allows_is_cut_when_the_buffer_is_shared():
-    recorded = record(size=10_000, ndim=2)
-    for steps in (5000, 4000):
-        recorded.play([["go"] * steps], "lanes")
-    recorded.rb.transform[0].share_memory_()
-    recorded.play([["go"] * 3], "lanes")
-    assert recorded.rb.transform[0].report().transitions == 9003
-
-
 @pytest.mark.parametrize("ids", [[0, 0], [2**40, -7]], ids=["one id for both", "ids of any value"])
 @pytest.mark.parametrize("time_major", [False, True])
 def test_environments_are_distinguished_by_their_goals_and_ids(ids, time_major):
@@ -120,47 +110,14 @@ def test_episodes_enter_the_table_in_the_order_of_writing_whatever_their_ids():
 # Episodes that wait
 
 
-def wait(recorded, env, steps):
-    """Let environment 0 make steps until the transitions of another one are relabelled; return their number."""
-    uid = recorded.oracle.running[env].rows[-1].uid
-    for step in range(steps):
-        recorded.play([["terminated"]])
-        rows = recorded.rb[:]
-        if rows[RELABELLED][rows["uid"] == uid].all():
-            return step
-    return steps
-
-
-def test_an_episode_that_waits_longer_than_any_before_is_relabelled_and_can_go_on():
+def test_an_episode_that_waits_is_relabelled_and_can_go_on():
     recorded = record(envs=2)
     for _ in range(2):
         recorded.play([[], ["go"] * 3])
-        assert wait(recorded, env=1, steps=50) < 20
         assert recorded.check() == len(recorded.stored)
+        recorded.play([["terminated"] * 100])
     recorded.play([[], ["go", "terminated"]])
     assert recorded.check() == len(recorded.stored), "with the last goal of the whole episode"
-
-
-def after_a_long_pause(move="terminated"):
-    """Return the record of an environment that went on after a hundred other transitions, and of two new ones."""
-    recorded = record(envs=3)
-    recorded.play([[], ["go"]])
-    recorded.play([["terminated"] * 100])
-    recorded.play([[], [move]])
-    recorded.play([[], [], ["go"]])
-    return recorded
-
-
-@pytest.mark.parametrize("move", ["go", "terminated"])
-def test_a_single_long_pause_does_not_make_other_episodes_wait_as_long(move):
-    assert wait(after_a_long_pause(move), env=2, steps=100) < 50
-
-
-@pytest.mark.filterwarnings("ignore:The loaded buffer has 1 running episode")
-def test_a_loaded_transform_waits_as_long_as_the_saved_one():
-    recorded, twin = after_a_long_pause(), after_a_long_pause()
-    twin.rb = copied_by_state_dict(recorded.rb, make_buffer(), None)
-    assert 0 < wait(recorded, env=2, steps=100) == wait(twin, env=2, steps=100)
 
 
 def test_the_state_of_a_transform_without_transitions_drops_running_episodes_and_goals():
@@ -184,7 +141,7 @@ def test_an_episode_that_nothing_continues_for_the_capacity_is_closed():
 
 ALTERNATIVES = {
     "a constant hash": (lanes, "hash_goals", lambda goals, trajectory: np.zeros(len(goals), np.int64)),
-    "no short path": (lanes.Lanes, "_track_single_run", lambda *arguments: None),
+    "no short path": (lanes.Lanes, "_track_stream", lambda *arguments: None),
 }
 
 
@@ -202,7 +159,7 @@ def test_a_slower_way_to_find_episodes_gives_the_same_stamps(monkeypatch, layout
             recorded.play([[*moves[env % 3 :], *moves[: env % 3]] for env in range(envs)], layout)
         recorded.play([["go"] * 4 + ["terminated"]] * envs, layout)
         stamps, report = rb.storage[:]["hindsight_stamp"], rb.transform[0].report()
-        first = torch.stack([stamps[..., 0].min(), torch.tensor(0)])
+        first = stamps.min() >> 25 << 25  # the first step of the first episode
         results.append((stamps - first, report.episodes, report.running, report.mean_length, report.discontinuous))
         monkeypatch.setattr(*ALTERNATIVES[alternative])
     assert torch.equal(results[0][0], results[1][0])

@@ -15,7 +15,8 @@ from torchrl.envs import Compose, MultiStepTransform
 from support.dispatch import Operations
 from support.factories import make_transform
 from support.traffic import Source, check, reward_of
-from torchrl_her.goals.table import GoalTable
+from torchrl_her.goals.names import name_of
+from torchrl_her.goals.table import GoalTable, Steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of a table that is too small on purpose
 
@@ -81,9 +82,11 @@ def test_a_goal_that_is_read_during_a_write_is_complete_or_not_found():
 
     def write():
         while not stop.is_set():
-            episode = table.new_episodes(1)
-            columns = np.array([[episode], [0], [4]])  # the id, the first step, the number of steps
-            table.append(*columns, torch.full((4, 50_000), float(episode % 2**20)))
+            episode, zero, step = np.array([table.new_episodes(1)]), np.zeros(1, np.int64), np.arange(4)
+            steps = Steps(
+                name_of(episode, step), 0 * step, episode, zero, zero + 4, zero == 0, np.zeros((1, 3), np.int64)
+            )
+            table.append(steps, torch.full((4, 50_000), float(episode[0] % 2**20)))
             time.sleep(random.random() / 1000)
 
     writer = threading.Thread(target=write)
@@ -93,7 +96,8 @@ def test_a_goal_that_is_read_during_a_write_is_complete_or_not_found():
         while read < 3000 or overtaken < 300:
             assert writer.is_alive()
             episode = table.episode_ids[1] - torch.randint(3, (1,))
-            goals, found = table.read(episode, torch.randint(4, (1,)))  # takes less time than a write
+            of_episode = table.find(episode)
+            goals, found = table.read(of_episode, episode, torch.randint(4, (1,)))  # takes less time than a write
             lowest, highest = goals.aminmax(dim=1)
             expected = (episode % 2**20).float()
             assert not found or lowest == highest == expected

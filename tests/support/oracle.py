@@ -17,7 +17,6 @@ from tensordict import TensorDictBase
 from support.goals import reward_of
 from support.world import FLAGS, Goal, Transition
 
-PIECE = 64  # steps; a running episode is relabelled up to its last complete piece
 # The entries that MultiStepTransform adds.
 N_STEP_ENTRIES = ("steps_to_next_obs", "gamma", "nonterminal", ("next", "original_reward"))
 
@@ -57,15 +56,12 @@ class Part:
     ended: bool = False
     lost: bool = False  # whether its goals were dropped, by clear()
     may_be_split: bool = False  # whether it waited so long that the package may have split it
-    has_paused: bool = False  # whether other environments were written before it went on
     written: int = 0  # the number of transitions of all environments up to its last one
 
     def lengths(self, step: int) -> range:
-        """Return the possible numbers of steps in the goal table, if it contains a step."""
+        """Return the possible numbers of steps, of a part that contains a step."""
         longest = len(self.rows)
-        if self.ended and not self.may_be_split:
-            return range(longest, longest + 1)
-        return range(step + 1, longest + 1)
+        return range(step + 1 if self.may_be_split else longest, longest + 1)
 
 
 class Oracle:
@@ -101,19 +97,20 @@ class Oracle:
         self.parts: list[Part] = []
         self.running: dict[int, Part] = {}  # by environment
         self.place: dict[int, tuple[Part, int]] = {}  # of each uid: its part, and its step there
+        self.number: dict[int, int] = {}  # of each uid: how many transitions were written before
         self.windows: dict[int, list[Transition]] = {}  # of each uid that is stored
         self._held: dict[int, list[Transition]] = {}  # by environment: steps whose windows are incomplete
 
     def write(self, rows: Sequence[Transition]) -> None:
         """Record the transitions of one write."""
-        for row in rows:
+        for number, row in enumerate(rows, self.count):
+            self.number[row.uid] = number
             part = self.running.get(row.env)
             if part is None or part.rows[-1].episode != row.episode:  # also after a silent reset
                 part = self.running[row.env] = Part(written=self.count)
                 self.parts.append(part)
-            elif self.count - part.written >= self.capacity // 2 or len(part.rows) >= self.capacity // 2:
+            elif self.count - part.written >= self.capacity // 2:
                 part.may_be_split = True
-            part.has_paused |= self.count > part.written
             self.place[row.uid] = part, len(part.rows)
             part.rows.append(row)
             is_cut = len(part.rows) == self.max_episode_steps and not part.may_be_split
@@ -174,10 +171,8 @@ class Oracle:
         """Return the probability of each goal of a relabelled transition, or None if it is not known exactly."""
         part, step = self.place[uid]
         parts = [each for each in self.parts if not each.lost]
-        if part.lost or 2 * self.count > self.capacity or not all(each.ended for each in parts):
+        if part.lost or part.may_be_split or self.count > self.capacity:
             return None
-        if not self.members.keys() <= STEPS.keys() and any(each.has_paused for each in parts):
-            return None  # some steps of an episode that pauses can be in the table twice
         goals: dict[Goal, float] = defaultdict(float)
         for member, weight in self.members.items():
             if member in STEPS:
@@ -198,14 +193,16 @@ class Oracle:
         return all(self.place[step.uid][0] is self.place[uid][0] for step in self.windows[uid])
 
     def must_be_relabelled(self, uid: int) -> bool:
-        """Return whether a transition must get a new goal, because the table holds all goals that it may get.
-
-        A running episode needs to be in the table up to its last complete piece.
-        """
-        part, last = self.place[self.windows[uid][-1].uid]
-        is_known = self.is_in_one_part(uid) and (part.ended or last < len(part.rows) // PIECE * PIECE)
-        fits = 2 * self.count <= self.capacity  # the last piece of an episode that pauses is written once more
-        return self.her_ratio == 1 and is_known and not part.lost and fits and "past_desired" not in self.members
+        """Return whether a transition must get a new goal, because the table holds all goals that it may get."""
+        part, _ = self.place[uid]
+        if self.her_ratio < 1 or part.lost or "past_desired" in self.members or not self.is_in_one_part(uid):
+            return False
+        if self.count <= self.capacity:
+            return True
+        # The goals of this step and later ones are among the newest, and the table still knows the episode.
+        looks_ahead = self.members.keys().isdisjoint(("episode", "random"))
+        is_new = self.number[uid] >= self.count - self.capacity
+        return looks_ahead and is_new and not part.may_be_split and len(self.parts) <= self.capacity
 
     def check(self, sample: TensorDictBase, stored: dict[int, dict[Any, Any]], decode: Callable[[Any], Any]) -> int:
         """Check transitions ``[n]``, given all entries of those written; return how many are relabelled."""

@@ -35,11 +35,8 @@ class Report:
             unknown.
         table_size (int | None): the number of goals in the goal table.
         capacity (int | None): the number of goals that the goal table can hold.
-        episode_running (float | None): of the transitions that ``her_ratio`` selected (with ``sequence_length``, of the
-            sequences), the share that was not relabelled because the goals of a running episode were not in the goal
-            table yet.
-        left (float | None): of the same transitions, the share that was not relabelled because the goals were no
-            longer in the goal table.
+        left (float | None): of the transitions that ``her_ratio`` selected (with ``sequence_length``, of the
+            sequences), the share that was not relabelled because the goals were no longer in the goal table.
         foreign (float | None): of the same transitions, the share that was not relabelled because another transform
             wrote the transition, or because it is padding.
         step_length (float | None): the median distance by which a step moves the achieved goal, if the threshold of the
@@ -78,7 +75,6 @@ class Report:
     relabelled_reached: float | None
     table_size: int | None = None
     capacity: int | None = None
-    episode_running: float | None = None
     left: float | None = None
     foreign: float | None = None
     step_length: float | None = None
@@ -90,7 +86,7 @@ class Report:
         table, reasons = [], []
         if self.capacity is not None:
             table = [("goal table", f"{self.table_size:,} of {self.capacity:,} goals")]
-            shares = {"episode running": self.episode_running, "left the table": self.left, "foreign": self.foreign}
+            shares = {"left the table": self.left, "foreign": self.foreign}
             reasons = [("not relabelled", ", ".join(f"{_percent(share)} {name}" for name, share in shares.items()))]
         rows = [
             ("episodes", f"{self.episodes:,}, {self.running:,} of them running{lengths}"),

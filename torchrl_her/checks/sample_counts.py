@@ -13,26 +13,23 @@ from torchrl_her._private import warn_user
 from torchrl_her.checks.async_copy import AsyncCopy, is_capturing
 from torchrl_her.checks.check import Check, Sample, ratio
 from torchrl_her.checks.reward_check import RewardCheck
-from torchrl_her.checks.waiting import is_waiting
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Draw
-from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import HERKeys
 
 FIRST = 2048  # all samples are counted until this many transitions were sampled
 EVERY = 64  # one later sample in this many is counted
 ENOUGH = 500  # transitions selected for relabelling before the share of lost goals is judged
 SHARE_LEFT = 0.2  # of the goals of transitions whose goals have been in the table
-SHARE_LOST = 0.5  # for one of the other reasons
+SHARE_FOREIGN = 0.5
 SHARE_MIXED = 0.5
 
 
 class Counts(NamedTuple):
-    """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first five count sequences."""
+    """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first four count sequences."""
 
     to_relabel: float = 0.0  # selected with the probability her_ratio
-    running: float = 0.0  # of these, not relabelled because their goals are not in the table yet
     left: float = 0.0  # of these, not relabelled because their goals are no longer in the table
     foreign: float = 0.0  # of these, not relabelled because another transform wrote them, or they are padding
     padding: float = 0.0  # of the foreign ones
@@ -73,9 +70,8 @@ class SampleCounts(Check):
         self._totals: Tensor | None = None  # float64 [counts]
         self._copy: AsyncCopy | None = None  # of the totals
         # The totals when each reason for lost goals was judged last, and the warnings so far
-        self._judged = dict.fromkeys(("left", "running", "foreign"), Counts())
+        self._judged = dict.fromkeys(("left", "foreign"), Counts())
         self._warned: set[str] = set()
-        self._full_since: int | None = None  # the number of goals written when running episodes were judged last
         self._has_sampled_returns = False
         self._compiled: Counted | None = None  # the sample of the last compiled call, counted later
 
@@ -118,7 +114,6 @@ class SampleCounts(Check):
         if (values := copy.read()) is not None:
             self._copy = None
             self._warn_if_left(Counts(*values), table.capacity)
-            self._warn_if_running(Counts(*values), table)
             self._warn_if_foreign(Counts(*values))
             self._warn_if_sequences_are_mixed(Counts(*values))
 
@@ -132,7 +127,6 @@ class SampleCounts(Check):
         return {
             "sampled": int(sampled),
             "relabelled": ratio(counts.relabelled, sampled),
-            "episode_running": ratio(counts.running, counts.to_relabel),
             "left": ratio(counts.left, counts.to_relabel),
             "foreign": ratio(counts.foreign, counts.to_relabel),
             "original_reward": ratio(counts.original_reward, counts.original) if self._recomputes else None,
@@ -152,12 +146,12 @@ class SampleCounts(Check):
 
     def _warn_if_left(self, counts: Counts, capacity: int) -> None:
         since = self._since("left", counts)
-        relevant = since.to_relabel - since.running - since.foreign
+        relevant = since.to_relabel - since.foreign
         if relevant < ENOUGH:
             return
         self._judged["left"] = counts
         lost = since.left / relevant
-        if lost < SHARE_LEFT or since.running >= SHARE_LOST * since.to_relabel:
+        if lost < SHARE_LEFT:
             return
         least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
         self._warn_once(
@@ -168,33 +162,13 @@ class SampleCounts(Check):
             f"{least}.",
         )
 
-    def _warn_if_running(self, counts: Counts, table: GoalTable) -> None:
-        """Judge the samples of a full buffer after as many goals were written as the table holds.
-
-        The share varies, because the goals of all environments can reach the table at the same time.
-        """
-        if not table.has_wrapped:
-            return
-        begin, since = self._full_since, self._since("running", counts)
-        if begin is not None and (table.rows_used < begin + table.capacity or since.to_relabel < ENOUGH):
-            return
-        self._full_since, self._judged["running"] = table.rows_used, counts
-        if begin is not None and since.running >= SHARE_LOST * since.to_relabel:
-            self._warn_once(
-                "running",
-                f"{since.running / since.to_relabel:.0%} of the transitions selected for relabelling kept their goal, "
-                "because the goals of the last steps of a running episode, up to 63, are not in the goal table yet, "
-                "and the storage holds few earlier steps. Use a storage that holds at least 128 transitions of each "
-                "environment, and set the capacity of HERTransform to its size, or use fewer environments.",
-            )
-
     def _warn_if_foreign(self, counts: Counts) -> None:
         since = self._since("foreign", counts)
         if since.to_relabel < ENOUGH:
             return
         self._judged["foreign"] = counts
         share = (since.foreign - since.padding) / since.to_relabel
-        if share >= SHARE_LOST:
+        if share >= SHARE_FOREIGN:
             self._warn_once(
                 "foreign",
                 f"{share:.0%} of the transitions selected for relabelling kept their goal, because another "
@@ -230,14 +204,13 @@ def _sums(sample: Counted, reached_reward: float | None) -> Tensor:
     of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 4]
     draw = sample.draw
     if draw is None:
-        return torch.cat([of_groups.new_zeros(5), of_groups.flatten(), of_groups.new_zeros(1)])
+        return torch.cat([of_groups.new_zeros(4), of_groups.flatten(), of_groups.new_zeros(1)])
     table = draw.table
     first, last = table.episode_ids
     missing = draw.to_relabel & ~draw.relabelled
     foreign = missing & ((draw.episode < first) | (draw.episode > last))
-    running = missing & is_waiting(draw)
-    left = missing & ~foreign & ~running & table.has_wrapped
-    of_draw = torch.stack([draw.to_relabel, running, left, foreign, foreign & (draw.episode == 0)]).sum(1)
+    left = missing & ~foreign & table.has_wrapped
+    of_draw = torch.stack([draw.to_relabel, left, foreign, foreign & (draw.episode == 0)]).sum(1)
     length = len(relabelled) // max(1, len(draw.step))  # of a sequence
     in_sequences = draw.relabelled.sum() * (length if length > 1 else 0)
     return torch.cat([of_draw, of_groups.flatten(), in_sequences.reshape(1)])

@@ -7,19 +7,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from torchrl_her.episodes.matching import chain_heads, first_in_first_out, hash_goals, queue_sizes, rank_goals
 from torchrl_her.episodes.write import Write
-from torchrl_her.goals.table import PIECE, spread
+from torchrl_her.goals.names import MOST_STEPS, name_of
+from torchrl_her.goals.table import Steps, spread
 
-# The columns of running episodes: the trajectory id or NO_ID; the episode id; the number of steps so far; the first
-# step whose data is kept, the first one of a piece; the number of published steps; the number of transitions that were
-# written up to its last one; and the row of the last write that its last transition ends, or -1.
-TRAJECTORY, EPISODE, STEPS, FIRST, PUBLISHED, SEEN, ROW = range(7)
-COLUMNS = 7
+# The columns of running episodes: the trajectory id or NO_ID; the episode; the number of steps so far; the number of
+# transitions that were written up to its last one; the row of the last write that its last transition ends, or -1; and
+# its window in the goal table.
+TRAJECTORY, EPISODE, STEPS, SEEN, ROW, BASE, OLDEST, END = range(8)
+WINDOW = slice(BASE, END + 1)
+COLUMNS = 8
 NO_ID = np.iinfo(np.int64).min
-MOST_LANES = 1024  # more idle episodes stay open only if their steps take no more memory than the goal table
+MOST_IDLE = 1024  # lanes; more idle episodes do not stay open
+FEW_LANES = 16  # a stream is compared with each of them
 
 
 class Lengths(NamedTuple):
@@ -39,50 +41,11 @@ class Lengths(NamedTuple):
         return Lengths(self.episodes + len(steps), total, shortest, max(self.longest, int(steps.max())))
 
 
-class Published(NamedTuple):
-    """Steps of some episodes: the arguments of `GoalTable.append`."""
-
-    episode: np.ndarray  # int64 [n], the episode ids
-    begin: np.ndarray  # int64 [n], the first step of each
-    length: np.ndarray  # int64 [n], the number of steps of each
-    data: Tensor  # [sum(length), ...], achieved goals or packed transitions
-
-
-class Pool(NamedTuple):
-    """Memory for steps that wait, in pieces of 64 steps.
-
-    Pieces are taken from ``free``. A freed piece is not overwritten before the next write, so that an interrupted write
-    changes nothing.
-    """
-
-    data: Tensor  # [pieces * 64, ...]
-    free: np.ndarray  # int64, the numbers of unused pieces
-
-    def take(self, count: int) -> tuple[Pool, np.ndarray]:
-        """Return a pool without ``count`` free pieces, and the numbers of these pieces. It grows geometrically."""
-        data, free = self
-        if (missing := count - len(free)) > 0:
-            pieces = len(data) // PIECE
-            more = max(missing, pieces // 2)
-            data = torch.cat([data, data.new_empty(more * PIECE, *data.shape[1:])])
-            free = np.append(free, np.arange(pieces, pieces + more))
-        return Pool(data, free[count:]), free[:count]
-
-    def give_back(self, pieces: np.ndarray) -> Pool:
-        """Return a pool in which these pieces are free; negative numbers are ignored."""
-        return Pool(self.data, np.append(self.free, pieces[pieces >= 0]))
-
-
 class Running(NamedTuple):
-    """The running episodes after a write. A write makes a new object, so that an interrupted write changes nothing.
-
-    In place, a write changes only those parts of the pool that this object does not use.
-    """
+    """The running episodes after a write. A write makes a new object, so that an interrupted write changes nothing."""
 
     lanes: np.ndarray  # int64 [lanes, columns], from the longest to the shortest wait
     arrived: np.ndarray  # void [lanes], the bytes of both goals under "next" of the last transition
-    pieces: np.ndarray  # int64 [lanes, pieces], the pieces of the pool with the steps from `first` on; -1 if unused
-    pool: Pool
     rows: int = 0  # the number of rows of the last write if each can be an environment, otherwise 0
     rows_are_lanes: bool = False  # whether the rows of consecutive writes were the same environments
     written: int = 0  # the number of transitions so far
@@ -93,21 +56,7 @@ class Running(NamedTuple):
 
     def without_lanes(self) -> Running:
         """Return the state without running episodes, with the same counters."""
-        pool = Pool(self.pool.data, np.arange(len(self.pool.data) // PIECE))
-        return self._replace(
-            lanes=self.lanes[:0],
-            arrived=self.arrived[:0],
-            pieces=self.pieces[:0],
-            pool=pool,
-            rows=0,
-            rows_are_lanes=False,
-            loaded=0,
-        )
-
-    def rows_in_pool(self, lane: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Return the rows of the pool with steps ``begin, ..., end - 1`` of some lanes, joined, ``int64 [n]``."""
-        number, step = spread(begin, end)
-        return _rows(self.pieces[lane], number, step - self.lanes[lane, FIRST][number])
+        return self._replace(lanes=self.lanes[:0], arrived=self.arrived[:0], rows=0, rows_are_lanes=False, loaded=0)
 
 
 class Runs(NamedTuple):
@@ -134,7 +83,6 @@ class Parts:
     """The parts of episodes in a write. An episode has one part."""
 
     order: np.ndarray  # int64 [n], the positions of the transitions in the write, part after part
-    begin: np.ndarray  # int64 [parts], the place of the first transition of each part in `order`
     count: np.ndarray  # int64 [parts], the number of transitions
     lane: np.ndarray  # int64 [parts], the lane that the part continues, or -1
     before: np.ndarray  # int64 [parts, columns], this lane, or an episode without steps
@@ -142,25 +90,34 @@ class Parts:
     last: np.ndarray  # int64 [parts], the position of the last transition in the write
     ended: np.ndarray  # bool [parts], whether the episode ended
     goes_on: np.ndarray  # bool [parts], whether it ended only because of its length, and the next part goes on
-    cut: int  # the largest known number of steps of an episode that `max_episode_steps` cut; 0 if it cut none
+
+    def in_order_of_writing(self) -> Steps:
+        """Return the steps of the write."""
+        number, step = spread(self.before[:, STEPS], self.steps)
+        part = np.empty_like(number)
+        name = np.empty_like(number)
+        part[self.order] = number
+        name[self.order] = name_of(self.before[number, EPISODE], step)
+        before = self.before
+        return Steps(name, part, before[:, EPISODE], before[:, STEPS], self.count, self.ended, before[:, WINDOW])
 
 
 class Tracked(NamedTuple):
     """The episodes of the transitions of one write."""
 
     running: Running  # after the write
-    stamps: np.ndarray  # int64 [n, 2], the episode id of each transition and its step, in the order of writing
-    published: list[Published]
-    opened: int  # the number of episodes that began
-    continued: int  # the number of runs that continued an episode
-    breaks: np.ndarray  # int64, the positions of transitions that begin an episode although no other had ended
-    ambiguous: int  # the number of runs that could continue several episodes
-    cut: int  # the largest known number of steps of an episode that `max_episode_steps` cut; 0 if it cut none
+    steps: Steps
+    is_open: np.ndarray  # int64, the parts whose episodes run: the last lanes of `running`, in the same order
+    ended: np.ndarray  # int64, the episodes that ended
+    opened: int = 0  # the number of episodes that began
+    continued: int = 0  # the number of runs that continued an episode
+    breaks: np.ndarray = np.empty(0, np.int64)  # the positions where an episode begins although no other had ended
+    ambiguous: int = 0  # the number of runs that could continue several episodes
     loaded: int = 0  # the number of running episodes that were loaded, in the first write after loading
 
 
 class Lanes:
-    """Finds the episode and the step of each written transition, and keeps the data of steps until it is published.
+    """Finds the episode and the step of each written transition.
 
     A write is cut into runs of transitions that continue each other. A run continues a running episode if both have the
     same trajectory id (or none) and the run starts at the goals at which the episode's last transition arrived. If
@@ -170,24 +127,19 @@ class Lanes:
     An episode ends with a done flag, after ``max_episode_steps``, or when it has waited for too long. A silent reset
     carries no flag, so episodes that nothing continues must be found by their wait, measured in transitions written
     meanwhile. An episode is idle when it has waited more than twice as long as any that was later continued. It ends
-    when it has waited for more than ``patience`` transitions, or when there are very many idle episodes.
+    when it is idle and has waited for more than ``patience`` transitions, or when there are very many idle episodes.
 
     Args:
-        max_episode_steps (int): the number of steps after which an episode ends.
-        patience (int): the number of transitions written meanwhile after which an episode ends.
+        max_episode_steps (int, optional): the number of steps after which an episode ends.
+        patience (int): the number of transitions written meanwhile after which an idle episode ends.
 
     Keyword Args:
-        publish_running (bool): whether an episode is also published while it runs: its complete pieces, and all of it
-            when it is idle. If False, an episode is published once, at its end, and it ends only when it is idle.
-            Default: True.
-        expects_end (bool): whether the end of the data is known. Then an episode is never idle. Default: False.
+        most_idle (int): the number of episodes from which on idle ones end at once.
     """
 
-    def __init__(
-        self, max_episode_steps: int, patience: int, *, publish_running: bool = True, expects_end: bool = False
-    ):
-        self.max_episode_steps, self.patience = max_episode_steps, patience
-        self.publish_running, self.expects_end = publish_running, expects_end
+    def __init__(self, max_episode_steps: int | None, patience: int, *, most_idle: int = MOST_IDLE):
+        self.max_episode_steps = min(max_episode_steps or MOST_STEPS, MOST_STEPS)
+        self.patience, self.most_idle = patience, most_idle
         self.running: Running | None = None  # None before the first write
 
     def __len__(self) -> int:
@@ -200,136 +152,94 @@ class Lanes:
 
     def without_episodes(self) -> Lanes:
         """Return an object with the same settings and no running episodes, for another process."""
-        options = {"publish_running": self.publish_running, "expects_end": self.expects_end}
-        return Lanes(self.max_episode_steps, self.patience, **options)
+        return Lanes(self.max_episode_steps, self.patience, most_idle=self.most_idle)
 
     # Writing
 
-    def track(self, written: Write, data: Tensor, first_episode: int) -> Tracked:
-        """Assign the transitions of a write to episodes.
+    def track(self, written: Write, first_episode: int) -> Tracked:
+        """Assign the transitions of a write, at least one, to episodes.
 
         This changes nothing. The caller assigns `running` of the result once the write is complete.
 
         Args:
             written (Write): the ``n`` transitions.
-            data (Tensor): the data of each transition that is kept until it is published, ``[n, ...]``.
-            first_episode (int): the id of the first new episode. Further new episodes get the ids that follow.
+            first_episode (int): the first new episode. Further new episodes follow.
         """
-        old = self._running_for(written, data)
-        none = np.empty(0, np.int64)
-        if not len(written.done):
-            return Tracked(old, none.reshape(0, 2), [], 0, 0, none, 0, 0)
-        tracked = self._track_single_run(written, data, old, first_episode)
-        if tracked is None:
-            tracked = self._track_runs(written, data, old, first_episode)
+        old = self.running
+        if old is None or (not len(old.lanes) and old.arrived.dtype != written.outcome.dtype):
+            old = (old or Running(np.empty((0, COLUMNS), np.int64), written.outcome[:0]))._replace(
+                arrived=written.outcome[:0]
+            )
+        tracked = self._track_stream(written, old, first_episode) or self._track_runs(written, old, first_episode)
         if old.loaded:
             tracked = tracked._replace(running=tracked.running._replace(loaded=0), loaded=old.loaded)
         return tracked
 
-    def _track_runs(self, written: Write, data: Tensor, old: Running, first_episode: int) -> Tracked:
+    def _track_runs(self, written: Write, old: Running, first_episode: int) -> Tracked:
         """Track any write."""
         lane_of_row, rows_are_lanes = _match_rows(written, old, self.max_episode_steps)
         runs = _cut_into_runs(written, at_rows=rows_are_lanes)
         source, ambiguous = self._find_sources(written, runs, old, lane_of_row, rows_are_lanes)
         parts = self._make_parts(written, runs, source, old, first_episode)
-        stamps = np.empty((len(parts.order), 2), np.int64)
-        stamps[parts.order, 0] = np.repeat(parts.before[:, EPISODE], parts.count)
-        stamps[parts.order, 1] = spread(parts.before[:, STEPS], parts.steps)[1]
-
-        new, published = self._add(written, data, old, parts)
         breaks, to_begin = _find_breaks(written, runs, source, old, parts)
-        continued = parts.lane[parts.lane >= 0]
-        longest_wait = old.longest_wait
-        if len(continued):  # a long pause says little about others, so it counts as at most twice the longest wait
-            waited = old.written - int(old.lanes[continued, SEEN].min())
-            longest_wait = max(longest_wait, min(waited, 2 * longest_wait + len(stamps)))
         rows = _rows_of(written)
-        new = new._replace(
-            rows=rows if written.trajectory is not None or len(runs.begin) == rows else 0,
-            rows_are_lanes=rows_are_lanes,
-            longest_wait=longest_wait,
-            to_begin=to_begin,
-            lengths=old.lengths.with_episodes(parts.steps[parts.ended]),
+        if written.trajectory is None and len(runs.begin) != rows:
+            rows = 0
+        old = old._replace(rows=rows, rows_are_lanes=rows_are_lanes, to_begin=to_begin)
+        return self._finish(written, old, parts)._replace(
+            continued=int((source >= 0).sum()), breaks=breaks, ambiguous=ambiguous
         )
-        new, idle = self._publish_idle(new)
-        opened = len(parts.lane) - len(continued)
-        return Tracked(new, stamps, published + idle, opened, int((source >= 0).sum()), breaks, ambiguous, parts.cut)
 
-    def _track_single_run(self, written: Write, data: Tensor, old: Running, first_episode: int) -> Tracked | None:
-        """Track a write in which one episode goes on within its piece, or a whole one; return None for any other write.
+    def _track_stream(self, written: Write, old: Running, first_episode: int) -> Tracked | None:
+        """Track the transitions of one environment in order, with any number of ends; return None for other writes.
 
-        Without this short path, the general one gives the same result, but takes twice as long for one transition.
+        Without this short path, the general one gives the same result, but takes twice as long for a few transitions.
         """
-        count, ids, start, done = len(written.done), written.trajectory, written.start, written.done
-        rows = _rows_of(written)
-        if (start[1:] != written.outcome[:-1]).any() or done[:-1].any() or written.begins[1:].any():
+        start, outcome, done, ids = written.start, written.outcome, written.done, written.trajectory
+        count, rows = len(done), _rows_of(written)
+        ends = done[:-1]
+        if written.begins[1:].any() or not (ends | (start[1:] == outcome[:-1])).all() or len(old.lanes) > FEW_LANES:
             return None
-        has_several = 1 < rows == old.rows if ids is None else bool((ids != ids[0]).any())  # environments
-        if has_several:
-            return None
-        trajectory = NO_ID if ids is None else int(ids[0])
-        match = np.flatnonzero(old.arrived == start[0])
-        old = old._replace(rows=rows if ids is not None or rows == 1 else 0, rows_are_lanes=False)
-        if not len(match) and done[-1] and count <= self.max_episode_steps:
-            return self._track_whole_episode(written, data, old, trajectory, first_episode)
-        if len(match) != 1 or done[-1]:
-            return None
-        lane, now = int(match[0]), old.lanes[match]
-        has_id, episode, before, first, _, seen, _ = now[0].tolist()
-        steps, piece = before + count, int(old.pieces[lane, 0])
-        is_within_piece = before < steps < min(first + PIECE, self.max_episode_steps) and piece >= 0
-        if has_id != trajectory or not is_within_piece:
-            return None
-        row = piece * PIECE + before - first
-        old.pool.data[row : row + count] = data
-        now[0, [STEPS, SEEN, ROW]] = steps, old.written + count, rows - 1
-        others = np.arange(len(old.lanes)) != lane
-        wait = min(old.written - seen, 2 * old.longest_wait + count)
-        new = old._replace(
-            lanes=np.concatenate([_waiting(old.lanes[others]), now]),
-            arrived=np.concatenate([old.arrived[others], written.outcome[-1:]]),
-            pieces=np.concatenate([old.pieces[others], old.pieces[match]]),
-            written=old.written + count,
-            longest_wait=max(old.longest_wait, wait),
-        )
-        new, idle = self._publish_idle(new)
-        return Tracked(new, _stamps(episode, before, steps), idle, 0, 1, match[:0], 0, 0)
-
-    def _track_whole_episode(
-        self, written: Write, data: Tensor, old: Running, trajectory: int, episode: int
-    ) -> Tracked:
-        """Track a write that is a whole episode."""
-        length = np.array([len(written.done)])
-        to_begin = 1 if old.to_begin is None else old.to_begin
-        if written.trajectory is not None:
-            is_break = bool((old.lanes[:, TRAJECTORY] == trajectory).any())
+        if ids is None:
+            may_be_environments = 1 < rows == old.rows
+            if may_be_environments:
+                return None
         else:
-            is_break = written.row_length <= 1 and not to_begin
-            to_begin -= written.row_length <= 1 and not is_break
-        new = old._replace(
-            lanes=_waiting(old.lanes.copy()),
-            written=old.written + len(written.done),
-            to_begin=to_begin + 1,
-            lengths=old.lengths.with_episodes(length),
-        )
-        new, idle = self._publish_idle(new)
-        published = Published(np.array([episode]), np.zeros_like(length), length, data)
-        stamps = _stamps(episode, 0, len(written.done))
-        return Tracked(new, stamps, [published, *idle], 1, 0, np.flatnonzero([is_break]), 0, 0)
-
-    def _running_for(self, written: Write, data: Tensor) -> Running:
-        """Return the running episodes, with a pool for data like ``[n, ...]``."""
-        old, none = self.running, np.empty(0, np.int64)
-        if old is None:
-            old = Running(
-                none.reshape(0, COLUMNS), written.outcome[:0], none.reshape(0, 1), Pool(_empty(data, 0), none)
-            )
-        pool = old.pool.data
-        if not len(old.lanes) and (pool.shape[1:], pool.dtype) != (data.shape[1:], data.dtype):
-            return old._replace(arrived=written.outcome[:0], pool=Pool(_empty(data, 0), none))
-        if pool.device != data.device:  # loaded data can be on another device
-            return old._replace(pool=Pool(pool.to(data.device), old.pool.free))
-        return old
+            if not (ends | (ids[1:] == ids[:-1])).all():
+                return None
+        first = np.append(0, np.flatnonzero(ends) + 1)
+        matches = start[first, None] == old.arrived  # [parts, lanes]
+        matched = matches.nonzero()
+        if len(matched[0]) > 1 or matched[0].any():
+            return None
+        lane = np.full(len(first), -1)
+        lane[matched[0]] = matched[1]
+        if ids is not None:
+            same_id = ids[first, None] == old.lanes[:, TRAJECTORY]
+            if (same_id != matches).any():
+                return None
+        counts = np.append(first[1:], count) - first
+        before = np.zeros((len(first), COLUMNS), np.int64)
+        is_new = lane < 0
+        before[~is_new] = old.lanes[lane[~is_new]]
+        before[is_new, EPISODE] = first_episode + np.arange(is_new.sum())
+        steps = before[:, STEPS] + counts
+        if steps.max() >= self.max_episode_steps:
+            return None
+        last = first + counts - 1
+        ended = done[last]
+        parts = Parts(np.arange(count), counts, lane, before, steps, last, ended, np.zeros_like(ended))
+        to_begin = int(written.begins[0]) if old.to_begin is None else old.to_begin
+        breaks = first[:0]
+        if ids is None:  # each new episode follows the end of another one, except for the first
+            claims = is_new.copy()
+            claims[0] &= not (written.begins[0] and written.row_length > 1)
+            if claims[0] and not to_begin:
+                breaks, claims[0] = first[:1], False
+            to_begin -= int(claims.sum())
+        to_begin += int(ended.sum())
+        old = old._replace(rows=rows if ids is not None or rows == 1 else 0, rows_are_lanes=False, to_begin=to_begin)
+        return self._finish(written, old, parts)._replace(continued=len(matched[0]), breaks=breaks)
 
     def _find_sources(
         self, written: Write, runs: Runs, old: Running, lane_of_row: np.ndarray, rows_are_lanes: bool
@@ -346,15 +256,18 @@ class Lanes:
         left = np.flatnonzero(source < 0)
         if not len(left):
             return source, 0
-        is_free = lanes[:, STEPS] < self.max_episode_steps  # after loading or sharing, an episode can be longer
+        is_free = lanes[:, STEPS] < self.max_episode_steps  # after loading, an episode can be longer
         is_free[source[source >= 0]] = False
+        ids = np.full(len(written.done), NO_ID)
+        if written.trajectory is not None:
+            ids = written.trajectory
+            is_free &= _is_in(lanes[:, TRAJECTORY], ids[first[left]])
         free = np.flatnonzero(is_free)
         # Without ids, no other row of this write may continue the episode of a row.
         are_apart = rows_are_lanes or runs.has_one_run_per_id
         open_runs = np.empty(0, np.int64) if are_apart else np.flatnonzero(~written.done[last])
         if not len(free) + len(open_runs):
             return source, 0
-        ids = np.full(len(written.done), NO_ID) if written.trajectory is None else written.trajectory
         # Lanes and runs that can be continued, and the runs that continue something, each in the order of time.
         goals = np.concatenate([old.arrived[free], written.outcome[last[open_runs]], written.start[first[left]]])
         trajectory = np.concatenate([lanes[free, TRAJECTORY], ids[last[open_runs]], ids[first[left]]])
@@ -385,9 +298,10 @@ class Lanes:
         order = runs.order[spread(begin, end)[1]]
         # The last row is an episode without steps, for the index -1.
         before = np.concatenate([old.lanes, np.zeros((1, COLUMNS), np.int64)]).take(lane, axis=0)
-        known = steps = before[:, STEPS] + count
+        steps = before[:, STEPS] + count
         goes_on = np.zeros(len(steps), bool)
         if steps.max() > longest:
+            known = steps
             of, number = spread(np.zeros_like(steps), -(-steps // longest))
             before = before[of] * (number == 0)[:, None]
             lane, known = np.where(number == 0, lane[of], -1), steps[of]
@@ -396,79 +310,61 @@ class Lanes:
             goes_on = np.append(number[1:] > 0, False)
         begin = np.cumsum(count) - count
         last = order[begin + count - 1]
-        is_cut = (steps == longest) & ~written.done[last]
         new = np.flatnonzero(lane < 0)
-        # In the order of writing, so that episodes leave the table in the same order as the storage.
+        # In the order of writing, so that a later episode has a larger number.
         before[new[np.argsort(order[begin[new]])], EPISODE] = first_episode + np.arange(len(new))
-        ended = written.done[last] | is_cut
-        return Parts(order, begin, count, lane, before, steps, last, ended, goes_on, int(known[is_cut].max(initial=0)))
+        return Parts(order, count, lane, before, steps, last, written.done[last] | (steps == longest), goes_on)
 
-    def _add(self, written: Write, data: Tensor, old: Running, parts: Parts) -> tuple[Running, list[Published]]:
-        """Add the parts of a write to the running episodes. Return these, and the steps that are published."""
-        ended, steps, published = parts.ended, parts.steps, []
-        until = np.where(ended, steps, steps // PIECE * PIECE if self.publish_running else 0)
-        now = parts.before.copy()
-        due = until > now[:, PUBLISHED]
-        moves = due & ~ended
-        if due.any():
-            published = [_publish(data, old, parts, until, np.flatnonzero(due))]
-            now[due, PUBLISHED] = until[due]
-            now[moves, FIRST] = until[moves]
-        now[:, STEPS], now[:, SEEN] = steps, old.written + len(parts.order)
-        now[:, TRAJECTORY] = NO_ID if written.trajectory is None else written.trajectory[parts.last]
-        row, step = np.divmod(parts.last + 1, written.row_length or 1)
-        now[:, ROW] = np.where(step == 0, row - 1, -1)
-        is_open = np.flatnonzero(~ended)
+    def _finish(self, written: Write, old: Running, parts: Parts) -> Tracked:
+        """Return the running episodes after a write, whose parts are known."""
+        count, continued = len(written.done), parts.lane[parts.lane >= 0]
+        is_open = np.flatnonzero(~parts.ended)
         is_open = is_open[np.argsort(parts.last[is_open])]
-        lanes, arrived = now.take(is_open, axis=0), written.outcome[parts.last[is_open]]
-        pieces, pool = _hold(data, old, parts, lanes[:, FIRST], is_open, moves)
-        if (parts.lane >= 0).sum() < len(old.lanes):  # other episodes wait
-            is_waiting = np.ones(len(old.lanes), bool)
-            is_waiting[parts.lane[parts.lane >= 0]] = False
-            lanes = np.concatenate([_waiting(old.lanes[is_waiting]), lanes])
-            arrived = np.concatenate([old.arrived[is_waiting], arrived])
-            wider = ((0, 0), (0, pieces.shape[1] - old.pieces.shape[1]))
-            pieces = np.concatenate([np.pad(old.pieces[is_waiting], wider, constant_values=-1), pieces])
-        new = old._replace(lanes=lanes, arrived=arrived, pieces=pieces, pool=pool, written=now[0, SEEN].item())
-        return new, published
-
-    def _publish_idle(self, running: Running) -> tuple[Running, list[Published]]:
-        """Publish all steps of idle episodes, and end episodes that wait for too long."""
-        lanes, seen = running.lanes, running.lanes[:, SEEN]
-        idle_after = (min if self.publish_running else max)(2 * running.longest_wait, self.patience)
-        if self.expects_end:
-            idle_after = self.patience
-        idle = int(np.searchsorted(seen, running.written - idle_after))  # the lanes that wait longest
-        too_many = len(lanes) - max(MOST_LANES, self.patience // PIECE)
-        ended = int(np.searchsorted(seen, running.written - max(idle_after, self.patience)))
-        ended = max(ended, min(idle, too_many))
-        due = np.flatnonzero(lanes[:idle, PUBLISHED] < lanes[:idle, STEPS])
-        published = _publish_lanes(running, due)
-        if len(due):
-            lanes = lanes.copy()
-            lanes[due, PUBLISHED] = lanes[due, STEPS]
-            running = running._replace(lanes=lanes)
-        if not ended:
-            return running, published
-        new = running._replace(
-            lanes=lanes[ended:],
-            arrived=running.arrived[ended:],
-            pieces=running.pieces[ended:],
-            pool=running.pool.give_back(running.pieces[:ended].reshape(-1)),
-            lengths=running.lengths.with_episodes(lanes[:ended, STEPS]),
+        last = parts.last[is_open]
+        lanes, arrived = parts.before[is_open], written.outcome[last]
+        lanes[:, STEPS], lanes[:, SEEN] = parts.steps[is_open], old.written + count
+        lanes[:, TRAJECTORY] = NO_ID if written.trajectory is None else written.trajectory[last]
+        row, step = np.divmod(last + 1, written.row_length or 1)
+        lanes[:, ROW] = np.where(step == 0, row - 1, -1)
+        longest_wait = old.longest_wait
+        if len(continued):  # a long pause says little about others, so it counts as at most twice the longest wait
+            waited = old.written - int(old.lanes[continued, SEEN].min())
+            longest_wait = max(longest_wait, min(waited, 2 * longest_wait + count))
+        ended, lengths = parts.before[parts.ended, EPISODE], parts.steps[parts.ended]
+        if len(continued) < len(old.lanes):  # other episodes wait
+            waiting, written_so_far = np.delete(old.lanes, continued, axis=0), old.written + count
+            patience = self._count_ended(waiting[:, SEEN], len(lanes), written_so_far, longest_wait)
+            ended = np.concatenate([ended, waiting[:patience, EPISODE]])
+            lengths = np.concatenate([lengths, waiting[:patience, STEPS]])
+            waiting[:, ROW] = -1
+            lanes = np.concatenate([waiting[patience:], lanes])
+            arrived = np.concatenate([np.delete(old.arrived, continued)[patience:], arrived])
+        running = old._replace(
+            lanes=lanes,
+            arrived=arrived,
+            written=old.written + count,
+            longest_wait=longest_wait,
+            lengths=old.lengths.with_episodes(lengths),
         )
-        return new, published
+        opened = len(parts.lane) - len(continued)
+        return Tracked(running, parts.in_order_of_writing(), is_open, ended, opened)
 
-    def flush(self) -> list[Published]:
-        """End the running episodes and return the steps that were not published."""
+    def _count_ended(self, seen: np.ndarray, others: int, written: int, longest_wait: int) -> int:
+        """Return how many of the episodes that wait longest end, given the transitions up to their last ones."""
+        idle = int(np.searchsorted(seen, written - min(2 * longest_wait, self.patience)))
+        ended = int(np.searchsorted(seen, written - max(2 * longest_wait, self.patience)))
+        return max(ended, min(idle, len(seen) + others - self.most_idle))
+
+    def flush(self) -> np.ndarray:
+        """End the running episodes, and return them, ``int64 [n]``."""
         old = self.running
-        if old is None or not len(old.lanes):
-            return []
+        if old is None:
+            return np.empty(0, np.int64)
         steps = old.lanes[:, STEPS]
         self.running = old.without_lanes()._replace(
             to_begin=(old.to_begin or 0) + len(steps), lengths=old.lengths.with_episodes(steps)
         )
-        return _publish_lanes(old, np.flatnonzero(old.lanes[:, PUBLISHED] < steps))
+        return old.lanes[:, EPISODE]
 
     # Saving
 
@@ -477,13 +373,10 @@ class Lanes:
         running = self.running
         if running is None:
             return {"lanes": None}
-        lanes, pool = running.lanes, running.pool.data
-        kept = running.rows_in_pool(np.arange(len(lanes)), lanes[:, FIRST], lanes[:, STEPS])
-        arrived = running.arrived.view(np.uint8).reshape(len(lanes), running.arrived.itemsize)
+        arrived = running.arrived.view(np.uint8).reshape(len(running.lanes), running.arrived.itemsize)
         return {
-            "lanes": torch.from_numpy(lanes.copy()),
+            "lanes": torch.from_numpy(running.lanes.copy()),
             "arrived": torch.from_numpy(arrived.copy()),
-            "data": pool.index_select(0, _index(kept, pool)),
             "written": running.written,
             "longest_wait": running.longest_wait,
         }
@@ -492,25 +385,19 @@ class Lanes:
         """Load the result of `state_dict`. It replaces all running episodes."""
         old = self.running
         if state["lanes"] is None:
-            self.running = None if old is None else old.without_lanes()._replace(written=0, longest_wait=0)
+            if old is not None:
+                self.running = old.without_lanes()._replace(written=0, longest_wait=0)
             return
-        data, lanes = state["data"], state["lanes"].numpy(force=True).copy()
+        lanes = state["lanes"].numpy(force=True).copy()
         arrived = np.ascontiguousarray(state["arrived"].numpy(force=True))
         lanes[:, ROW] = -1
         is_long = lanes[:, STEPS] >= self.max_episode_steps
         lanes[is_long, SEEN] = np.iinfo(np.int64).min // 2  # the next write ends these episodes
-        number, piece = spread(np.zeros(len(lanes), np.int64), _pieces_of(lanes[:, STEPS] - lanes[:, FIRST]))
-        pieces = np.full((len(lanes), 1 + int(piece.max(initial=0))), -1)
-        pool, pieces[number, piece] = Pool(_empty(data, 0), np.empty(0, np.int64)).take(len(number))
-        running = Running(lanes, arrived.view(f"V{arrived.shape[1]}").reshape(-1), pieces, pool)
-        rows = running.rows_in_pool(np.arange(len(lanes)), lanes[:, FIRST], lanes[:, STEPS])
-        pool.data.index_copy_(0, _index(rows, data), data)
         by_wait = np.argsort(lanes[:, SEEN], kind="stable")
         to_begin = None if old is None else old.to_begin
-        self.running = running._replace(
+        self.running = Running(
             lanes=lanes[by_wait],
-            arrived=running.arrived[by_wait],
-            pieces=pieces[by_wait],
+            arrived=arrived.view(f"V{arrived.shape[1]}").reshape(-1)[by_wait],
             written=state["written"],
             longest_wait=state["longest_wait"],
             to_begin=(to_begin or 0) + int(is_long.sum()) if is_long.any() else to_begin,
@@ -519,17 +406,11 @@ class Lanes:
         )
 
 
-def _stamps(episode: int, begin: int, end: int) -> np.ndarray:
-    """Return the stamps of steps ``begin, ..., end - 1`` of an episode, ``int64 [n, 2]``."""
-    stamps = np.full((end - begin, 2), episode)
-    stamps[:, 1] = np.arange(begin, end)
-    return stamps
-
-
-def _waiting(lanes: np.ndarray) -> np.ndarray:
-    """Return lanes that a write does not continue. The argument is modified."""
-    lanes[:, ROW] = -1
-    return lanes
+def _is_in(values: np.ndarray, few: np.ndarray) -> np.ndarray:
+    """Return which values occur among a few others, ``bool [n]``; faster than ``np.isin``, which sorts all of them."""
+    few = np.sort(few)
+    place = np.searchsorted(few, values).clip(max=len(few) - 1)
+    return few[place] == values
 
 
 def _rows_of(written: Write) -> int:
@@ -631,76 +512,3 @@ def _begin_while_running(written: Write, runs: Runs, begins: np.ndarray, old: Ru
     running = np.zeros(len(ids), np.int64)
     running[event] = queue_sizes(change[event], np.append(True, ids[event[1:]] != ids[event[:-1]]))[1]
     return begins & (running[lanes:] > 0)
-
-
-def _publish(data: Tensor, old: Running, parts: Parts, until: np.ndarray, due: np.ndarray) -> Published:
-    """Return the steps before ``until`` of the parts that are ``due``, from earlier writes and this one."""
-    lane, until, before = parts.lane[due], until[due], parts.before.take(due, axis=0)
-    first, earlier, episode = before[:, FIRST], before[:, STEPS], before[:, EPISODE]
-    begin = np.cumsum(until - first) - until  # the place of each step in the result is begin + step
-    number, step = spread(earlier, until)
-    result = data.index_select(0, _index(parts.order[(parts.begin[due] - earlier)[number] + step], data))
-    if (first < earlier).any():
-        new, result = result, _empty(data, int((until - first).sum()))
-        result.index_copy_(0, _index(begin[number] + step, data), new)
-        number, step = spread(first, earlier)
-        kept = old.pool.data.index_select(0, _index(old.rows_in_pool(lane, first, earlier), data))
-        result.index_copy_(0, _index(begin[number] + step, data), kept)
-    return Published(episode, first, until - first, result)
-
-
-def _publish_lanes(running: Running, lane: np.ndarray) -> list[Published]:
-    """Return the kept steps of some lanes."""
-    if not len(lane):
-        return []
-    first, steps = running.lanes[lane, FIRST], running.lanes[lane, STEPS]
-    pool = running.pool.data
-    kept = pool.index_select(0, _index(running.rows_in_pool(lane, first, steps), pool))
-    return [Published(running.lanes[lane, EPISODE], first, steps - first, kept)]
-
-
-def _hold(
-    data: Tensor, old: Running, parts: Parts, first: np.ndarray, is_open: np.ndarray, moves: np.ndarray
-) -> tuple[np.ndarray, Pool]:
-    """Keep the steps from ``first`` on of the parts that stay open; return their pieces ``[open, pieces]``.
-
-    The pieces of the other parts are free after this write.
-    """
-    if not len(is_open):
-        return old.pieces[:0], old.pool.give_back(old.pieces[parts.lane[parts.lane >= 0]].reshape(-1))
-    lane, earlier, steps = parts.lane[is_open], parts.before[is_open, STEPS], parts.steps[is_open]
-    stays = (lane >= 0) & ~moves[is_open]
-    have = np.where(stays, _pieces_of(earlier - first), 0)
-    need = _pieces_of(steps - first)
-    width = old.pieces.shape[1]
-    pieces = np.full((len(lane), max(width, int(need.max(initial=1)))), -1)
-    pieces[stays, :width] = old.pieces[lane[stays]]
-    number, piece = spread(have, need)
-    pool, pieces[number, piece] = old.pool.take(len(number))
-    number, step = spread(np.maximum(earlier, first), steps)
-    place = parts.order[(parts.begin[is_open] - earlier)[number] + step]
-    rows = _rows(pieces, number, step - first[number])
-    pool.data.index_copy_(0, _index(rows, data), data.index_select(0, _index(place, data)))
-    is_left = parts.lane >= 0
-    is_left[is_open[stays]] = False
-    return pieces, pool.give_back(old.pieces[parts.lane[is_left]].reshape(-1))
-
-
-def _pieces_of(steps: np.ndarray) -> np.ndarray:
-    """Return the number of pieces that contain steps, ``int64 [n]``."""
-    return (steps + PIECE - 1) // PIECE
-
-
-def _rows(pieces: np.ndarray, lane: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-    """Return the rows of the pool with steps, given their distance from the first kept step of their lane."""
-    return pieces[lane, ahead // PIECE] * PIECE + ahead % PIECE
-
-
-def _empty(data: Tensor, count: int) -> Tensor:
-    """Return uninitialized memory for data like ``[n, ...]``."""
-    return data.new_empty(count, *data.shape[1:])
-
-
-def _index(rows: np.ndarray, data: Tensor) -> Tensor:
-    """Return an index ``int64 [n]`` on the device of some data."""
-    return torch.from_numpy(rows).to(data.device)

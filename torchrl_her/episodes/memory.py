@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torchrl.data import TensorSpec
 
-from torchrl_her.episodes.lanes import STEPS, Lanes, Tracked
+from torchrl_her.episodes.lanes import BASE, EPISODE, OLDEST, STEPS, WINDOW, Lanes, Tracked
 from torchrl_her.episodes.write import Write
-from torchrl_her.goals.table import PIECE, SHARED_PIECES, GoalTable, load_table
+from torchrl_her.goals.table import GoalTable, load_table
 from torchrl_her.goals.write_lock import WriteLock, exclusive
 
 
@@ -34,15 +34,16 @@ class Episodes:
         self, capacity: int, apart: int, *, goal_spec: TensorSpec | None = None, max_episode_steps: int | None = None
     ):
         self.capacity, self.apart, self.max_episode_steps = capacity, apart, max_episode_steps
-        self.lanes = Lanes(min(capacity, max_episode_steps or capacity), patience=capacity - 1)
+        self.lanes = Lanes(max_episode_steps, patience=capacity - 1)
         self.table = None if goal_spec is None else GoalTable.of_spec(capacity, goal_spec, apart)
         self.lock = WriteLock()
         self._process = os.getpid()  # the process that owns the running episodes
+        self._generation = 0  # that of the table for which they run
 
     def empty_like(self, count: int) -> Episodes:
         """Return an object for the same goals without episodes, for a data set of ``count`` transitions."""
         new = Episodes(self.capacity, self.apart, max_episode_steps=self.max_episode_steps)
-        new.lanes = Lanes(new.lanes.max_episode_steps, count, expects_end=True)
+        new.lanes = Lanes(self.max_episode_steps, count, most_idle=count)
         if self.table is not None:
             new.table = GoalTable.like(self.table.goals, self.capacity, self.apart)
         return new
@@ -56,44 +57,51 @@ class Episodes:
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Exclude other writers. An error or an interrupt restores the running episodes.
+        """Exclude other writers. An error or an interrupt restores the episodes.
 
         Yields:
             bool: whether the process is new: it was forked and dropped the running episodes of its parent.
         """
         with exclusive(self.lock, (self.lanes, "running")):
             is_new = self._process != os.getpid()
-            if is_new:
-                self._process = os.getpid()
-                if self.lock.is_shared:
-                    self.lanes.running = None
-            yield is_new and self.lock.is_shared
+            self._process = os.getpid()
+            table = self.table
+            if self.lock.is_shared and (is_new or (table is not None and table.generation != self._generation)):
+                self.lanes.running = None
+            self._generation = 0 if table is None else table.generation
+            used = 0 if table is None else table.rows_used
+            running = self.lanes.running
+            try:
+                yield is_new and self.lock.is_shared
+            except BaseException:
+                if table is not None and table.rows_used > used:
+                    table.discard_rows(used)
+                    if running is not None:
+                        table.set_episodes(*running.lanes[:, [EPISODE, BASE, STEPS, OLDEST]].T)
+                raise
 
     def append(self, written: Write) -> Tracked:
-        """Assign the transitions of a write to episodes, and add the goals of ended and complete pieces to the table.
-
-        Call it in `writing`.
-        """
+        """Assign the transitions of a write to episodes, and add their goals to the table. Call it in `writing`."""
         if self.table is None:
             self.table = GoalTable.like(written.goals, self.capacity, self.apart)
-        tracked = self.lanes.track(written, written.goals, self.table.episode_ids[1] + 1)
+        tracked = self.lanes.track(written, self.table.episode_ids[1] + 1)
         self.table.new_episodes(tracked.opened)
-        for steps in tracked.published:
-            self.table.append(*steps)
+        windows = self.table.append(tracked.steps, written.goals)
+        if len(tracked.is_open):
+            tracked.running.lanes[-len(tracked.is_open) :, WINDOW] = windows[tracked.is_open]
         self.lanes.running = tracked.running
         return tracked
 
     def flush(self) -> None:
-        """End the running episodes, and add all of their goals to the table. Call it in `writing`."""
-        for steps in self.lanes.flush():
-            assert self.table is not None
-            self.table.append(*steps)
+        """End the running episodes. Call it in `writing`."""
+        self.lanes.flush()
 
     def clear(self) -> None:
         """Drop the running episodes and all goals. Call it in `writing`."""
         self.lanes.flush()
         if self.table is not None:
             self.table.clear()
+            self._generation = self.table.generation
 
     # Sampling
 
@@ -111,7 +119,8 @@ class Episodes:
         """Return the goals in random rows of the table, ``[count, *goal]``, or None if it is empty."""
         if self.table is None or not self.table_size:
             return None
-        goals, found = self.table.read(*self.table.any_goal((count,)))
+        episode, step = self.table.any_goal((count,))
+        goals, found = self.table.read(self.table.find(episode), episode, step)
         if not found.all():  # other processes write at the same time
             places = found.nonzero().flatten()
             if not len(places):
@@ -148,9 +157,7 @@ class Episodes:
                 'goal_spec=env.observation_spec["achieved_goal"] (of one environment) to HERTransform.'
             )
         if not self.table.is_shared:
-            self.table.share_memory_(self.max_episode_steps)
-            longest = self.max_episode_steps or SHARED_PIECES * PIECE
-            self.lanes.max_episode_steps = min(self.capacity, longest)
+            self.table.share_memory_()
             self.lock.share_memory_()
 
     def for_copy(self) -> Episodes:
@@ -168,15 +175,8 @@ class Episodes:
         """Load the result of `state_dict`. It replaces all episodes.
 
         Raises:
-            ValueError: if goals or capacity differ, or a running episode is too long for shared memory.
+            ValueError: if goals or capacity differ.
         """
-        lanes = state["lanes"]["lanes"]
-        longest = 0 if lanes is None or not len(lanes) else int(torch.amax(lanes[:, STEPS]))
-        if self.lock.is_shared and longest > self.lanes.max_episode_steps:
-            raise ValueError(
-                f"A saved running episode has {longest} steps, but episodes in shared memory have at most "
-                f"{self.lanes.max_episode_steps}. Create the transform with max_episode_steps={longest} or more, "
-                "then load."
-            )
         self.table = load_table(self.table, state["table"], self.capacity, self.apart)
         self.lanes.load_state_dict(state["lanes"])
+        self._generation = 0 if self.table is None else self.table.generation

@@ -105,6 +105,14 @@ class Write(NamedTuple):
         """Return the name of a transition in error messages, given its position among the transitions."""
         return self.names.name(position if self.mask is None else int(self.mask.nonzero()[0][position]))
 
+    def with_padding(self, names: np.ndarray) -> np.ndarray:
+        """Return the names of all rows of the write, given those of its transitions, ``int64 [n]``. Padding has 0."""
+        if self.mask is None:
+            return names
+        rows = np.zeros(len(self.mask), np.int64)
+        rows[self.mask] = names
+        return rows
+
     @property
     def is_dummy(self) -> bool:
         """Whether this looks like the dummy, a transition of zeros, with which collectors set up a shared buffer.

@@ -24,7 +24,6 @@ class Draw(NamedTuple):
     table: GoalTable  # the goal table
     episode: Tensor  # int64 [n]
     step: Tensor  # int64 [n]
-    length: Tensor  # int64 [n], the number of the episode's steps in the table; arbitrary for old episodes
     to_relabel: Tensor  # bool [n], True with the probability her_ratio
     relabelled: Tensor  # bool [n], True if to_relabel is True and the goals are in the table
     goals: list[Tensor]  # [n, *goal] for each strategy
@@ -45,24 +44,26 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
         episode (Tensor): the episode id of each transition, ``int64 [n]``.
         step (Tensor): the step of each transition in its episode, ``int64 [n]``.
     """
-    length, count = table.lengths(episode), len(step)
+    found = table.find(episode)
     drawn: dict[NestedKey, Goal] = {}
     member = None
-    transitions = Transitions(episode, step, length, table, drawn)
+    transitions = Transitions(episode, step, found.length, found.oldest, table, drawn)
     for name, strategy in strategies.items():
         if name == DESIRED and isinstance(strategy, Mixture):
             drawn[name], member = strategy.select_with_member(transitions)
         else:
             drawn[name] = select_goals(strategy, transitions)
-    episodes, steps = zip((episode, step), *drawn.values(), strict=True)
-    # The own outcome must be in the table, too: otherwise, the length can be that of another episode.
-    goals, found = table.read(torch.cat(episodes), torch.cat(steps))
-    goals = goals.unflatten(0, (len(episodes), count))
-    to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
-    relabelled = to_relabel & (step < length)
-    for each in found.view(len(episodes), count):
-        relabelled = relabelled & each
-    return Draw(table, episode, step, length, to_relabel, relabelled, list(goals[1:]), *drawn[DESIRED], member)
+    relabelled = to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
+    relabelled = relabelled & found.is_known & (step < found.length)
+    goals = []
+    for goal_episode, goal_step in drawn.values():
+        of_goal = found if goal_episode is episode else table.find(goal_episode)
+        goal, is_in_table = table.read(of_goal, goal_episode, goal_step)
+        if of_goal is not found:
+            is_in_table = is_in_table & of_goal.is_known & (goal_episode > 0)
+        goals.append(goal)
+        relabelled = relabelled & is_in_table
+    return Draw(table, episode, step, to_relabel, relabelled, goals, *drawn[DESIRED], member)
 
 
 def draw_for_sequences(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tensordict import NestedKey, unravel_key
 
+from torchrl_her.goals.names import DESIRED_STEP
 from torchrl_her.goals.strategy import DESIRED, Goal, GoalStrategy, Transitions, uniform
-from torchrl_her.goals.table import DESIRED_STEP
 
 
 class Current(GoalStrategy):
@@ -113,6 +113,8 @@ class Final(GoalStrategy):
 class Episode(GoalStrategy):
     """Any step of the episode: j uniform on {0, ..., T-1}.
 
+    If an episode is longer than the goal table, j is not less than the first step that can be in the table.
+
     The ``episode`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
 
     Examples:
@@ -122,14 +124,13 @@ class Episode(GoalStrategy):
     """
 
     def select(self, transitions: Transitions) -> Goal:  # noqa: D102
-        return transitions.episode, uniform(torch.zeros_like(transitions.step), transitions.length)
+        return transitions.episode, uniform(transitions.oldest, transitions.length)
 
 
 class Random(GoalStrategy):
     """Any step of any episode in the goal table, uniformly.
 
-    The ``random`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495). If an environment pauses
-    for unusually long and then continues its episode, up to 63 of its steps are drawn twice as often as others.
+    The ``random`` strategy of [Andrychowicz et al. (2017)](https://arxiv.org/abs/1707.01495).
 
     Examples:
         >>> from torchrl_her import HERTransform, Random, SparseReward

@@ -24,8 +24,8 @@ class Transitions(NamedTuple):
     Attributes:
         episode (Tensor): the id of each transition's episode, ``int64 [n]``.
         step (Tensor): the step t of each transition in its episode, from 0 on, ``int64 [n]``.
-        length (Tensor): the number T of steps of each episode, ``int64 [n]``; of a running episode, the number of steps
-            in the goal table.
+        length (Tensor): the number T of steps of each episode so far, ``int64 [n]``.
+        oldest (Tensor): the first step of each episode that can be in the goal table, ``int64 [n]``.
         table (GoalTable): the goal table, for `any_goal`.
         drawn (Mapping[NestedKey, tuple[Tensor, Tensor]]): the episode and step of the goals that were selected before,
             for each entry in ``refers_to``.
@@ -34,6 +34,7 @@ class Transitions(NamedTuple):
     episode: Tensor
     step: Tensor
     length: Tensor
+    oldest: Tensor
     table: GoalTable
     drawn: Mapping[NestedKey, Goal] = {}
 
@@ -53,7 +54,7 @@ class GoalStrategy(ABC):
     """Base class of strategies. A strategy selects the episode and the step whose achieved goal is the new goal.
 
     In the docstrings of strategies, t is the step of the transition, and T is the number of steps of its episode. For a
-    running episode, T counts the steps in the goal table. The new goal is the goal that step j achieved.
+    running episode, T counts the steps so far. The new goal is the goal that step j achieved.
 
     Step -1 of an episode is its desired goal, and step -2 the goal achieved in its first state, if the strategy lists
     them in ``needs``. A transition keeps its goal if the selected goal is not in the goal table.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,36 +17,63 @@ from torch import Tensor
 from torchrl.data import Composite, TensorSpec
 
 from torchrl_her._private import warn_user
+from torchrl_her.goals.names import STEP_BITS, name_of, split_name
 
-PIECE = 64  # steps; the pieces of an episode are contiguous in the table and never move
-# The steps that name the desired goal of an episode, and the goal achieved in its first state.
-DESIRED_STEP, INITIAL_STEP = -1, -2
-SHARED_PIECES = 128  # of an episode in shared memory, where the memory for pieces cannot grow
-# The columns of `GoalTable.episodes`: the first row, the number of steps in the table, and the row of `pieces` plus 1.
-START, LENGTH, LONG = range(3)
-# The entries of `GoalTable.counters`: the numbers of rows, episode ids and episodes of several pieces so far, the id
-# before the first one, and the number of writes.
-ROWS, EPISODES, LONG_EPISODES, BEFORE_FIRST, WRITES = range(5)
-SHARED_MEMORY = Path("/dev/shm")  # on Linux
 WORD = torch.int64
+PLACES_PER_GOAL = 4  # the size of the index
+LARGEST_FIRST = 64  # places; the first window of an episode is not larger
+# The columns of `GoalTable.episodes`: the episode, the place of its step 0, its number of steps, and the first step of
+# its window.
+ID, BASE, LENGTH, OLDEST = range(4)
+# The entries of `GoalTable.counters`: the rows written and the episodes begun since the table was created or cleared,
+# the places of the index taken so far, the last episode so far, the one before the first, and how often the table was
+# cleared or loaded.
+ROWS, BEGUN, PLACES, LAST, BEFORE_FIRST, GENERATION = range(6)
+SHARED_MEMORY = Path("/dev/shm")  # on Linux
+
+
+class Steps(NamedTuple):
+    """The steps of a write in the order of writing. The steps of one episode are a part."""
+
+    name: np.ndarray  # int64 [n], the name of each step
+    part: np.ndarray  # int64 [n], the number of its part
+    episode: np.ndarray  # int64 [parts], the episode of each part
+    begin: np.ndarray  # int64 [parts], its first step in this write
+    added: np.ndarray  # int64 [parts], its number of steps in this write
+    ended: np.ndarray  # bool [parts], whether the episode ends
+    window: np.ndarray  # int64 [parts, 3], the window of the episode; zeros for a new episode
+
+
+class Found(NamedTuple):
+    """Episodes as the table knows them. The numbers are arbitrary if another episode took the place of an episode."""
+
+    is_known: Tensor  # bool [n], whether the episode is in the table
+    base: Tensor  # int64 [n], the place of step 0 in the index
+    length: Tensor  # int64 [n], the number of steps so far
+    oldest: Tensor  # int64 [n], the first step that can be in the table
 
 
 class GoalTable:
-    """A ring buffer of goals. Each row says which goal it holds: ``names[row] = (episode, step)``.
+    """Achieved goals in the order of writing, and an index that finds them.
+
+    The goals are a ring: `names[row]` says which step achieved `goals[row]`. They leave it in the order in which their
+    transitions leave a storage of the same size.
+
+    The index says in which row a step is. The steps of an episode that are in the table have one contiguous range of
+    places in the index, the *window* of the episode: step j is at place ``base + j``. The columns of a window are the
+    place of step 0, the first step in the window, and the end of its places. A full window moves: it takes along the
+    steps that are still in the table, and is twice as large as these. So each goal takes about two places. The index is
+    a ring, too.
 
     A goal is right if its row has the name that was asked for, before and after the goal is read. A writer removes the
-    name of a row, changes the goal, and sets the new name. So readers take no lock. If two rows have the same name,
-    both are right, but `any_goal` draws this goal twice as often. Writers exclude each other with a `WriteLock`, which
-    the caller acquires.
+    name of a row, changes the goal, and sets the new name. So readers take no lock, and an overwritten window does no
+    harm: the names differ. Writers exclude each other with a `WriteLock`, which the caller acquires.
 
-    An episode that was written at once is contiguous: step j is in row ``start + j``, where ``start, length, long`` are
-    ``episodes[e % capacity]``. Otherwise, ``long`` is not 0, and the steps are in pieces of 64, each contiguous: step
-    j < 64 is in row ``start + j``, and a later one in row ``pieces[long - 1, j // 64 - 1] + j % 64``. All rows are
-    taken modulo the capacity. The desired goals of episodes and the goals of their first states have rows of their own,
-    one for each episode, after the ring.
+    The desired goals of episodes and the goals of their first states have rows of their own, after the ring: one for
+    each episode.
 
     Args:
-        capacity (int): the number of rows of the ring.
+        capacity (int): the number of goals in the ring.
         goal_shape (Sequence[int]): the shape of a goal.
         dtype (torch.dtype): the dtype of goals.
         device (torch.device): the device of the table.
@@ -57,25 +84,26 @@ class GoalTable:
     def __init__(
         self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device, apart: int = 0
     ):
-        self.capacity, self.apart = capacity, apart
+        self.capacity, self.apart, self.places = capacity, apart, PLACES_PER_GOAL * capacity
         self.goal_shape, self.dtype = tuple(goal_shape), dtype
+        name_bytes = max(WORD.itemsize, dtype.itemsize)  # the goal that follows must be aligned
+        size = name_bytes + math.prod(goal_shape) * dtype.itemsize
+        words = -(-size // name_bytes) * name_bytes // WORD.itemsize
+        self._first = name_bytes // dtype.itemsize  # the offset of the goal in a row, in elements of its dtype
         self._strides = torch.empty(self.goal_shape, device="meta").stride()
-        self._first = 2 * WORD.itemsize // dtype.itemsize  # offset of the goal in a row, in elements of its dtype
-        size = 2 * WORD.itemsize + math.prod(goal_shape) * dtype.itemsize
-        words = -(-size // 16) * 2 if dtype.itemsize > 8 else -(-size // 8)
         if device.type == "cuda":
-            self._check_room(capacity * (1 + apart) * words * 8, torch.cuda.mem_get_info(device)[0], f"on {device}")
+            size = capacity * ((1 + apart) * words * WORD.itemsize + 4 * PLACES_PER_GOAL + 4 * WORD.itemsize)
+            self._check_room(size, torch.cuda.mem_get_info(device)[0], f"on {device}")
         # The names and goals of all rows, side by side, so that one gather reads both.
-        self.matrix = _zeros((capacity * (1 + apart), words), device)
-        self.episodes = _zeros((capacity, 3), device)
-        # The first row of each piece but the first, of episodes that are not contiguous. It grows in both dimensions.
-        self.pieces = torch.zeros(0, 0, dtype=torch.int32 if capacity < 2**31 else torch.int64, device=device)
-        self._most_long = capacity // (PIECE // 2) + 1  # rows of pieces; older ones are then overwritten
+        self.matrix = _zeros((capacity * (1 + apart), words), np.int64, device)
+        self.index = _zeros((self.places,), np.int32 if capacity < 2**31 else np.int64, device)
+        self.episodes = _zeros((capacity, 4), np.int64, device)
         self.size = torch.zeros((), dtype=WORD, device=device)  # the number of rows that contain goals
-        self.counters = torch.zeros(5, dtype=WORD, device="cpu")
-        # Ids begin at a random number, so that transitions stamped by another table are recognized, and at a multiple
-        # of the capacity, so that they fill `episodes` from the front.
-        self.counters[BEFORE_FIRST] = secrets.randbelow(2**62 // capacity) * capacity
+        self.counters = torch.zeros(6, dtype=WORD, device="cpu")
+        # Episodes begin at a random number, so that transitions stamped by another table are recognized, and at a
+        # multiple of the capacity, so that they fill `episodes` from the front.
+        before_first = secrets.randbelow(2 ** (62 - STEP_BITS) // capacity) * capacity
+        self.counters[[LAST, BEFORE_FIRST]] = before_first
         self._make_views()
 
     @classmethod
@@ -96,163 +124,173 @@ class GoalTable:
     def _make_views(self) -> None:
         self.names, self.goals = self._split(self.matrix)
         self._counts = self.counters.numpy()  # shares memory with the counters; NumPy is faster
+        # What a write reads: on a GPU, a copy on the host, so that a write reads nothing back from the device.
+        self._host_names, self._host_index, self._host_episodes = (
+            each.numpy(force=True) for each in (self.names, self.index, self.episodes)
+        )
 
     def _split(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the names ``int64 [rows, 2]`` and the goals ``[rows, *goal]`` in a matrix ``[rows, words]``."""
+        """Return the names ``int64 [rows]`` and the goals ``[rows, *goal]`` in a matrix ``[rows, words]``."""
         items = matrix.view(self.dtype)
         strides = items.stride(0), *self._strides
-        return matrix[:, :2], items.as_strided((len(matrix), *self.goal_shape), strides, self._first)
+        return matrix[:, 0], items.as_strided((len(matrix), *self.goal_shape), strides, self._first)
 
     # Writing
 
     @property
     def episode_ids(self) -> tuple[int, int]:
-        """The first and the last episode id used so far. Ids are at least 1."""
-        before_first, count = int(self._counts[BEFORE_FIRST]), int(self._counts[EPISODES])
-        return before_first + 1, before_first + count
+        """The first and the last episode so far. Episodes are at least 1."""
+        return int(self._counts[BEFORE_FIRST]) + 1, int(self._counts[LAST])
 
     @property
     def rows_used(self) -> int:
-        """The number of rows written since the table was created or cleared, including overwritten ones."""
+        """The number of goals written since the table was created or cleared, including overwritten ones."""
         return int(self._counts[ROWS])
 
     @property
     def has_wrapped(self) -> bool:
-        """Whether the ring buffer was filled and older goals were overwritten."""
+        """Whether the ring was filled and older goals were overwritten."""
         return self.rows_used > self.capacity
 
     @property
-    def writes(self) -> int:
-        """The number of writes of all processes so far."""
-        return int(self._counts[WRITES])
+    def generation(self) -> int:
+        """How often the table was cleared or loaded."""
+        return int(self._counts[GENERATION])
 
     def new_episodes(self, count: int) -> int:
-        """Begin a write with ``count`` new episodes; return the first of their consecutive ids."""
-        first = self.episode_ids[1] + 1
-        self._counts[EPISODES] += count
-        self._counts[WRITES] += 1
-        if self._counts[EPISODES] > self.capacity:
-            for ring, _ in _slices(self.capacity, first, count):
-                self.episodes[ring, LENGTH] = 0  # until then, the length of an older episode
+        """Begin ``count`` episodes; return the first one. The others follow."""
+        first = int(self._counts[LAST]) + 1
+        self._counts[LAST] += count
+        self._counts[BEGUN] += count
         return first
 
-    def append(self, episode: np.ndarray, begin: np.ndarray, count: np.ndarray, goals: Tensor) -> None:
-        """Add the goals of steps ``begin, ..., begin + count - 1`` of some episodes.
+    def append(self, steps: Steps, goals: Tensor) -> np.ndarray:
+        """Add the goals of steps, ``[n, *goal]``; return the windows of their episodes, ``int64 [parts, 3]``.
 
-        Args:
-            episode (np.ndarray): episode ids, ``int64 [n]``.
-            begin (np.ndarray): the first step of each, a multiple of 64, ``int64 [n]``.
-            count (np.ndarray): the number of steps of each, at least 1, ``int64 [n]``.
-            goals (Tensor): the goals of all steps, episode after episode, ``[sum(count), *goal]``.
+        Rows and places are reserved first: after an interrupt, they stay unused, so that no name has two goals.
         """
-        used, ends, steps = self.rows_used, np.cumsum(count), begin + count
-        number = np.arange(len(goals))
-        step = number + np.repeat(begin - ends + count, count)
-        names = torch.from_numpy(np.stack([np.repeat(episode, count), step], axis=1)).to(self.matrix.device)
-        for ring, part in _slices(self.capacity, used, len(goals)):
-            self.names[ring] = 0
-            self.goals[ring] = goals[part]
-            self.names[ring] = names[part]
-        slot, first = episode % self.capacity, (used + ends - count) % self.capacity
-        begins = begin == 0
-        self._set(self.episodes, slot[begins], START, first[begins])
-        self._set(self.episodes, slot[begins], LONG, np.zeros_like(slot[begins]))
-        if not begins.all():
-            self._add_pieces(*(column[~begins] for column in (slot, begin, count, first)))
-        self._set(self.episodes, slot, LENGTH, steps)
-        self._counts[ROWS] = used + len(goals)
+        used, total = self.rows_used, len(goals)
+        self._counts[ROWS] += total
+        if total > self.capacity:
+            steps, goals = _last_steps(steps, self.capacity), goals[-self.capacity :]
+        name, part, episode, begin, added, _, _ = steps
+        rings = [*_slices(self.capacity, used + total - len(goals), len(goals))]
+        for ring, _ in rings:
+            self._set_names(ring, np.zeros((), np.int64))
+        window = self._make_room(steps)
+        for ring, new in rings:
+            self.goals[ring] = goals[new]
+            self._set_names(ring, name[new])
+        base, oldest, _ = window.T
+        place = (base[part] + split_name(name)[1]) % self.places
+        row = (used + total - len(goals) + np.arange(len(goals))) % self.capacity
+        self._set(self.index, self._host_index, place, row.astype(self._host_index.dtype, copy=False))
         if used < self.capacity:
-            self.size.fill_(min(used + len(goals), self.capacity))
+            self.size.fill_(min(used + total, self.capacity))
+        self.set_episodes(episode, base, begin + added, oldest)
+        return window
 
-    def _add_pieces(self, slot: np.ndarray, begin: np.ndarray, count: np.ndarray, first: np.ndarray) -> None:
-        """Record the rows of steps ``begin, ..., begin + count - 1``, which follow earlier steps, from ``first`` on."""
-        index = self.episodes[torch.from_numpy(slot).to(self.episodes.device)].numpy(force=True)
-        start, _, long = index.T
-        _, once = np.unique(slot, return_index=True)
-        becomes_long = once[long[once] == 0]  # so far, these episodes are contiguous
-        numbers = (int(self._counts[LONG_EPISODES]) + np.arange(len(becomes_long))) % self._most_long + 1
-        self._counts[LONG_EPISODES] += len(becomes_long)
-        is_new = long == 0
-        long = long.copy()
-        long[is_new] = numbers[np.searchsorted(slot[becomes_long], slot[is_new])]
-        run, piece = spread(np.ones_like(becomes_long), begin[becomes_long] // PIECE)
-        earlier = becomes_long[run]
-        rows = (start[earlier] + piece * PIECE) % self.capacity
-        of, number = spread(np.zeros_like(begin), -(-count // PIECE))
-        self._grow(int(long.max()), int((begin + count - 1).max()) // PIECE)
-        self._set(self.pieces, long[earlier] - 1, piece - 1, rows)
-        new = begin[of] // PIECE + number - 1
-        self._set(self.pieces, long[of] - 1, new, (first[of] + number * PIECE) % self.capacity)
-        self._set(self.episodes, slot, LONG, long)
+    def _make_room(self, steps: Steps) -> np.ndarray:
+        """Return windows with room for all steps, ``int64 [parts, 3]``. Full ones move, and so do very old ones."""
+        _, _, episode, begin, added, ended, window = steps
+        base, oldest, end = window.T
+        used = int(self._counts[PLACES])
+        is_full = base + begin + added > end
+        is_old = end < used + 2 * self.capacity - self.places  # soon overwritten
+        moves = np.flatnonzero(is_full | is_old)
+        if not len(moves):
+            return window
+        kept = self._count_kept(episode[moves], begin[moves], base[moves], oldest[moves])
+        first, total = begin[moves] - kept, kept + added[moves]
+        mean = self.rows_used // max(1, int(self._counts[BEGUN]))
+        least = min(LARGEST_FIRST, 1 << mean.bit_length(), max(1, self.capacity // len(episode)))
+        room = np.where(ended[moves], total, np.maximum(2 * total, least))
+        ends = used + np.cumsum(room)
+        self._counts[PLACES] = ends[-1]
+        place = ends - room
+        if kept.any():
+            number, of_step = spread(np.zeros_like(kept), kept)
+            old = (base[moves] + first)[number] + of_step
+            rows = self._host_index[old % self.places]
+            self._set(self.index, self._host_index, (place[number] + of_step) % self.places, rows)
+        window = window.copy()
+        window[moves] = np.stack([place - first, first, ends], axis=1)
+        return window
 
-    def _grow(self, rows: int, width: int) -> None:
-        """Make `pieces` large enough, so that its size grows geometrically."""
-        have_rows, have_width = self.pieces.shape
-        if rows > have_rows or width > have_width:
-            rows = have_rows if rows <= have_rows else min(max(rows, 2 * have_rows), self._most_long)
-            width = have_width if width <= have_width else max(width, 2 * have_width)
-            self.pieces = torch.nn.functional.pad(self.pieces, (0, width - have_width, 0, rows - have_rows))
+    def _count_kept(self, episode: np.ndarray, begin: np.ndarray, base: np.ndarray, oldest: np.ndarray) -> np.ndarray:
+        """Return how many of the last steps before ``begin`` are in the table, for each window, ``int64 [n]``."""
+        number, step = spread(oldest, begin)
+        if not len(step):
+            return np.zeros_like(begin)
+        row = self._host_index[(base[number] + step) % self.places]
+        is_lost = self._host_names[row] != name_of(episode[number], step)
+        first = oldest.copy()  # the first step of the window that is in the table
+        np.maximum.at(first, number[is_lost], step[is_lost] + 1)
+        return begin - first
+
+    def set_episodes(self, episode: np.ndarray, base: np.ndarray, length: np.ndarray, oldest: np.ndarray) -> None:
+        """Set the base, the length and the oldest step of episodes, ``int64 [n]`` each."""
+        rows, slot = np.stack([episode, base, length, oldest], axis=1), episode % self.capacity
+        if not self.episodes.is_cpu and len(np.unique(slot)) < len(slot):  # the last one counts
+            last = len(slot) - 1 - np.unique(slot[::-1], return_index=True)[1]
+            rows, slot = rows[last], slot[last]
+        self._set(self.episodes, self._host_episodes, slot, rows)
+
+    def discard_rows(self, used: int) -> None:
+        """Remove the goals that were written when ``used`` rows had been."""
+        for ring, _ in _slices(self.capacity, used, self.rows_used - used):
+            self._set_names(ring, np.zeros((), np.int64))
+
+    def _set_names(self, ring: slice, names: np.ndarray) -> None:
+        self._host_names[ring] = names
+        if not self.names.is_cpu:
+            self.names[ring] = torch.from_numpy(names).to(self.names.device)
+
+    @staticmethod
+    def _set(tensor: Tensor, host: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+        """Set rows of a tensor and of its copy on the host."""
+        host[at] = values
+        if not tensor.is_cpu:
+            tensor[torch.from_numpy(at).to(tensor.device)] = torch.from_numpy(values).to(tensor.device)
 
     def keep_apart(self, episode: np.ndarray, step: int, goals: Tensor) -> None:
         """Keep the desired goals (step -1) or the goals of first states (step -2) of episodes, ``[n, *goal]``."""
         last = slice(-self.capacity, None)  # if there are more episodes, their rows repeat
         row = torch.from_numpy(episode[last] % self.capacity - step * self.capacity).to(self.matrix.device)
-        names = torch.from_numpy(np.stack([episode[last], np.full_like(episode[last], step)], axis=1))
         self.names[row] = 0
         self.goals[row] = goals[last].to(self.matrix.device)
-        self.names[row] = names.to(self.matrix.device)
-
-    @staticmethod
-    def _set(matrix: Tensor, row: np.ndarray, column: Any, values: np.ndarray) -> None:
-        """Set elements of a matrix. On the CPU, NumPy is faster for the few episodes of a write."""
-        if matrix.is_cpu:
-            matrix.numpy()[row, column] = values
-            return
-        if np.isscalar(column):  # of several values for a row, the last one counts
-            last = len(row) - 1 - np.unique(row[::-1], return_index=True)[1]
-            row, values = row[last], values[last]
-        index = [torch.from_numpy(np.broadcast_to(each, len(row)).copy()).to(matrix.device) for each in (row, column)]
-        matrix[tuple(index)] = torch.from_numpy(values).to(matrix.device, matrix.dtype)
+        self.names[row] = torch.from_numpy(name_of(episode[last], np.array(step))).to(self.matrix.device)
 
     # Reading
 
-    def lengths(self, episode: Tensor) -> Tensor:
-        """Return the number of steps in the table of each episode, ``int64 [n]``; arbitrary for old episodes."""
-        return self.episodes.index_select(0, episode % self.capacity)[:, LENGTH]
+    def find(self, episode: Tensor) -> Found:
+        """Find episodes ``int64 [n]``."""
+        known, base, length, oldest = self.episodes.index_select(0, episode % self.capacity).unbind(1)
+        return Found(known == episode, base, length, oldest)
 
-    def rows(self, episode: Tensor, step: Tensor) -> Tensor:
-        """Return the row in which each goal is, if it is in the table, ``int64 [n]``."""
-        slot = episode % self.capacity
-        start, _, long = self.episodes.index_select(0, slot).unbind(1)
-        row = start + step
-        pieces = self.pieces  # read once, because a writer can replace it
-        if pieces.numel():
-            width = pieces.shape[1]
-            piece = (step // PIECE).clamp(0, width)
-            place = ((long - 1) * width + piece - 1).clamp(0, pieces.numel() - 1)
-            later = pieces.view(-1).index_select(0, place) + step % PIECE
-            row = torch.where((piece > 0) & (long > 0), later, row)
-        row = row % self.capacity
+    def read(self, found: Found, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Return goals ``[n, *goal]``, and whether each is in the table, ``bool [n]``. Others are arbitrary.
+
+        Args:
+            found (Found): the result of `find` for the episodes.
+            episode (Tensor): the episodes, ``int64 [n]``.
+            step (Tensor): the steps that achieved the goals, ``int64 [n]``.
+        """
+        row = self.index.index_select(0, (found.base + step) % self.places)
+        name = (episode << STEP_BITS) + step
         if self.apart:
-            row = torch.where(step < 0, slot + (-step).clamp_max(self.apart) * self.capacity, row)
-        return row
-
-    def read(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Return goals ``[n, *goal]``, and whether each is in the table, ``bool [n]``. Others are arbitrary."""
-        row = self.rows(episode, step)
+            apart = episode % self.capacity + (-step).clamp_max(self.apart) * self.capacity
+            row, name = torch.where(step < 0, apart, row), name_of(episode, step)
         matrix = self.matrix.index_select(0, row)
         later = self.names.index_select(0, row)
         # A goal is complete if its row has the same name before and after the goal is read.
-        asked = torch.stack([episode, step], dim=1)
-        found = ((matrix[:, :2] == asked) & (later == asked)).all(1)
-        return self._split(matrix)[1], found & (episode > 0)  # empty rows have the episode 0
+        return self._split(matrix)[1], (matrix[:, 0] == name) & (later == name)
 
     def any_goal(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the episodes and steps of goals in random rows, ``int64 [*shape]`` each."""
+        """Return the episodes and steps of goals in random rows, ``int64 [*shape]`` each. Empty rows give episode 0."""
         share = torch.rand(shape, dtype=torch.float64, device=self.size.device)
         row = share.mul_(self.size).to(torch.int64)
-        episode, step = self.names.index_select(0, row.reshape(-1)).view(*shape, 2).unbind(-1)
-        return episode, step
+        return split_name(self.names.index_select(0, row.reshape(-1)).view(*shape))
 
     # Moving, saving
 
@@ -266,25 +304,28 @@ class GoalTable:
                 f"{self.matrix.device}. Pass HERTransform a goal_spec on the device of the storage."
             )
         if device.type == "cuda":
-            self._check_room(self.matrix.nbytes, torch.cuda.mem_get_info(device)[0], f"on {device}")
-        for name in ("matrix", "episodes", "pieces", "size"):
+            size = self.matrix.nbytes + self.index.nbytes + self.episodes.nbytes
+            self._check_room(size, torch.cuda.mem_get_info(device)[0], f"on {device}")
+        for name in ("matrix", "index", "episodes", "size"):
             setattr(self, name, getattr(self, name).to(device))
         self._make_views()
 
     def clear(self) -> None:
-        """Remove all goals. Episode ids are not reused."""
-        self.names.zero_()
+        """Remove all goals. Episodes and places are not reused."""
+        self._set_names(slice(None), np.zeros((), np.int64))
+        self._host_episodes[:] = 0
         self.episodes.zero_()
         self.size.zero_()
-        self._counts[[ROWS, LONG_EPISODES]] = 0
+        self._counts[[ROWS, BEGUN]] = 0
+        self._counts[GENERATION] += 1
 
-    def share_memory_(self, max_steps: int | None = None) -> None:
-        """Move the table into shared memory, which allocates all of it. ``max_steps`` are those of an episode."""
+    def share_memory_(self) -> None:
+        """Move the table into shared memory, which allocates all of it."""
+        tensors = self.matrix, self.index, self.episodes, self.size, self.counters
         if SHARED_MEMORY.exists() and self.matrix.is_cpu:
-            self._check_room(self.matrix.nbytes, shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
-        width = SHARED_PIECES - 1 if max_steps is None else -(-max_steps // PIECE) - 1
-        self._grow(self._most_long, width)
-        for tensor in (self.matrix, self.episodes, self.pieces, self.size, self.counters):
+            size = sum(tensor.nbytes for tensor in tensors)
+            self._check_room(size, shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
+        for tensor in tensors:
             tensor.share_memory_()
         self._make_views()
 
@@ -295,7 +336,8 @@ class GoalTable:
 
     def __getstate__(self) -> dict[str, Any] | bytes:
         # Pickled as views, names and goals would no longer share memory.
-        state = {name: value for name, value in vars(self).items() if name not in ("names", "goals", "_counts")}
+        views = ("names", "goals", "_counts", "_host_names", "_host_index", "_host_episodes")
+        state = {name: value for name, value in vars(self).items() if name not in views}
         if self.is_shared and get_spawning_popen() is not None:
             # Collectors pickle environments with cloudpickle, which would copy shared tensors.
             return bytes(ForkingPickler.dumps(state))
@@ -307,14 +349,14 @@ class GoalTable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the filled part of the table."""
-        rows, episodes = min(self.rows_used, self.capacity), min(int(self._counts[EPISODES]) + 1, self.capacity)
+        rows, places = min(self.rows_used, self.capacity), min(int(self._counts[PLACES]), self.places)
+        first, last = self.episode_ids
+        episodes = min(last - first + 2, self.capacity)
         state: dict[str, Any] = {"rows0": self._part(0)[:rows].clone()}
         state |= {f"rows{number}": self._part(number)[:episodes].clone() for number in range(1, 1 + self.apart)}
-        longs = min(int(self._counts[LONG_EPISODES]), len(self.pieces))
-        longest = self.episodes[:, LENGTH] * (self.episodes[:, LONG] > 0)
-        width = max(0, -(-int(longest.max()) // PIECE) - 1)  # `pieces` can be wider
-        state |= {"episodes": self.episodes[:episodes].clone(), "pieces": self.pieces[:longs, :width].clone()}
+        state |= {"index": self.index[:places].clone(), "episodes": self.episodes[:episodes].clone()}
         state |= {"size": self.size.clone(), "counters": self.counters.clone()}
+        state["counters"][GENERATION] = 0
         return state | {"capacity": self.capacity, "dtype": str(self.dtype), "goal_shape": list(self.goal_shape)}
 
     def _part(self, number: int) -> Tensor:
@@ -344,24 +386,18 @@ class GoalTable:
                 f"The saved goals are {saved[0]} {saved[1]}, but goals of this transform are {own[0]} {own[1]}. Load "
                 "into a transform for the same goals."
             )
-        width = state["pieces"].shape[1]
-        if self.is_shared and width > self.pieces.shape[1]:
-            raise ValueError(
-                f"The saved goal table has episodes of up to {(width + 1) * PIECE} steps, but this one, in shared "
-                f"memory, of {(self.pieces.shape[1] + 1) * PIECE}. Create the transform with a larger "
-                "max_episode_steps, then load."
-            )
-        if not self.is_shared:
-            self.pieces = self.pieces.new_zeros(state["pieces"].shape)
-        self.names.zero_()
+        generation = self.generation
+        self.matrix.zero_()
         self.episodes.zero_()
         for number in range(1 + self.apart):
             rows = state[f"rows{number}"]
             self._part(number)[: len(rows)] = rows
-        self.episodes[: len(state["episodes"])] = state["episodes"]
-        self.pieces[: len(state["pieces"]), :width] = state["pieces"]
+        for tensor, name in ((self.index, "index"), (self.episodes, "episodes")):
+            tensor[: len(state[name])] = state[name]
         self.size.copy_(state["size"])
         self.counters.copy_(state["counters"])
+        self._counts[GENERATION] = generation + 1
+        self._make_views()
 
     def _check_room(self, size: int, free: int, place: str) -> None:
         """Check that ``size`` bytes fit into ``free`` bytes, and warn if they take more than a quarter."""
@@ -392,19 +428,23 @@ def load_table(table: GoalTable | None, state: dict[str, Any] | None, capacity: 
     return table
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a tensor of zeros, ``int64``. On the CPU, it takes memory only as it is written."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(shape, np.int64))
-    return torch.zeros(shape, dtype=WORD, device=device)
+def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
+    """Return a tensor of zeros. On the CPU, it takes memory only as it is written."""
+    zeros = torch.from_numpy(np.zeros(shape, dtype))
+    return zeros if device.type == "cpu" else zeros.to(device)
+
+
+def _last_steps(steps: Steps, count: int) -> Steps:
+    """Return the last steps of a write."""
+    part = steps.part[-count:]
+    added = np.bincount(part, minlength=len(steps.added))
+    begin = steps.begin + steps.added - added
+    return steps._replace(name=steps.name[-count:], part=part, begin=begin, added=added)
 
 
 def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of a ring buffer of ``size`` entries, and of ``count`` new entries for positions from ``first`` on.
-
-    If there are more new entries than the ring buffer holds, only the last ones are written.
-    """
-    begin = max(0, count - size)
+    """Yield slices of a ring of ``size`` entries, and of ``count`` new entries, from position ``first`` on."""
+    begin = 0
     while begin < count:
         at = (first + begin) % size
         length = min(count - begin, size - at)

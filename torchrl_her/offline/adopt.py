@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torchrl_her.checks.goal_copies import GoalCopiesCheck
 from torchrl_her.episodes.memory import Episodes
-from torchrl_her.episodes.stamps import add_padding
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goals.table import GoalTable
 from torchrl_her.keys import get_entry
@@ -22,23 +21,23 @@ from torchrl_her.relabel import Relabelling
 
 
 def add_goals(data_set: DataSet, episodes: Episodes, relabelling: Relabelling) -> np.ndarray:
-    """Add the goals of a data set to empty episodes; return the stamps of its rows, ``int64 [rows, 2]``."""
+    """Add the goals of a data set to empty episodes; return the stamps of its rows, ``int64 [rows]``."""
     count = data_set.count
     if count > episodes.capacity:
         raise ValueError(
             f"The data set has {count} transitions, but the goal table holds only {episodes.capacity} goals: pass "
             f"capacity={count} to HERTransform."
         )
-    stamps, is_empty = np.empty((len(data_set.ends), 2), np.int64), count > 1
+    stamps, is_empty = np.empty(len(data_set.ends), np.int64), count > 1
     for piece in data_set.pieces():
         written = relabelling.read(piece.data, episodes.goals, None, piece.names)
         written = written._replace(done=piece.ends)
         is_empty = is_empty and not bool(written.goals.any())
         tracked = episodes.append(written)
         assert episodes.table is not None
-        relabelling.keep_apart(episodes.table, piece.data, written, tracked.stamps)
+        relabelling.keep_apart(episodes.table, piece.data, written, tracked.steps)
         relabelling.check_tracked(piece.data, written, tracked)
-        stamps[piece.rows] = add_padding(tracked.stamps, written.mask, step=episodes.capacity)
+        stamps[piece.rows] = written.with_padding(tracked.steps.name)
     if is_empty:
         raise ValueError(
             "All achieved goals of the data set are zeros, so relabelling has no effect: check the data set. "
@@ -118,7 +117,7 @@ class AdoptedData:
         """
         assert table is not None
         first, last = table.episode_ids
-        unknown = ((episode < first) | (episode > last)) & (step < table.capacity)  # padding has the step capacity
+        unknown = ((episode < first) | (episode > last)) & (episode > 0)  # padding has the episode 0
         if bool(unknown.any()):
             raise ValueError(
                 "The sample has no desired goals, and contains transitions that this HERTransform has not adopted: "

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_her.episodes.stamps import STAMP
 from torchrl_her.episodes.write import RowNames, check_single_steps, flatten_entry, map_goals
+from torchrl_her.goals.names import STAMP
 from torchrl_her.keys import MASK, HERKeys, get_entry
 from torchrl_her.relabel import GoalMap
-
-Rows = TypeVar("Rows", TensorDictBase, np.ndarray)
 
 PIECE_ROWS = 2**14
 PIECE_BYTES = 2**22  # at most this many bytes are copied for each piece
@@ -34,7 +32,7 @@ class Piece(NamedTuple):
     """Consecutive rows of a data set."""
 
     data: TensorDictBase  # [*piece], with placeholders for missing entries
-    rows: slice | np.ndarray  # row numbers in the flattened data set
+    rows: slice  # row numbers in the flattened data set
     ends: np.ndarray  # bool [n], the last transitions of episodes; without padding
     names: RowNames
 
@@ -72,16 +70,13 @@ class DataSet:
         if keys.trajectory is not None and data.get(keys.trajectory, None) is not None:
             ids = flatten_entry(data, keys.trajectory, np.int64, "trajectory")
         self.ends = self._find_ends(ids)
-        self._order = _order_by_id(ids) if data.batch_dims == 1 and ids is not None else None
         states = get_entry(data, keys.next_achieved_goal, "achieved_goal")
         self._device = states.device
         state = states[(0,) * data.batch_dims]
         self._zero_goal: Tensor | None = None  # [*goal], a placeholder
         if self.missing.goals:
             self._zero_goal = torch.zeros_like(map_goals(state.unsqueeze(0), goal_fn).detach()[0])
-        # A piece of reordered rows is a copy, and two pieces are alive at a time.
-        row_bytes = 4 * state.nbytes if self._order is None else 2 * data[0].bytes()
-        self._piece_rows = min(PIECE_ROWS, max(1, PIECE_BYTES // max(1, row_bytes)))
+        self._piece_rows = min(PIECE_ROWS, max(1, PIECE_BYTES // max(1, 4 * state.nbytes)))
 
     @property
     def count(self) -> int:
@@ -101,44 +96,23 @@ class DataSet:
         return ends
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the data set in pieces. An episode that fits into one piece is not split."""
-        order, batch = self._order, self.data.batch_size
-        if order is None:
-            for data, first in self._cut(self.data, 0, self.ends):
-                rows = range(first, first + data.batch_size.numel())
-                yield self._piece(data, slice(rows.start, rows.stop), RowNames(rows, batch))
-        else:
-            for part, _ in self._cut(order, 0, self.ends[order]):
-                index = part.astype(np.int64)
-                data = self.data[torch.from_numpy(index).to(self._device)]
-                yield self._piece(data, index, RowNames(index, batch))
+        """Yield the data set in pieces, which can begin and end within an episode."""
+        for data, first in self._cut(self.data, 0):
+            rows = slice(first, first + data.batch_size.numel())
+            ends = self.ends[rows] if self.mask is None else self.ends[rows][self.mask[rows]]
+            names = RowNames(range(rows.start, rows.stop), self.data.batch_size)
+            yield Piece(self._with_placeholders(data), rows, ends, names)
 
-    def _piece(self, data: TensorDictBase, rows: slice | np.ndarray, names: RowNames) -> Piece:
-        ends = self.ends[rows] if self.mask is None else self.ends[rows][self.mask[rows]]
-        return Piece(self._with_placeholders(data), rows, ends, names)
-
-    def _cut(self, rows: Rows, first: int, ends: np.ndarray) -> Iterator[tuple[Rows, int]]:
-        """Cut rows ``[*batch]`` into pieces, and yield each piece with the number of its first row.
-
-        ``first`` is the number of the first row, and ``ends``, ``bool [rows]``, marks the ends of episodes.
-        """
-        size, inner = self._piece_rows, math.prod(rows.shape[1:])
-        if len(rows) * inner <= size:
-            yield rows, first
-        elif rows.ndim > 1:
-            several = max(1, size // inner)
-            for begin in range(0, len(rows), several):
-                part = rows[begin] if inner > size else rows[begin : begin + several]
-                yield from self._cut(part, first + begin * inner, ends)
-        else:
-            begin = 0
-            while begin < len(rows):
-                end = min(begin + size, len(rows))
-                ended = ends[first + begin : first + end].nonzero()[0]
-                if len(ended):  # after the last end of an episode in the piece
-                    end = begin + int(ended[-1]) + 1
-                yield rows[begin:end], first + begin
-                begin = end
+    def _cut(self, rows: TensorDictBase, first: int) -> Iterator[tuple[TensorDictBase, int]]:
+        """Cut rows ``[*batch]`` into pieces, and yield each piece with the number of its first row."""
+        inner = math.prod(rows.shape[1:])
+        if inner > self._piece_rows:
+            for number, row in enumerate(rows):
+                yield from self._cut(row, first + number * inner)
+            return
+        several = self._piece_rows // inner
+        for begin in range(0, len(rows), several):
+            yield rows[begin : begin + several], first + begin * inner
 
     def _with_placeholders(self, data: TensorDictBase) -> TensorDictBase:
         """Return a piece with placeholders for missing entries. They are expanded, so they take no memory per row."""
@@ -162,8 +136,8 @@ class DataSet:
         return self.data[tuple(torch.from_numpy(each).to(self._device) for each in index)]
 
     def with_stamps(self, stamps: np.ndarray) -> TensorDictBase:
-        """Return a shallow copy of the data set with the stamps of its rows, ``int64 [rows, 2]``."""
-        column = torch.from_numpy(stamps).view(*self.data.batch_size, 2)
+        """Return a shallow copy of the data set with the stamps of its rows, ``int64 [rows]``."""
+        column = torch.from_numpy(stamps).view(self.data.batch_size)
         # The buffers of an ensemble must have the same device, and most storages set one.
         return self.data.copy().auto_device_().set(STAMP, column.to(self._device))
 
@@ -215,14 +189,3 @@ def _last_of_each(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     run_ends = np.append((values[1:] != values[:-1]).nonzero()[0], len(values) - 1)
     _, last = np.unique(values[run_ends][::-1], return_index=True)
     return rows[run_ends[::-1][last]]
-
-
-def _order_by_id(ids: np.ndarray) -> np.ndarray | None:
-    """Return the order of rows that groups them by trajectory id, ``[rows]``, or None if they are grouped.
-
-    Without it, all trajectories that alternate would be kept in memory until they end.
-    """
-    of_runs = ids[np.append(True, ids[1:] != ids[:-1])]
-    if len(np.unique(of_runs)) == len(of_runs):
-        return None
-    return np.argsort(ids, kind="stable").astype(np.int32 if len(ids) < 2**31 else np.int64)

@@ -14,7 +14,7 @@ from torchrl.envs import MultiStepTransform
 
 from torchrl_her._private import drop_waiting_steps, has_forward_hooks
 from torchrl_her.episodes.write import Write
-from torchrl_her.goals.table import GoalTable
+from torchrl_her.goals.table import Found, GoalTable
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.rewards.goal_reward import GoalReward
 
@@ -79,7 +79,7 @@ class OneStepReward:
         for key, new in zip(self._recomputed, self._compute(batch), strict=True):
             includes_originals = self.recompute_all and key == self.keys.next_reward
             replaced = torch.ones_like(relabelled) if includes_originals else relabelled
-            batch.replace(key, replaced, new.detach())
+            batch.replace(key, replaced, new.detach() if new.requires_grad else new)
         if self.keys.next_done in batch.stored:
             ended = batch.data.get(self.keys.next_terminated)
             truncated = batch.data.get(self.keys.next_truncated, None)
@@ -224,9 +224,10 @@ class NStepReward:
         ahead = torch.arange(longest, device=steps.device).expand(len(steps), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
         steps_of_windows = step.unsqueeze(1) + ahead
-        goals, found = table.read(episode.repeat_interleave(longest), steps_of_windows.flatten())
+        found = Found(*(column.repeat_interleave(longest) for column in table.find(episode)))
+        goals, is_in_table = table.read(found, episode.repeat_interleave(longest), steps_of_windows.flatten())
         batch.outcomes = goals.view(*ahead.shape, *goals.shape[1:])
-        batch.available = found.view(ahead.shape).all(1)
+        batch.available = is_in_table.view(ahead.shape).all(1)
 
     def recompute(self, batch: Batch, relabelled: Tensor) -> None:
         """Set the returns and done flags of relabelled windows. The other windows get the flags of their last step."""
@@ -340,5 +341,6 @@ def where(relabelled: Tensor, new: Tensor, stored: Tensor) -> Tensor:
         relabelled = relabelled.view([*batch, *[1] * (stored.ndim - len(batch))])
     if new.shape != stored.shape:
         new = new.reshape(stored.shape)
-    # An earlier transform may have changed the dtype of the stored entry.
-    return torch.where(relabelled, new.to(stored.dtype), stored)
+    if new.dtype != stored.dtype:  # an earlier transform may have changed the dtype of the stored entry
+        new = new.to(stored.dtype)
+    return torch.where(relabelled, new, stored)
