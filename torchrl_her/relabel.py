@@ -26,7 +26,7 @@ from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.checks.sample_counts import SampleCounts
 from torchrl_her.checks.waiting import WaitingCheck
 from torchrl_her.episodes.lanes import Lanes, Tracked
-from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, map_goals
+from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, check_last_dimension, map_goals
 from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
 from torchrl_her.goals.strategies import Future
 from torchrl_her.goals.strategy import DESIRED, goals_apart
@@ -140,6 +140,8 @@ class Relabelling:
         if not self._is_checked:
             for key in self.one_step.replaced_keys:
                 get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
+            for key in (self.keys.next_reward, *self.keys.next_flags):
+                check_last_dimension(tensordict, key)
             check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
         if len(written.done) and (self._has_written or not written.is_dummy):
