@@ -20,10 +20,12 @@ from torchrl_her._private import call_with_buffer, without_compiled_call
 from torchrl_her.checks.check import Check, Sample, ratio
 from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.checks.goal_copies import GoalCopiesCheck
+from torchrl_her.checks.missing_ends import MissingEndsCheck
 from torchrl_her.checks.replaced_flags import ReplacedFlagsCheck
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.checks.sample_counts import SampleCounts
+from torchrl_her.checks.time_limit import TimeLimitCheck
 from torchrl_her.checks.waiting import WaitingCheck
 from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, check_last_dimension, map_goals
@@ -98,6 +100,8 @@ class Relabelling:
         self.checks: list[Check] = [  # in the order in which they run
             continuity,
             rewards,
+            MissingEndsCheck(continuity),
+            TimeLimitCheck(self.keys, rewards),
             GoalCopiesCheck(self.keys, self.extra_replaced),
             SampleCounts(self.keys, rewards),
             WaitingCheck(),
