@@ -100,7 +100,7 @@ class Relabelling:
         self.checks: list[Check] = [  # in the order in which they run
             continuity,
             rewards,
-            MissingEndsCheck(continuity),
+            MissingEndsCheck(self.keys, continuity),
             TimeLimitCheck(self.keys, rewards),
             GoalCopiesCheck(self.keys, self.extra_replaced),
             SampleCounts(self.keys, rewards),
@@ -169,6 +169,9 @@ class Relabelling:
         """Return the report of a transform on its running and ended episodes and its goal table."""
         counts = {name: value for check in self.checks for name, value in check.report().items()}
         lengths, running = lanes.lengths, len(lanes)
+        table_size = 0 if table is None else int(table.size)
+        # The dummy of a collector can be in the table, but is not counted.
+        more = table_size > counts["transitions"] + 1 or (counts["sampled"] and not counts["transitions"])
         return Report(
             transform=repr(transform),
             her_ratio=her_ratio,
@@ -177,8 +180,9 @@ class Relabelling:
             mean_length=ratio(lengths.total, lengths.episodes),
             min_length=lengths.shortest if lengths.episodes else None,
             max_length=lengths.longest if lengths.episodes else None,
-            table_size=None if table is None else int(table.size),
+            table_size=None if table is None else table_size,
             capacity=None if table is None else table.capacity,
+            others_wrote=bool(more),
             **counts,
         )
 

@@ -11,6 +11,7 @@ from torchrl_her.checks.check import Check
 from torchrl_her.checks.continuity import WARM_UP, ContinuityCheck
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
+from torchrl_her.keys import HERKeys
 
 EPISODES = 10  # that end without a done flag before the warning
 
@@ -23,10 +24,12 @@ class MissingEndsCheck(Check):
     which several collectors can use.
 
     Args:
+        keys (HERKeys): the keys of the entries.
         continuity (ContinuityCheck): knows whether the transitions are out of order, which has its own warning.
     """
 
-    def __init__(self, continuity: ContinuityCheck):
+    def __init__(self, keys: HERKeys, continuity: ContinuityCheck):
+        self._keys = keys
         self._continuity = continuity
         self._is_over = False
         self._begun = 0  # episodes that begin in the first writes
@@ -47,9 +50,9 @@ class MissingEndsCheck(Check):
         if ended >= EPISODES + self._begun and self._continuity.is_broken is False:
             self._is_over = True
             warn_user(
-                f"{ended} episodes ended without a done flag, and no transition had one: each time, the next transition "
-                "does not continue the episode. Losses and samplers cannot recognize these ends. Set 'done', and "
-                "'terminated' or 'truncated', under 'next' in the last transition of each episode. If several "
-                "environments alternate, write trajectory ids (keys=HERKeys(trajectory=...)), or each environment in "
-                "its own row, [environments, steps]."
+                f"{ended} episodes ended without a done flag, and no transition had one: each time, the next "
+                "transition does not continue the episode. Losses and samplers cannot recognize these ends. Set "
+                f"{self._keys.next_done!r}, and {self._keys.next_terminated!r} or {self._keys.next_truncated!r}, in "
+                "the last transition of each episode. If several environments alternate, write trajectory ids "
+                "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
             )

@@ -40,6 +40,7 @@ class TimeLimitCheck(Check):
         ends = np.flatnonzero(written.done)[:EPISODES]
         lengths = tracked.stamps[ends, 1] + 1
         self._length = self._length or int(lengths[0])
+        # A task of one step has no time limit.
         self._is_over = self._length == 1 or bool((lengths != self._length).any())
         if self._is_over:
             return
@@ -58,9 +59,9 @@ class TimeLimitCheck(Check):
         if reached_reward is None or (np.abs(rewards - reached_reward) < 1e-6).any():
             return
         warn_user(
-            f"The first {len(rewards)} episodes were all terminated after {self._length} steps, and none of them at its "
-            "goal, so a time limit seems to be stored as a termination. The loss then assumes that nothing follows the "
-            f"last step, and values become wrong. Store the time limit under {self._keys.next_truncated!r}, and keep "
+            f"The first {len(rewards)} episodes were all terminated after {self._length} steps, and none of them at "
+            "its goal, so a time limit seems to be stored as a termination. The loss would assume that nothing follows "
+            f"their last steps. Store the time limit under {self._keys.next_truncated!r}, and keep "
             f"{self._keys.next_terminated!r} False: step() of gymnasium returns both flags. If the task really ends "
             "after this number of steps, ignore this warning."
         )
