@@ -243,6 +243,9 @@ DAMAGED = {
                ("done", changed(lambda flag: flag.expand(-1, 2), DONE), "done"),
                ("traj_ids", entry(IDS, torch.zeros(10, 2)), "trajectory"),
                ("mask", entry(MASK, torch.ones(10, 2)), "mask"))},
+        **{f"{key[1]} without the last dimension": (changed(lambda value: value.squeeze(-1), key),
+            rf"{key[1]}'\) has the shape \(.*flags and rewards.*\({{n}}1,?\).* Store .*unsqueeze\(-1\)", *tried)
+           for key, *tried in ((DONE,), (TERMINATED, FIRST), (("next", "truncated"), FIRST), (REWARD, FIRST))},
         "rewards of several agents": (changed(lambda reward: reward[:, None].expand(-1, 3, 1), REWARD),
             r"stored rewards have the shape \(\d+, 3, 1\).*one reward per agent", FIRST),
         "a NaN among whole goals": (each(with_whole_outcomes, at(3, math.nan, ROOT_DESIRED)), f"desired goal of {NAN}",
@@ -311,6 +314,9 @@ DAMAGED = {
             "has 20 transitions, .*holds only 12 goals: pass capacity=20 ", {"options": {"capacity": 12}}),
         "no goals": (without(ROOT_DESIRED, DESIRED),
             r"no desired goals under 'desired_goal', and with her_ratio=0\.8.*desired_goal=.*pass her_ratio=1"),
+        "no goals, and rewards without the last dimension": (
+            each(without(ROOT_DESIRED, DESIRED), changed(lambda reward: reward.squeeze(-1), REWARD)),
+            r"shape \(10,\), but flags and rewards need a last dimension", {"options": {"her_ratio": 1.0}}),
         "no past goals": (without(ROOT_DESIRED, DESIRED), "no desired goals, but the strategy PastDesired draws from",
             {"options": {"strategy": PastDesired(), "her_ratio": 1.0}}),
         "no rewards for ReachedReward": (without(REWARD), r"cannot compute rewards for orig.*her_ratio=1 \(got 0\.8\)",

@@ -34,8 +34,9 @@ class HERKeys:
             ``"achieved_goal"``.
         desired_goal (NestedKey): the desired goal, replaced at the root and under ``"next"``. Default:
             ``"desired_goal"``.
-        reward (NestedKey): the reward. Default: ``"reward"``.
-        done (NestedKey): the done flag; ``terminated`` and ``truncated`` share its parent key. Default: ``"done"``.
+        reward (NestedKey): the reward, ``[*batch, 1]``. Default: ``"reward"``.
+        done (NestedKey): the done flag, ``bool [*batch, 1]``; ``terminated`` and ``truncated`` share its parent key.
+            Default: ``"done"``.
         trajectory (NestedKey, optional): trajectory ids, integers ``[*batch]``, which separate the transitions of
             several environments. They are used if present. None ignores them. Default: ``("collector", "traj_ids")``.
         mask (NestedKey, optional): a flag, ``bool [*batch]``, that is False for padding. The default entry is used if

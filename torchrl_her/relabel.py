@@ -20,12 +20,14 @@ from torchrl_her._private import call_with_buffer, without_compiled_call
 from torchrl_her.checks.check import Check, Sample, ratio
 from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.checks.goal_copies import GoalCopiesCheck
+from torchrl_her.checks.missing_ends import MissingEndsCheck
 from torchrl_her.checks.replaced_flags import ReplacedFlagsCheck
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.checks.sample_counts import SampleCounts
+from torchrl_her.checks.time_limit import TimeLimitCheck
 from torchrl_her.episodes.lanes import Lanes, Tracked
-from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, map_goals
+from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, check_last_dimension, map_goals
 from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
 from torchrl_her.goals.names import DESIRED_STEP, INITIAL_STEP, split_name
 from torchrl_her.goals.strategies import Future
@@ -98,6 +100,8 @@ class Relabelling:
         self.checks: list[Check] = [  # in the order in which they run
             continuity,
             rewards,
+            MissingEndsCheck(self.keys, continuity),
+            TimeLimitCheck(self.keys, rewards),
             GoalCopiesCheck(self.keys, self.extra_replaced),
             SampleCounts(self.keys, rewards),
             ReplacedFlagsCheck(self.keys.next_terminated, is_recomputed=rewards.recomputes_ends),
@@ -139,6 +143,8 @@ class Relabelling:
         if not self._is_checked:
             for key in self.one_step.replaced_keys:
                 get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
+            for key in (self.keys.next_reward, *self.keys.next_flags):
+                check_last_dimension(tensordict, key)
             check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
             self._is_checked = True
         if len(written.done) and (self._has_written or not written.is_dummy):
@@ -162,6 +168,9 @@ class Relabelling:
         """Return the report of a transform on its running and ended episodes and its goal table."""
         counts = {name: value for check in self.checks for name, value in check.report().items()}
         lengths, running = lanes.lengths, len(lanes)
+        table_size = 0 if table is None else int(table.size)
+        # The dummy of a collector can be in the table, but is not counted.
+        more = table_size > counts["transitions"] + 1 or (counts["sampled"] and not counts["transitions"])
         return Report(
             transform=repr(transform),
             her_ratio=her_ratio,
@@ -170,8 +179,9 @@ class Relabelling:
             mean_length=ratio(lengths.total, lengths.episodes),
             min_length=lengths.shortest if lengths.episodes else None,
             max_length=lengths.longest if lengths.episodes else None,
-            table_size=None if table is None else int(table.size),
+            table_size=None if table is None else table_size,
             capacity=None if table is None else table.capacity,
+            others_wrote=bool(more),
             **counts,
         )
 

@@ -87,9 +87,9 @@ class HERTransform(Transform):
 
     Raises:
         ValueError: if an argument is out of range, if the transform is added to an environment, if another transform of
-            the buffer would undo the relabelling, or if written goals have the wrong shape, the wrong dtype or a NaN. A
-            refused write stores nothing. When sampling, if the size of the batch is not a multiple of
-            ``sequence_length``.
+            the buffer would undo the relabelling, if written goals have the wrong shape, the wrong dtype or a NaN, or
+            if a reward or a flag has no last dimension. A refused write stores nothing. When sampling, if the size of
+            the batch is not a multiple of ``sequence_length``.
         TypeError: if an argument or a written entry has the wrong type.
         KeyError: if written or sampled transitions lack an entry.
         RuntimeError: if the goal table does not fit into memory, if processes share the buffer but ``goal_spec`` is

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
 from support.factories import make_augmentation, make_transform
 from support.walks import THRESHOLD, still, walks
@@ -50,6 +51,52 @@ def test_episodes_are_counted():
     assert report.discontinuous == report.ambiguous == 0
     every_other = make(SPARSE, walks(2)[::2])  # only the first of each episode may start one
     assert report_of(every_other).discontinuous == pytest.approx(23 / 25, abs=0.05)
+
+
+def written_by_another_process():
+    """Return a transform whose shared goal table was filled by a fork of this process."""
+    transform = make_transform(reward=SPARSE, goal_spec=Unbounded(2), capacity=1000)
+    transform.share_memory_()
+    transform.inv(walks(1)[:1].zero_())  # a collector's dummy
+    if not (process := os.fork()):
+        try:
+            transform.inv(walks(4))
+        finally:
+            os._exit(0)
+    os.waitpid(process, 0)
+    return transform
+
+
+def loaded():
+    transform = make_transform(reward=SPARSE, capacity=2000)
+    transform.load_state_dict(make(SPARSE, walks(4)).transform[-1].state_dict())
+    return transform
+
+
+def sampled():
+    """Return a transform that samples what another one wrote."""
+    rb = buffer_with(make_augmentation(reward=SPARSE))
+    rb.extend(walks(4))
+    twin = TensorDictReplayBuffer(storage=rb.storage, transform=make_augmentation(reward=SPARSE), batch_size=100)
+    twin.sample()
+    return twin.transform[-1]
+
+
+@pytest.mark.parametrize(
+    ("make_used", "written"), [(written_by_another_process, (0, 50)), (loaded, (0, 50)), (sampled, (0,))]
+)
+def test_a_report_says_that_others_wrote_and_what_is_therefore_unknown(make_used, written):
+    unknown = "other processes or an earlier run wrote more transitions: their episodes are unknown here"
+    transform = make_used()
+    for transitions in written:
+        report = transform.report()
+        assert (report.transitions, report.others_wrote) == (transitions, True)
+        assert unknown in " ".join(str(report).split())
+        transform.inv(walks(2))
+    dummy = make(SPARSE, walks(1)[:1].zero_())
+    for rb in (dummy, make(SPARSE, walks(90)), make(SPARSE)):  # the second one has overwritten its oldest goals
+        assert not report_of(rb).others_wrote
+        assert unknown not in " ".join(str(report_of(rb)).split())
 
 
 @pytest.mark.parametrize("her_ratio", [0.0, 0.5, 1.0])

@@ -16,10 +16,12 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
+from torchrl.envs import GymWrapper
 
 from support.factories import make_augmentation, make_transform
 from support.walks import THRESHOLD, still, walks
 from torchrl_her import EnvReward, GoalReward, HERKeys, SparseReward
+from torchrl_her.envs import BitFlipping
 
 EITHER = pytest.mark.parametrize("make", [make_transform, make_augmentation])
 # Sizes of writes, and transforms
@@ -327,6 +329,114 @@ def test_correct_ends_and_episodes_in_order_are_silent(data, size, options):
     with no_warning():
         in_writes(rb, data, size)
     assert rb.transform[-1].report().discontinuous < 0.2
+
+
+FLAGS = ("done", "terminated", "truncated")
+
+
+def without_flags(data: TensorDict) -> TensorDict:
+    return altered(torch.zeros_like, *(("next", flag) for flag in FLAGS), data=data)
+
+
+def with_ids(ids: torch.Tensor, data: TensorDict) -> TensorDict:
+    data["collector", "traj_ids"] = ids
+    return data
+
+
+def step_by_step(episodes: int, lanes: int, steps: int = 25) -> TensorDict:
+    """Return episodes of several environments, step by step, without flags."""
+    data = without_flags(walks(episodes * lanes, steps)).view(episodes, lanes, steps)
+    return data.permute(0, 2, 1).reshape(-1)
+
+
+def of_two_collectors(lanes: int) -> TensorDict:
+    """Return the first steps of the environments of two collectors with the same ids, one collector after the other."""
+    data = without_flags(walks(2 * lanes, 60)).view(2, lanes, 60)
+    data["collector", "traj_ids"] = torch.arange(lanes)[:, None].expand(2, lanes, 60)
+    return torch.cat([chunk.reshape(-1) for part in data.split(20, 2) for chunk in part])
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        *((lambda: without_flags(walks(30)), size) for size in (1, 10, 25, 60)),
+        (lambda: with_ids(torch.zeros(750, dtype=torch.int64), without_flags(walks(30))), 10),
+        (lambda: step_by_step(12, 4), 4),
+    ],
+)
+def test_a_loop_that_never_sets_the_done_flag_warns(data, size, make):
+    with one_warning("episodes ended without a done flag", "'terminated') or ('next', 'truncated')"):
+        in_writes(make_buffer(make=make), data(), size)
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (lambda: without_flags(walks(1, 750)), 10),  # an endless episode
+        (lambda: without_flags(walks(10)), 10),
+        (lambda: torch.cat([walks(4), without_flags(walks(30, seed=1))]), 10),  # the flag is set at times
+        *((lambda: step_by_step(1, 100), size) for size in (40, 100, 300)),
+        (lambda: of_two_collectors(16), 320),
+    ],
+)
+def test_episodes_that_have_not_ended_or_have_a_flag_at_times_are_silent(data, size):
+    rb, data = make_buffer(size=20_000), data()
+    with no_warning():
+        in_writes(rb, data, size)
+
+
+def terminated(data: TensorDict, *, misses: bool = True) -> TensorDict:
+    """Store the time limit as a termination. If ``misses``, the last steps of episodes miss their goals."""
+    ends = data["next", "done"][:, 0]
+    if misses:
+        data["next", "reward"][ends] = -1.0
+        data["next", "achieved_goal"][ends] = data["desired_goal"][ends] + 0.5
+    data["next", "terminated"], data["next", "truncated"] = data["next", "done"].clone(), torch.zeros(len(data), 1) > 0
+    return data
+
+
+@pytest.mark.parametrize(
+    ("size", "make"), [(7, make_transform), (60, make_transform), (25, make_augmentation), (10_000, make_augmentation)]
+)
+@pytest.mark.parametrize("reward", [SPARSE, dense, RECOMPUTED_ENDS], ids=["sparse", "dense", "recomputed ends"])
+def test_a_time_limit_that_is_stored_as_a_termination_warns(reward, size, make):
+    data = rewarded(terminated(walks(30)), reward)
+    with one_warning("episodes were all terminated after 25 steps", "under ('next', 'truncated')"):
+        in_writes(make_buffer(reward, make), data, size)
+
+
+def with_one_success(data: TensorDict) -> TensorDict:
+    data["next", "achieved_goal"][99], data["next", "reward"][99] = data["desired_goal"][99], 0.0
+    return data
+
+
+@pytest.mark.parametrize("size", [25, 10_000])
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (lambda: terminated(walks(19)), {}),
+        (lambda: terminated(walks(30), misses=False), {}),  # many reach their goal in the last step
+        (lambda: with_one_success(terminated(walks(30))), {}),
+        (lambda: torch.cat([terminated(walks(1, 24)), terminated(walks(30))]), {}),
+        (lambda: torch.cat([terminated(walks(19)), walks(1), terminated(walks(30))]), {}),
+        (lambda: terminated(walks(40, 1)), {}),  # tasks of one step
+        (lambda: walks(30, ends_on_success=True), {"reward": RECOMPUTED_ENDS}),
+    ],
+)
+def test_ends_that_are_no_time_limit_or_are_truncated_are_silent(data, options, size):
+    rb, data = make_buffer(**options), data()
+    with no_warning():
+        in_writes(rb, data, size)
+
+
+@pytest.mark.parametrize("n_bits", [2, 8])
+def test_bit_flipping_is_silent(n_bits):
+    env = GymWrapper(BitFlipping(n_bits))
+    rb = make_buffer(EnvReward(env))
+    with no_warning():
+        for _ in range(60):
+            rb.extend(env.rollout(20))
 
 
 def test_environments_that_cannot_be_distinguished_warn():

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Report:
     """Counts of written and sampled transitions, as returned by ``report()`` of a hindsight transform.
 
-    ``print(report)`` shows all numbers. Each process counts the transitions that it writes and samples itself. In a
-    copy of a transform, the counts of samples start at 0. Unknown numbers are None.
+    ``print(report)`` shows all numbers. Each process counts the transitions that it writes and samples itself, and the
+    report says if others wrote more. In a copy of a transform, the counts of samples start at 0. Unknown numbers are
+    None.
 
     Attributes:
         transform (str): the transform and its settings.
@@ -39,6 +40,9 @@ class Report:
             sequences), the share that was not relabelled because the goals were no longer in the goal table.
         foreign (float | None): of the same transitions, the share that was not relabelled because another transform
             wrote the transition, or because it is padding.
+        others_wrote (bool): whether other processes, or an earlier run whose checkpoint was loaded, wrote transitions:
+            the goal table has more goals than this process wrote, or this process samples without writing. The numbers
+            of episodes and transitions are then those of this process alone.
         step_length (float | None): the median distance by which a step moves the achieved goal, if the threshold of the
             reward may be too small: goals at a hundredth of a step from an outcome are missed. Otherwise None.
 
@@ -78,12 +82,15 @@ class Report:
     left: float | None = None
     foreign: float | None = None
     step_length: float | None = None
+    others_wrote: bool = False
 
     def __str__(self) -> str:
         lengths = ""
         if self.mean_length is not None:
             lengths = f"; length {self.mean_length:.1f} on average, {self.min_length:,} to {self.max_length:,}"
-        table, reasons = [], []
+        table, reasons, others = [], [], []
+        if self.others_wrote:
+            others = [("", "other processes or an earlier run wrote more transitions: their episodes are unknown here")]
         if self.capacity is not None:
             table = [("goal table", f"{self.table_size:,} of {self.capacity:,} goals")]
             shares = {"left the table": self.left, "foreign": self.foreign}
@@ -95,6 +102,7 @@ class Report:
                 f"{self.transitions:,}, {_percent(self.discontinuous)} discontinuous, "
                 f"{_percent(self.ambiguous)} ambiguous",
             ),
+            *others,
             *table,
             ("sampled", f"{self.sampled:,}, {_percent(self.relabelled)} relabelled (her_ratio {self.her_ratio:.2g})"),
             *reasons,

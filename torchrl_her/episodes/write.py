@@ -79,6 +79,7 @@ class Write(NamedTuple):
         goals = exact.to(desired.dtype)
 
         done = flatten_entry(tensordict, keys.next_done, np.bool_, "done")
+        check_last_dimension(tensordict, keys.next_done)
         trajectory = mask = None
         if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
             trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory")
@@ -171,6 +172,16 @@ def _get_goals(tensordict: TensorDictBase, name: str, key: NestedKey, next_key: 
             "the same, since consecutive steps are matched by comparing bytes."
         )
     return root, under_next
+
+
+def check_last_dimension(tensordict: TensorDictBase, key: NestedKey) -> None:
+    """Check that a flag or a reward, if it is present, has one dimension more than the batch, as in TorchRL."""
+    value, batch = tensordict.get(key, None), tensordict.batch_size
+    if isinstance(value, Tensor) and value.ndim == len(batch):
+        raise ValueError(
+            f"The entry {key!r} has the shape {tuple(value.shape)}, but flags and rewards need a last dimension, "
+            f"{(*batch, 1)}: samples would mix both shapes. Store data[{key!r}].unsqueeze(-1)."
+        )
 
 
 def flatten_entry(tensordict: TensorDictBase, key: NestedKey, dtype: Any, name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_her.episodes.write import RowNames, check_single_steps, flatten_entry, map_goals
+from torchrl_her.episodes.write import RowNames, check_last_dimension, check_single_steps, flatten_entry, map_goals
 from torchrl_her.goals.names import STAMP
 from torchrl_her.keys import MASK, HERKeys, get_entry
 from torchrl_her.relabel import GoalMap
@@ -44,7 +44,7 @@ class DataSet:
 
     Raises:
         TypeError: if the data set is not a TensorDict.
-        ValueError: if the data set is empty, or time is not its last dimension.
+        ValueError: if the data set is empty, time is not its last dimension, or a reward or flag has no last dimension.
         KeyError: if the data set has no done flags, or an entry has another key.
     """
 
@@ -62,6 +62,8 @@ class DataSet:
             rewards=data.get(keys.next_reward, None) is None,
         )
         _check_names(data, keys, self.missing)
+        for key in (keys.next_reward, *keys.next_flags):
+            check_last_dimension(data, key)
         _check_time_is_last(data, keys)
         self.mask: np.ndarray | None = None  # bool [rows], False for padding
         if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):

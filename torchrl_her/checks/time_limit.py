@@ -1,0 +1,68 @@
+"""Finds time limits that are stored as terminations."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_her._private import warn_user
+from torchrl_her.checks.check import Check
+from torchrl_her.checks.reward_check import RewardCheck
+from torchrl_her.episodes.lanes import Tracked
+from torchrl_her.episodes.write import Write
+from torchrl_her.goals.names import split_name
+from torchrl_her.keys import HERKeys
+
+EPISODES = 20  # that are judged
+
+
+class TimeLimitCheck(Check):
+    """Warns if the first episodes are all terminated after the same number of steps, and none at its goal.
+
+    The flags and rewards of at most 20 ends are read. The first end that is not terminated, or the first episode of
+    another length, ends the check.
+
+    Args:
+        keys (HERKeys): the keys of the entries.
+        rewards (RewardCheck): knows the reward of a reached goal.
+    """
+
+    def __init__(self, keys: HERKeys, rewards: RewardCheck):
+        self._keys = keys
+        self._rewards = rewards
+        self._is_over = not rewards.reward.out_keys  # without rewards, reached goals are unknown
+        self._length = 0  # of the first episode, in steps
+        self._last: list[np.ndarray] = []  # the last rewards of episodes, [episodes, agents] each
+
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
+        if self._is_over or not written.done.any():
+            return
+        ends = np.flatnonzero(written.done)[:EPISODES]
+        lengths = split_name(tracked.steps.name[ends])[1] + 1
+        self._length = self._length or int(lengths[0])
+        # A task of one step has no time limit.
+        self._is_over = self._length == 1 or bool((lengths != self._length).any())
+        if self._is_over:
+            return
+        rows = written.rows_of(tensordict.select(self._keys.next_terminated, self._keys.next_reward, strict=False))
+        rows = rows[torch.from_numpy(ends).to(written.goals.device)]
+        terminated, reward = rows.get(self._keys.next_terminated, None), rows.get(self._keys.next_reward, None)
+        if terminated is None or reward is None or not terminated.all():
+            self._is_over = True
+            return
+        self._last.append(reward.reshape(len(ends), -1).double().numpy(force=True))
+        if sum(map(len, self._last)) >= EPISODES:
+            self._judge(self._rewards.reached_reward)
+
+    def _judge(self, reached_reward: float | None) -> None:
+        self._is_over, rewards, self._last = True, np.concatenate(self._last), []
+        if reached_reward is None or (np.abs(rewards - reached_reward) < 1e-6).any():
+            return
+        warn_user(
+            f"The first {len(rewards)} episodes were all terminated after {self._length} steps, and none of them at "
+            "its goal, so a time limit seems to be stored as a termination. The loss would assume that nothing follows "
+            f"their last steps. Store the time limit under {self._keys.next_truncated!r}, and keep "
+            f"{self._keys.next_terminated!r} False: step() of gymnasium returns both flags. If the task really ends "
+            "after this number of steps, ignore this warning."
+        )
