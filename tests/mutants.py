@@ -505,6 +505,9 @@ MUTANTS = [
         "tests/goal_env_check/test_goal_env.py -k wrong_sign"),
     Mutant("resets are compared without a seed", "goal_env_check/check.py", "reset(env, seed)\n    return", "return",
         "tests/goal_env_check/test_goal_env.py -k correct_environment"),
+    Mutant("an observation that is late, too, explains the achieved goal", "goal_env_check/goals.py",
+        " or not (before[first] != after[first]).any()", "",
+        "tests/goal_env_check/test_goal_env.py -k mistake_is_found"),
     Mutant("masses pass the walls", "envs/point_reach.py", "self.velocity * self.dt).clip(-1.0, 1.0)",
         "self.velocity * self.dt)", "tests/examples/test_batched_point_reach.py"),
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The examples of README and documentation run and print what they say. A release description has no broken link."""
 
+import contextlib
 import itertools
 import re
 import sys
@@ -10,7 +11,8 @@ import torch
 from pytest_examples import find_examples
 from torchrl.envs import GymEnv
 
-from support.pages import DOCS, python_blocks
+from support.dispatch import NoWaits
+from support.pages import DOCS, python_blocks, run_block
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -75,6 +77,26 @@ def test_an_example_can_be_pasted_into_a_prompt(example):
     for before, line in itertools.pairwise(example.splitlines()):
         ends_block = before.startswith("    ") and line and not line.startswith((" ", ")"))
         assert not ends_block, f"an empty line is missing before {line!r}"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_loops_of_the_gpu_page_train_on_the_device(device):
+    changes = {'device = "cuda"': f'device = "{device}"', '"total_frames": 5000': '"total_frames": 550'}
+    run_block("how-to/gpu", 0, names := {}, changes)
+    inputs, parameters = names["inputs"], list(names["loss"].parameters())
+    assert names["optimizer"].state
+    mean, weights = inputs.mean.clone(), [each.detach().clone() for each in parameters]
+    assert mean.any()
+    rows, on_device = names["rb"].storage[:64], names["rb"].sample()
+    with contextlib.nullcontext() if device == "cuda" else NoWaits():
+        names["rb"].transform(rows)
+    run_block("how-to/gpu", 1, names)
+    assert (inputs.mean != mean).any()
+    assert any((one != other).any() for one, other in zip(weights, parameters, strict=True))
+    on_host = names["rb"].sample()
+    assert (on_device.device.type, on_host.device.type) == (device, "cpu")
+    assert on_device["hindsight", "relabelled"].any()
+    assert on_host["hindsight", "relabelled"].any()
 
 
 def test_no_page_has_a_block_that_no_test_runs():

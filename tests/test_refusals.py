@@ -23,7 +23,7 @@ from tensordict import NonTensorStack, TensorDict, tensorclass
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl import envs
 from torchrl.data import Composite, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage, Unbounded
-from torchrl.envs import Compose, GymEnv, MultiStepTransform, StepCounter, TransformedEnv
+from torchrl.envs import Compose, GymEnv, GymWrapper, MultiStepTransform, StepCounter, TransformedEnv
 
 from support.factories import check_refused, make_augmentation, make_transform, same, seeded_sample, state_of
 from support.goals import reward_of
@@ -734,6 +734,29 @@ class Efforts(PointReach):
         return super().compute_reward(achieved_goal, desired_goal, info) - info["effort"]
 
 
+class NeverReset(PointReach):
+    """An environment whose reward reads an attribute that only reset sets."""
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return super().compute_reward(achieved_goal, self.target, info)
+
+    def reset(self, **options):
+        self.target = np.zeros(2)
+        return super().reset(**options)
+
+
+class Misspelled(PointReach):
+    """An environment whose reward reads an attribute that an array does not have."""
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return achieved_goal.target
+
+
+def rewarded_by(env):
+    """Return rewards that an environment computes."""
+    return EnvReward(env)(goals_of(torch.zeros(2, 2), torch.zeros(2, 2)))
+
+
 def rewarded(info_keys):
     """Return rewards of transitions with an entry "fee", and an "effort" that is no tensor."""
     data = goals_of(torch.zeros(2, 2), torch.zeros(2, 2)).set("fee", torch.zeros(2)).set_non_tensor("effort", 0.5)
@@ -825,6 +848,10 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
         SEVERAL.format("(SerialEnv|ParallelEnv|VectorizedInProcess|SyncVectorEnv)")),
     (EnvReward, None, ["CartPole-v1", lambda: GymEnv("CartPole-v1")],
         r"TypeError: goal environment, with compute_reward\(.*CartPoleEnv has none.*GoalReward\(reward_fn\)"),
+    (rewarded_by, None, [NeverReset(), GymWrapper(NeverReset()), gymnasium.wrappers.TimeLimit(NeverReset(), 50)],
+        r"RuntimeError: compute_reward of NeverReset reads self\.target, which the environment does not have: read the "
+        "arguments .*, or, if reset sets the attribute, pass an environment that was reset"),
+    (rewarded_by, None, [Misspelled()], "AttributeError: 'numpy.ndarray' object has no attribute 'target'"),
     (rewarded, None, ["fee"], r"TypeError: info_keys must be a list of keys, got the string {}: pass \[{}\]"),
     (rewarded, None, [["tax"]], "KeyError: no entry 'tax'.*info_keys=.*Present entries"),
     (rewarded, None, [[]], r"KeyError: compute_reward of Efforts reads info\['effort'\], but info has no entries\."),

@@ -110,7 +110,11 @@ def ending(function, **members):
 
 
 class Coasting(Reach):
-    """The position is not in the observation, and does not change in the first step."""
+    """The position does not change in the first step, but the velocity does. The observation has both."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space["observation"] = Box(-1.5, 1.5, (4,), np.float64)
 
     def reset(self, **options):
         self.velocity = np.zeros(2)
@@ -122,7 +126,7 @@ class Coasting(Reach):
         return super().step(np.zeros(2))
 
     def observe(self):
-        return Reach.observe(self) | {"observation": self.velocity.copy()}
+        return Reach.observe(self) | {"observation": np.append(self.position, self.velocity)}
 
 
 class Rolling(Reach):
@@ -256,6 +260,15 @@ class Lagging(Reach):
         return Reach.observe(self) | {"achieved_goal": late}
 
 
+class LateObservation(Reach):
+    """Observation and achieved goal are those before the step."""
+
+    def observe(self):
+        late = self.before if self.time else self.position
+        self.before = self.position
+        return Reach.observe(self) | {"observation": late, "achieved_goal": late}
+
+
 class StaleAtReset(Reach):
     """Reset returns a goal of the previous episode, by default in every other episode on average."""
 
@@ -358,6 +371,10 @@ FAULTS = {
         lambda s, a, d, i: missed(s.position, d), showing(Lagging, observation=lambda s: np.zeros(2))
     ),
     "achieved-goal-moves-late: noise": showing(Lagging, observation=lambda s: s.np_random.uniform(-1, 1, 2)),
+    "achieved-goal-moves-late: the observation, too": LateObservation,
+    "achieved-goal-moves-late: explicit Euler, without the position": showing(
+        Coasting, observation=lambda s: np.append(np.zeros(2), s.velocity)
+    ),
     "desired-goal-changes: after 20 steps": showing(desired_goal=lambda s: s.goal * (-1 if s.time > 20 else 1)),
     "desired-goal-stale-at-reset: at times": variant(StaleAtReset, entry="desired_goal", attribute="goal"),
     "reset-ignores-seed: another generator": variant(draw_goal=lambda s: np.random.default_rng().uniform(-1, 1, 2)),

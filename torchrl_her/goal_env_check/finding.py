@@ -41,6 +41,7 @@ SEVERITIES = {
     "warning": [
         "achieved-goal-jumps",
         "achieved-goal-lags",
+        "achieved-goal-moves-late",
         "achieved-goal-unmoved",
         "goal-dtypes-differ",
         "desired-goal-far",
@@ -55,7 +56,6 @@ SEVERITIES = {
         "time-limit-terminates",
     ],
     "note": [
-        "achieved-goal-moves-late",
         "endless",
         "no-goal-reached",
         "one-goal",

@@ -76,7 +76,15 @@ class EnvFunction:
         others = self._other_goals(reached)
         probe = (np.stack([reached] * 9), np.stack([reached, *others]))
         infos = {name: values[[0] * 9] for name, values in info.items()}
-        expected = call_rows(self._batch, *probe, infos)
+        try:
+            expected = call_rows(self._batch, *probe, infos)
+        except AttributeError as error:
+            if not isinstance(error.obj, gymnasium.Env):
+                raise
+            raise RuntimeError(
+                f"{self.name} reads self.{error.name}, which the environment does not have: read the arguments instead "
+                "of the running episode's goal, or, if reset sets the attribute, pass an environment that was reset."
+            ) from error
         try:
             values = self._batch(*probe, infos)
         except Exception:  # any error means that the function does not accept a batch

@@ -40,6 +40,8 @@ class EnvReward(GoalReward):
             string, or if ``terminated_fn`` cannot be called with two arguments.
         KeyError: when called, if an entry of ``info_keys`` is missing, or if the environment reads another entry of
             ``info``.
+        RuntimeError: when called, if a function reads an attribute of the environment that only ``reset`` sets, and
+            ``env`` was never reset.
         ValueError: when called, if a function returns an array of the wrong shape, or expects goals of another shape.
 
     Examples:
