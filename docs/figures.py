@@ -49,6 +49,7 @@ from torchrl_her import (
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito 2008).
 BLUE, GREEN, ORANGE, VERMILION, SKY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#56B4E9"
+OLD, LEAVING = "#e3f0f8", "#f4f4f4"  # rows of the goal table
 INK, GREY, PAPER = "#222222", "#6e6e6e", "#ffffff"
 OURS = {"facecolor": "#e3f0f8", "edgecolor": BLUE, "linewidth": 1.8}
 THEIRS = {"facecolor": "#f4f4f4", "edgecolor": GREY, "linewidth": 1.2}
@@ -191,7 +192,7 @@ def draw_goal_names(path: Path) -> None:
     heading(axes, 84.5, 46.2, "Goal table")
     label(axes, 78, 43.2, "name", va="baseline", color=GREY)
     label(axes, 90.5, 43.2, "goal", va="baseline", color=GREY)
-    draw_cells(axes, 72, 42, [12, 13], rows, ["#e3f0f8"] * 4 + [ORANGE] + ["#e3f0f8"] + ["#f4f4f4"] * 2)
+    draw_cells(axes, 72, 42, [12, 13], rows, [OLD] * 4 + [ORANGE] + [OLD] + [LEAVING] * 2)
     label(axes, 84.5, 5.2, "the oldest goals,\noverwritten next", color=GREY)
     found = 42 - 4.5 * ROW
     arrow(axes, (26.5, 40.5), (36, 40.5))
@@ -206,10 +207,10 @@ def draw_goal_names(path: Path) -> None:
 
 
 def draw_running_episodes(path: Path) -> None:
-    """Draw how written transitions continue running episodes, and when their goals enter the table."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), facecolor=PAPER)
+    """Draw how written transitions continue running episodes, and where their goals are in the table."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.55), facecolor=PAPER)
     figure.subplots_adjust(0, 0, 1, 1)
-    axes.set(xlim=(0, 100), ylim=(0, 58))
+    axes.set(xlim=(0, 100), ylim=(9, 58))
     axes.axis("off")
     top, faces = 49.0, ["#cfe5f2", "#f8e3b5", "#c9e8dd"]
     heading(axes, 14, top + 4, "Written transitions")
@@ -232,27 +233,15 @@ def draw_running_episodes(path: Path) -> None:
         arrow(axes, (68, start), (76, end))
     label(axes, 50, third - 1.2, "no running episode has arrived at S:\na new one, episode 12, begins", color=GREY)
 
-    heading(axes, 50, 27.5, "The goals of these episodes, in pieces of 64 steps")
-    bars = [
-        ("episode 7", [("0 to 63", 22, BLUE), ("64 to 127", 22, BLUE), ("128 to 130", 10, ORANGE)]),
-        ("episode 9", [("0 to 63", 22, BLUE)]),
-        ("episode 12", [("0", 4, ORANGE)]),
-    ]
-    for number, (name, pieces) in enumerate(bars):
-        low, left = 20.5 - number * 6, 17.0
-        label(axes, 15, low + 2, name, ha="right")
-        for text, width, colour in pieces:
-            axes.add_patch(Rectangle((left, low), width, 4, facecolor=colour, edgecolor=INK, linewidth=0.7))
-            label(axes, left + width / 2, low + 1.9, text, color=PAPER if colour == BLUE else INK)
-            left += width + 0.8
-        if name == "episode 9":
-            label(axes, left + 1, low + 2, "this write has completed the piece", ha="left", color=GREY)
-    for x, colour, text in (
-        (17, BLUE, "in the goal table"),
-        (45, ORANGE, "waits until its piece is complete, or the episode ends"),
-    ):
-        axes.add_patch(Rectangle((x, 1.6), 3, 2.4, facecolor=colour, edgecolor=INK, linewidth=0.7))
-        label(axes, x + 4, 2.7, text, ha="left")
+    heading(axes, 50, 25, "Goal table, in the order of writing")
+    rows = [("(9, 61)", OLD), ("(7, 129)", OLD), ("(9, 62)", OLD), ("(7, 130)", ORANGE), ("(12, 0)", ORANGE)]
+    rows += [("(9, 63)", ORANGE), ("(3, 40)", LEAVING), ("(5, 8)", LEAVING)]
+    width = 96 / len(rows)
+    for number, (name, colour) in enumerate(rows):
+        axes.add_patch(Rectangle((2 + number * width, 15), width, 5, facecolor=colour, edgecolor=INK, linewidth=0.7))
+        label(axes, 2 + (number + 0.5) * width, 17.4, name)
+    for first, count, text in ((0, 3, "earlier goals"), (3, 3, "the goals of this write"), (6, 2, "overwritten next")):
+        label(axes, 2 + (first + count / 2) * width, 11.5, text, color=GREY)
     save(figure, path)
 
 

@@ -630,7 +630,7 @@ REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     "sample by movement, adopted": (lambda: adopted(movement), sample, NOT_WRITTEN.format("MovementPriority")),
     "sample missing goals": (lambda: without_goals(her_ratio=0.5), sample, "no desired goals .*pass her_ratio=1"),
     "sample other data without goals": (
-        lambda: without_goals(changed(lambda stamp: stamp - torch.tensor([10**6, 0]), STAMP)), sample,
+        lambda: without_goals(changed(lambda stamp: stamp - (10**6 << 25), STAMP)), sample,
         "no desired goals, and contains transitions .*not adopted: create the storage from the result of adopt"),
     "sample what was written before": (lambda: over_storage_of(TensorDictReplayBuffer(
         storage=TensorStorage(written(EPISODE)[0]))), sample, NO_STAMP),

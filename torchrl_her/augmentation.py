@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -140,13 +140,14 @@ class HindsightAugmentation(Transform):
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
         held = self._held
         of_held = (held.lanes, "running"), (held, "layout"), (held, "log")
-        with exclusive(self._lock, *of_held, (self, "_first_goal")):
+        with exclusive(self._lock, *of_held, (self, "_first_goal"), (self, "table")):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:
                     held.drop()
                     self.table = None
-            yield
+            with nullcontext() if self.table is None else self.table.undone_on_error():
+                yield
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back; return the transitions of ended episodes with their copies, or None."""

@@ -257,7 +257,8 @@ class HERTransform(Transform):
     def flush(self) -> None:
         """End the running episodes. The next write begins new episodes.
 
-        Call it if the environments are reset without a flag, for example after loading. Steps that wait in a ``MultiStepTransform`` because their windows are incomplete are dropped.
+        Call it if environments are reset without a done flag, for example after loading. Steps that wait in a
+        ``MultiStepTransform`` because their windows are incomplete are dropped.
 
         Examples:
             >>> from torchrl.data import LazyTensorStorage, ReplayBuffer

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from support.factories import copied_by_state_dict, make_transform
+from support.factories import make_transform
 from support.goals import reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded

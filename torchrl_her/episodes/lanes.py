@@ -157,7 +157,7 @@ class Lanes:
     # Writing
 
     def track(self, written: Write, first_episode: int) -> Tracked:
-        """Assign the transitions of a write, at least one, to episodes.
+        """Assign the transitions of a write to episodes.
 
         This changes nothing. The caller assigns `running` of the result once the write is complete.
 
@@ -170,6 +170,9 @@ class Lanes:
             old = (old or Running(np.empty((0, COLUMNS), np.int64), written.outcome[:0]))._replace(
                 arrived=written.outcome[:0]
             )
+        if not len(written.done):
+            none = np.empty(0, np.int64)
+            return Tracked(old, Steps(none, none, none, none, none, none, none.reshape(0, 3)), none, none)
         tracked = self._track_stream(written, old, first_episode) or self._track_runs(written, old, first_episode)
         if old.loaded:
             tracked = tracked._replace(running=tracked.running._replace(loaded=0), loaded=old.loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,22 +62,20 @@ class Episodes:
         Yields:
             bool: whether the process is new: it was forked and dropped the running episodes of its parent.
         """
-        with exclusive(self.lock, (self.lanes, "running")):
+        with exclusive(self.lock, (self.lanes, "running"), (self, "table")):
             is_new = self._process != os.getpid()
             self._process = os.getpid()
             table = self.table
             if self.lock.is_shared and (is_new or (table is not None and table.generation != self._generation)):
                 self.lanes.running = None
             self._generation = 0 if table is None else table.generation
-            used = 0 if table is None else table.rows_used
             running = self.lanes.running
             try:
-                yield is_new and self.lock.is_shared
+                with nullcontext() if table is None else table.undone_on_error():
+                    yield is_new and self.lock.is_shared
             except BaseException:
-                if table is not None and table.rows_used > used:
-                    table.discard_rows(used)
-                    if running is not None:
-                        table.set_episodes(*running.lanes[:, [EPISODE, BASE, STEPS, OLDEST]].T)
+                if table is not None and running is not None:
+                    table.set_episodes(*running.lanes[:, [EPISODE, BASE, STEPS, OLDEST]].T)
                 raise
 
     def append(self, written: Write) -> Tracked:

@@ -6,6 +6,7 @@ import math
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -125,9 +126,9 @@ class GoalTable:
         self.names, self.goals = self._split(self.matrix)
         self._counts = self.counters.numpy()  # shares memory with the counters; NumPy is faster
         # What a write reads: on a GPU, a copy on the host, so that a write reads nothing back from the device.
-        self._host_names, self._host_index, self._host_episodes = (
-            each.numpy(force=True) for each in (self.names, self.index, self.episodes)
-        )
+        self._host_names = self.names.numpy(force=True)
+        self._host_index = self.index.numpy(force=True)
+        self._host_episodes = self.episodes.numpy(force=True)
 
     def _split(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Return the names ``int64 [rows]`` and the goals ``[rows, *goal]`` in a matrix ``[rows, words]``."""
@@ -167,7 +168,7 @@ class GoalTable:
     def append(self, steps: Steps, goals: Tensor) -> np.ndarray:
         """Add the goals of steps, ``[n, *goal]``; return the windows of their episodes, ``int64 [parts, 3]``.
 
-        Rows and places are reserved first: after an interrupt, they stay unused, so that no name has two goals.
+        Places are reserved first: after an interrupt, they stay unused.
         """
         used, total = self.rows_used, len(goals)
         self._counts[ROWS] += total
@@ -236,10 +237,18 @@ class GoalTable:
             rows, slot = rows[last], slot[last]
         self._set(self.episodes, self._host_episodes, slot, rows)
 
-    def discard_rows(self, used: int) -> None:
-        """Remove the goals that were written when ``used`` rows had been."""
-        for ring, _ in _slices(self.capacity, used, self.rows_used - used):
-            self._set_names(ring, np.zeros((), np.int64))
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Remove the goals of a write that an error or an interrupt ends. Their rows are used again."""
+        used = self.rows_used
+        try:
+            yield
+        except BaseException:
+            for ring, _ in _slices(self.capacity, used, self.rows_used - used):
+                self._set_names(ring, np.zeros((), np.int64))
+            self._counts[ROWS] = used
+            self.size.fill_(min(used, self.capacity))
+            raise
 
     def _set_names(self, ring: slice, names: np.ndarray) -> None:
         self._host_names[ring] = names
