@@ -69,7 +69,7 @@ def table_bytes(size: int = SIZE) -> float:
     buffer.extend(make_episodes(size // EPISODE_STEPS))
     table = transform._episodes.table
     assert table is not None
-    return bytes_of((table.matrix, table.episodes, table.pieces)) / size
+    return bytes_of((table.matrix, table.index, table.episodes)) / size
 
 
 def script_bytes(script: str, when: str, steps: int = 500) -> float:

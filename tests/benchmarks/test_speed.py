@@ -15,7 +15,7 @@ import strategies
 
 SMALL = {  # constants of the modules
     sampling: {"SIZES": (1000, 2000), "GROWTH": (1000, 10_000), "ROWS": 5000, "WARM_UP": 2},
-    frames: {"ENVS": (1, 64), "LOOPS": (64,), "CHUNK": 5, "CASES": {"16": (16, 100, 1600, 0), "1": (1, 20, 1000, 1)}},
+    frames: {"ENVS": (1, 64), "LOOPS": (64,), "CHUNK": 5, "SHARE_ENVS": (1, 64)},
     strategies: {"STORED": 1000},
 }
 

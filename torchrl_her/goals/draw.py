@@ -53,10 +53,11 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
             drawn[name], member = strategy.select_with_member(transitions)
         else:
             drawn[name] = select_goals(strategy, transitions)
-    relabelled = to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
-    relabelled = relabelled & found.is_known & (step < found.length)
+    to_relabel = torch.rand(step.shape, device=step.device) < her_ratio
+    relabelled = to_relabel & found.is_known & (step < found.length)
     goals = []
     for goal_episode, goal_step in drawn.values():
+        # Most strategies return the episodes of the transitions, which have been found already.
         of_goal = found if goal_episode is episode else table.find(goal_episode)
         goal, is_in_table = table.read(of_goal, goal_episode, goal_step)
         if of_goal is not found:
