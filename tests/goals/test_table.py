@@ -81,6 +81,30 @@ def test_the_table_takes_56_bytes_and_the_goal_for_each_transition_whatever_is_w
     assert len(pickle.dumps(hindsight)) - empty < (56 + 8) * 10_000 + 10_000
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("strategy", "least"), [("future", 1.0), ("final", 1.0), ("episode", 0.3)])
+def test_an_endless_episode_has_no_more_memory_than_others_and_all_of_its_newest_goals(strategy, least):
+    """Earlier steps have left the table; at least half of those in the window have not."""
+    recorded = Recorded(
+        make_buffer(50, her_ratio=1.0, strategy=strategy), Oracle({strategy: 1.0}, 50), World(1, Goals())
+    )
+    for _ in range(60):
+        recorded.play([["go"] * 17])
+        assert recorded.check() >= least * len(recorded.rb)
+
+
+def test_an_episode_that_pauses_again_and_again_keeps_its_goals():
+    """Meanwhile, another environment takes nearly all places of the index."""
+    world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
+    lost = 0
+    for _ in range(60):
+        rb.extend(world.tensordict(world.play(1, ["go"])))
+        for _ in range(90):
+            rb.extend(world.tensordict(world.play(0, ["go"])))
+        lost += int((~rb[:][RELABELLED]).sum())
+    assert lost <= 0.01 * 60 * 100
+
+
 def shared(**options):
     return make_transform(goal_spec=Unbounded((2,)), capacity=20_000, her_ratio=1.0, **options).share_memory_()
 

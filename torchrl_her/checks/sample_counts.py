@@ -27,10 +27,11 @@ SHARE_MIXED = 0.5
 
 
 class Counts(NamedTuple):
-    """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first four count sequences."""
+    """Numbers of transitions, and sums of their rewards. With ``sequence_length``, the first five count sequences."""
 
     to_relabel: float = 0.0  # selected with the probability her_ratio
     left: float = 0.0  # of these, not relabelled because their goals are no longer in the table
+    outdated: float = 0.0  # of those, the transitions whose own goal has left the table
     foreign: float = 0.0  # of these, not relabelled because another transform wrote them, or they are padding
     padding: float = 0.0  # of the foreign ones
     original: float = 0.0
@@ -150,7 +151,7 @@ class SampleCounts(Check):
         if relevant < ENOUGH:
             return
         self._judged["left"] = counts
-        lost = since.left / relevant
+        lost = since.outdated / relevant  # a strategy can look back to goals that have left
         if lost < SHARE_LEFT:
             return
         least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
@@ -204,13 +205,15 @@ def _sums(sample: Counted, reached_reward: float | None) -> Tensor:
     of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 4]
     draw = sample.draw
     if draw is None:
-        return torch.cat([of_groups.new_zeros(4), of_groups.flatten(), of_groups.new_zeros(1)])
+        return torch.cat([of_groups.new_zeros(5), of_groups.flatten(), of_groups.new_zeros(1)])
     table = draw.table
     first, last = table.episode_ids
     missing = draw.to_relabel & ~draw.relabelled
     foreign = missing & ((draw.episode < first) | (draw.episode > last))
     left = missing & ~foreign & table.has_wrapped
-    of_draw = torch.stack([draw.to_relabel, left, foreign, foreign & (draw.episode == 0)]).sum(1)
+    _, holds_own = table.read(table.find(draw.episode), draw.episode, draw.step)
+    outdated = left & ~holds_own
+    of_draw = torch.stack([draw.to_relabel, left, outdated, foreign, foreign & (draw.episode == 0)]).sum(1)
     length = len(relabelled) // max(1, len(draw.step))  # of a sequence
     in_sequences = draw.relabelled.sum() * (length if length > 1 else 0)
     return torch.cat([of_draw, of_groups.flatten(), in_sequences.reshape(1)])
