@@ -77,6 +77,9 @@ def test_the_reasons_for_transitions_that_are_not_relabelled_are_distinguished()
     report = report_of(rb)
     assert (report.foreign, report.left) == pytest.approx((50 / 660, 100 / 660))
     assert report.episode_running == pytest.approx((missing - 150) / 660)
+    assert f"{50 / 660:.1%} foreign: another transform wrote them" in str(report)
+    assert f"{100 / 660:.1%} left the table: their goals are no longer kept" in str(report)
+    assert "0.0% ambiguous: they could continue several running episodes" in str(report)
     assert missing - 150 in range(1, 61)  # some steps of a running episode may be relabelled
 
 
