@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from functools import partial
 
 import gymnasium
@@ -385,6 +386,43 @@ def test_a_copy_reads_the_same_goals():
     rb.extend(point().rollout(50))
     assert selection.hindsight is hindsight
     assert TransformedEnv(point(), selection).rollout(3)["goal_selection", "selected"].all()
+
+
+def test_an_unpickled_environment_reads_the_goals_of_the_buffer_that_was_pickled_with_it():
+    hindsight, rb = make_hindsight()
+    env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=50))
+    for names in (("env", "rb"), ("rb", "env")):
+        loaded = pickle.loads(pickle.dumps({name: {"env": env, "rb": rb}[name] for name in names}))
+        copied, copied_rb = loaded["env"], loaded["rb"]
+        assert not copied.rollout(50)["goal_selection", "selected"].any()
+        copied_rb.extend(copied.rollout(50))
+        assert copied.rollout(3)["goal_selection", "selected"].all()
+        assert hindsight.table_size == 0, "the original has its own goals"
+    alone = pickle.loads(pickle.dumps(env))
+    with pytest.raises(RuntimeError, match=r"unpickled without its replay buffer.*Pickle both together"):
+        alone.reset()
+    with pytest.raises(RuntimeError, match="unpickled without its replay buffer"):
+        TransformedEnv(point(), copy.deepcopy(alone.transform)).reset()
+    env.reset()
+    TransformedEnv(point(), copy.deepcopy(env.transform)).reset()
+
+
+def test_the_report_can_be_read():
+    hindsight, _ = make_hindsight(goals=100)
+    near = Feasible(_minus_distance, gamma=0.98, episode_steps=50)
+    selection = GoalSelection(hindsight, Uniform(), share=1.0, start=50, feasible=near)
+    assert str(selection.report()).splitlines()[1:] == [
+        "  episodes        0",
+        "  goal reached    0 of 0 selected goals",
+        "  cutoff          -3, below which no goal is feasible",
+    ]
+    env = TransformedEnv(point(), selection)
+    for _ in range(8):
+        env.rollout(3)
+    report = selection.report()
+    share = f"{report.reached:,} of {report.selected:,} selected goals, {report.reached / report.selected:.1%}"
+    assert str(report).startswith(f"GoalSelection\n  episodes        8\n  goal reached    {share}")
+    assert "cutoff" not in str(GoalSelection(hindsight, Uniform()).report())
 
 
 def test_wrong_arguments_are_refused():

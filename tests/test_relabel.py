@@ -71,10 +71,9 @@ def test_hooks_of_a_reward_are_called(register):
     assert called
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.half, lambda reward: reward[:, 0]])
-def test_a_reward_keeps_the_stored_dtype_and_shape(change):
+def test_a_reward_keeps_the_stored_dtype():
     written = point_reach()
-    written[REWARD] = change(written[REWARD])
+    written[REWARD] = written[REWARD].half()
     reward = lambda achieved, desired: (achieved == desired).all(dim=-1).double()  # noqa: E731
     check_relabelled(reward, lambda row: float(distance_of_row(row) == 0), written=written)
 

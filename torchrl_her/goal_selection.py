@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
+from torchrl_her._private import ids_around
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goal_selectors import FITTED, Density, Feasible, GoalSelector
 from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
@@ -29,7 +31,7 @@ MARGIN = 0.05  # of the bounding box of desired goals, as a share of its largest
 
 @dataclass(frozen=True)
 class SelectionReport:
-    """Counts of episodes, as returned by ``report()`` of `GoalSelection`.
+    """Counts of episodes, as returned by ``report()`` of `GoalSelection`. ``print(report)`` shows all numbers.
 
     Attributes:
         episodes (int): the number of episodes that have begun.
@@ -42,6 +44,15 @@ class SelectionReport:
     selected: int
     reached: int
     cutoff: float | None
+
+    def __str__(self) -> str:
+        reached = f"{self.reached:,} of {self.selected:,} selected goals"
+        if self.selected:
+            reached += f", {self.reached / self.selected:.1%}"
+        rows = [("episodes", f"{self.episodes:,}"), ("goal reached", reached)]
+        if self.cutoff is not None:
+            rows += [("cutoff", f"{self.cutoff:.4g}, below which no goal is feasible")]
+        return "\n".join(["GoalSelection", *(f"  {name:<16}{text}" for name, text in rows)])
 
 
 class GoalSelection(Transform):
@@ -87,7 +98,7 @@ class GoalSelection(Transform):
         ValueError: if an argument is out of range, if ``start`` exceeds the capacity of the goal table, if the done
             flags are nested, if the reward is not a function of the goals, if a selector returns goals of the wrong
             shape, or if the desired goal changes within an episode.
-        RuntimeError: in another process, if the goal table is not shared.
+        RuntimeError: in another process, if the goal table is not shared, or if it was unpickled without the buffer.
         KeyError: if the environment has no goals, or a step lacks the entries of the previous one.
 
     Examples:
@@ -145,6 +156,7 @@ class GoalSelection(Transform):
             )
         super().__init__()
         self._hindsight = (hindsight,)  # a tuple: the transform of the buffer is not a part of this module
+        self._pickled_in: int | None = None  # the process in which this object was pickled
         self.selector, self.feasible = selector, feasible
         self.share, self.candidates, self.start = share, candidates, start
         self.within_desired, self.towards_desired = within_desired, towards_desired
@@ -229,6 +241,12 @@ class GoalSelection(Transform):
                 'shared, and HERTransform(..., goal_spec=env.observation_spec["achieved_goal"]), before the '
                 "collector. Or append GoalSelection to the batched environment, TransformedEnv(ParallelEnv(...), "
                 "GoalSelection(...)), in the process of the buffer."
+            )
+        if self._pickled_in == os.getpid() and not ids_around(self.hindsight):
+            raise RuntimeError(
+                "GoalSelection was unpickled without its replay buffer, so no goal that the agent achieves would "
+                "arrive in its copy of the goal table. Pickle both together, pickle.dumps((env, replay_buffer)), or "
+                "create GoalSelection again with the HERTransform of the buffer."
             )
 
     def _count_ended(self, resets: Tensor) -> None:
@@ -387,8 +405,11 @@ class GoalSelection(Transform):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GoalSelection:
         memo[id(self.hindsight)] = self.hindsight  # a copy reads the same goal table
-        state: Any = self.__getstate__()
+        state: Any = super().__getstate__()
         return deep_copy(self, state, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_pickled_in": os.getpid()}
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the desired goals and counts so far for ``state_dict``."""

@@ -2,19 +2,32 @@
 
 import functools
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict
+from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
-from torchrl.envs import CatTensors, ClipTransform, Compose, ExcludeTransform, RenameTransform, TransformedEnv
+from torchrl.envs import (
+    CatTensors,
+    ClipTransform,
+    Compose,
+    ExcludeTransform,
+    GymEnv,
+    GymWrapper,
+    RenameTransform,
+    TransformedEnv,
+)
 
 from support import tape
 from support.factories import make_augmentation, make_transform, seeded_sample
 from support.goals import reward_of
 from support.tape import collected, image_reward, in_double_precision, make_tape, with_images
-from torchrl_her import GoalReward
+from torchrl_her import GoalReward, GoalSelection, HERTransform, SparseReward, Uniform
 
 FRAMES = 60
+POINT = "torchrl_her.envs:torchrl_her/PointReach-v0"
 hindsight = functools.partial(make_transform, capacity=1000)
 
 
@@ -141,3 +154,62 @@ def test_an_entry_that_follows_the_goal_by_chance_or_not_at_all_is_accepted(name
     reward = GoalReward(reward_of, recompute_all=True)
     rb = buffer(hindsight(reward=reward), *NO_COPIES[name]().split(20), storage=storage)
     assert len(rb) == FRAMES
+
+
+class WithGoal(gymnasium.ObservationWrapper):
+    """PointReach whose observation contains the goal, which is zero in every episode if it is ``constant``."""
+
+    def __init__(self, constant=False):
+        super().__init__(gymnasium.make(POINT, max_episode_steps=100))
+        self.constant = constant
+        spaces = dict(self.observation_space.spaces)
+        self.observation_space = gymnasium.spaces.Dict(spaces | {"observation": gymnasium.spaces.Box(-9, 9, (4,))})
+
+    def observation(self, observation):
+        goal = observation["desired_goal"]
+        goal = np.zeros_like(goal) if self.constant else goal
+        both = np.concatenate([observation["observation"][:2], goal], dtype=np.float32)
+        return observation | {"observation": both, "desired_goal": goal}
+
+
+def write_selected(env, *, prefilled=0, later=None, **arguments):
+    """Write 2,400 transitions of an environment with `GoalSelection` to a buffer."""
+    torch.manual_seed(0)
+    transform = HERTransform(SparseReward(0.05), capacity=10_000)
+    if prefilled:  # with the goals of an earlier run
+        saved = HERTransform(SparseReward(0.05), capacity=10_000)
+        buffer(saved, TransformedEnv(GymEnv(POINT)).rollout(prefilled, break_when_any_done=False))
+        transform.load_state_dict(saved.state_dict())
+    env = TransformedEnv(GymWrapper(env), GoalSelection(transform, Uniform(), **arguments))
+    if later is not None:
+        env.append_transform(later)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2400), transform=transform, batch_size=64)
+    collector = Collector(env, None, frames_per_batch=200, total_frames=2400)
+    for data in collector:
+        rb.extend(data)
+    collector.shutdown()
+    assert rb[:]["goal_selection", "selected"].any()
+
+
+AT_ONCE = {"prefilled": 100, "start": 1}
+
+
+@pytest.mark.parametrize("arguments", [{}, AT_ONCE, AT_ONCE | {"share": 1.0}], ids=str)
+def test_a_copy_of_the_environments_goal_is_found_although_selected_goals_replace_it(arguments):
+    with pytest.warns(UserWarning, match="A copy of the desired goal is in 'observation'") as found:
+        write_selected(WithGoal(), **arguments)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("arguments", [{}, AT_ONCE | {"share": 1.0}], ids=str)
+def test_a_copy_of_selected_goals_is_found(arguments):
+    with pytest.warns(UserWarning, match="A copy of the desired goal is in 'both'") as found:
+        write_selected(gymnasium.make(POINT, max_episode_steps=100), later=cat_at_root(), **arguments)
+    assert len(found) == 1
+
+
+@pytest.mark.filterwarnings("error:A copy of the desired goal")
+@pytest.mark.parametrize("constant", [True, False])
+def test_an_entry_that_equals_a_goal_that_never_changes_is_accepted_although_selected_goals_do(constant):
+    env = WithGoal(constant=True) if constant else gymnasium.make(POINT, max_episode_steps=100)
+    write_selected(env, share=1.0, **AT_ONCE)

@@ -123,6 +123,9 @@ def test_the_reasons_for_transitions_that_are_not_relabelled_are_distinguished()
     assert int((~rb[:]["hindsight", "relabelled"]).sum()) == 150
     report = report_of(rb)
     assert (report.foreign, report.left) == pytest.approx((50 / 660, 100 / 660))
+    assert f"{50 / 660:.1%} foreign: another transform wrote them" in str(report)
+    assert f"{100 / 660:.1%} left the table: their goals are no longer kept" in str(report)
+    assert "0.0% ambiguous: they could continue several running episodes" in str(report)
 
 
 def test_reached_goals_are_unknown_if_their_reward_varies_or_is_of_several_steps():

@@ -23,10 +23,10 @@ WRITES = 1000  # the search ends after this many writes if the goal hardly ever 
 
 
 class GoalCopies(NamedTuple):
-    """The entries that contained the desired goal in all writes so far."""
+    """The entries that contained the goal in all writes so far."""
 
     places: dict[NestedKey, set[int]] | None = None  # where the goal starts in each entry; None before the first write
-    goals: frozenset[bytes] = frozenset()  # the different desired goals so far
+    goals: frozenset[bytes] = frozenset()  # the different goals so far
     writes: int = 0
 
 
@@ -41,7 +41,10 @@ class GoalCopiesCheck(Check):
     def __init__(self, keys: HERKeys, replaced: frozenset[NestedKey]):
         self._keys = keys
         self._replaced = replaced
-        self._copies: GoalCopies | None = GoalCopies()  # None when the search is over
+        # Copies of the environment's goal and of the desired goal, which GoalSelection can replace. They are the same
+        # object until a goal is replaced. None when the search is over.
+        start = GoalCopies()
+        self._copies: tuple[GoalCopies | None, GoalCopies | None] = start, start
 
     def on_write(  # noqa: D102
         self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None
@@ -56,38 +59,65 @@ class GoalCopiesCheck(Check):
         copy, and a network that reads it learns the original goal with the new goal's reward. Copies are harmless in
         entries that relabelling replaces, and in entries that ``later`` transforms rewrite in every sample.
         """
-        keys, copies = self._keys, self._copies  # another thread may set the copies to None
-        if copies is None:
+        own_copies, copies = self._copies
+        if own_copies is None and copies is None:
             return
-        desired = [
-            _rows(tensordict, tensordict.get(key)) for key in (keys.desired_goal, keys.next_desired_goal)
-        ]  # [rows, goal]
+        keys = self._keys
+        goals = own_goals = _goals(tensordict, keys.desired_goal)
+        if tensordict.get(OWN_GOAL, None) is not None and tensordict.get(("next", *OWN_GOAL), None) is not None:
+            stored = _goals(tensordict, OWN_GOAL)
+            if not all(torch.equal(own.to(goal.dtype), goal) for own, goal in zip(stored, goals, strict=True)):
+                own_goals = stored
         stride = math.prod(tensordict.get(keys.desired_goal).shape[tensordict.ndim + 1 :])
         rewritten = _rewritten_by(later) | self._replaced
-        leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
-        places: dict[NestedKey, set[int]] = {}
-        for key in leaves:
-            pair = (key, unravel_key(("next", key)))
-            if key in (keys.achieved_goal, keys.desired_goal, OWN_GOAL) or rewritten.issuperset(pair):
-                continue
-            found = _places(tensordict, pair, desired, stride)
-            if copies.places is not None:
-                found &= copies.places[key]
-            if found:
-                places[key] = found
-        rows = desired[0].contiguous().view(torch.uint8).numpy(force=True)
-        goals = copies.goals.union(row.tobytes() for row in rows)
-        if places and len(goals) >= GOALS:
-            names = " and ".join(map(repr, places))
-            warn_user(
-                f"A copy of the desired goal is in {names} (equal for {len(goals)} different goals, bit for bit). "
-                "Relabelling does not replace it, so the copy would keep the original goal. Do not concatenate in the "
-                f"environment, and let networks read {keys.desired_goal!r} in addition to the observation. Or add, "
-                "after the hindsight transform, a transform that rewrites the copy at the root and under 'next' "
-                "(CatTensors) or removes it (ExcludeTransform).",
-            )
-        is_over = not places or len(goals) >= GOALS or copies.writes + 1 >= WRITES or self._copies is None
-        self._copies = None if is_over else GoalCopies(places, goals, copies.writes + 1)
+        for goal in (keys.achieved_goal, keys.desired_goal, OWN_GOAL):
+            rewritten |= {goal, unravel_key(("next", goal))}
+        found = _found(copies, tensordict, goals, stride, rewritten)
+        is_same = own_copies is copies and own_goals is goals
+        own_found = found if is_same else _found(own_copies, tensordict, own_goals, stride, rewritten)
+        self._copies = own_found, found
+        for each in (own_found, found):
+            if each is not None and len(each.goals) >= GOALS:
+                self._copies = None, None
+                self._warn(each)
+                return
+
+    def _warn(self, copies: GoalCopies) -> None:
+        names = " and ".join(map(repr, copies.places or ()))
+        warn_user(
+            f"A copy of the desired goal is in {names} (equal for {len(copies.goals)} different goals, bit for bit). "
+            "Relabelling does not replace it, so the copy would keep the original goal. Do not concatenate in the "
+            f"environment, and let networks read {self._keys.desired_goal!r} in addition to the observation. Or add, "
+            "after the hindsight transform, a transform that rewrites the copy at the root and under 'next' "
+            "(CatTensors) or removes it (ExcludeTransform).",
+        )
+
+
+def _found(
+    copies: GoalCopies | None,
+    tensordict: TensorDictBase,
+    goals: list[Tensor],
+    stride: int,
+    rewritten: set[NestedKey],
+) -> GoalCopies | None:
+    """Return which of the entries contain these goals, ``[rows, goal]``, too, or None if the search is over."""
+    if copies is None:
+        return None
+    places: dict[NestedKey, set[int]] = {}
+    leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
+    for key in leaves:
+        pair = (key, unravel_key(("next", key)))
+        if rewritten.issuperset(pair):
+            continue
+        found = _places(tensordict, pair, goals, stride)
+        if copies.places is not None:
+            found &= copies.places[key]
+        if found:
+            places[key] = found
+    if not places or copies.writes + 1 >= WRITES:
+        return None
+    rows = goals[0].contiguous().view(torch.uint8).numpy(force=True)
+    return GoalCopies(places, copies.goals.union(row.tobytes() for row in rows), copies.writes + 1)
 
 
 def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
@@ -101,6 +131,11 @@ def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
         if isinstance(transform, ExcludeTransform):
             keys.update(map(unravel_key, transform.excluded_keys))
     return keys
+
+
+def _goals(tensordict: TensorDictBase, key: NestedKey) -> list[Tensor]:
+    """Return rows of a goal at the root and under ``"next"``, ``[rows, goal]``."""
+    return [_rows(tensordict, tensordict.get(each)) for each in (key, unravel_key(("next", key)))]
 
 
 def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:

@@ -93,15 +93,14 @@ class Report:
             others = [("", "other processes or an earlier run wrote more transitions: their episodes are unknown here")]
         if self.capacity is not None:
             table = [("goal table", f"{self.table_size:,} of {self.capacity:,} goals")]
-            shares = {"left the table": self.left, "foreign": self.foreign}
-            reasons = [("not relabelled", ", ".join(f"{_percent(share)} {name}" for name, share in shares.items()))]
+            reasons = [
+                ("not relabelled", f"{_percent(self.left)} left the table: their goals are no longer kept"),
+                ("", f"{_percent(self.foreign)} foreign: another transform wrote them, or they are padding"),
+            ]
         rows = [
             ("episodes", f"{self.episodes:,}, {self.running:,} of them running{lengths}"),
-            (
-                "transitions",
-                f"{self.transitions:,}, {_percent(self.discontinuous)} discontinuous, "
-                f"{_percent(self.ambiguous)} ambiguous",
-            ),
+            ("transitions", f"{self.transitions:,}, {_percent(self.discontinuous)} discontinuous"),
+            ("", f"{_percent(self.ambiguous)} ambiguous: they could continue several running episodes"),
             *others,
             *table,
             ("sampled", f"{self.sampled:,}, {_percent(self.relabelled)} relabelled (her_ratio {self.her_ratio:.2g})"),
