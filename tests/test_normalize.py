@@ -123,6 +123,20 @@ def test_sums_stay_in_double_precision_after_casts_of_the_policy():
     check(inputs, [data])
 
 
+@pytest.mark.parametrize("mean", [1e8, -1e10])
+def test_double_precision_inputs_far_from_zero_are_normalized(mean):
+    inputs, writes = NormalizedInputs(clip=math.inf), [transitions((500,), seed, torch.float64) for seed in range(3)]
+    for data in writes:
+        data["next"].apply_(lambda value: (value - value.mean(0)) / value.std(0) + mean)
+        inputs.update(data)
+    check(inputs, writes)
+    means, scales = statistics(writes)
+    data = inputs(writes[0])["next"]
+    raw = torch.cat([data[key] for key in IN_KEYS[PLAIN]], -1).numpy()
+    assert data["inputs"].dtype == torch.float32
+    np.testing.assert_allclose(data["inputs"], (raw - means) / scales, atol=1e-3)
+
+
 def test_the_scale_of_a_constant_feature_is_a_hundredth():
     inputs, data = NormalizedInputs(), transitions((30,))
     data["next", "observation"][:, 0] = 7.0
@@ -171,6 +185,48 @@ def test_before_the_first_update_inputs_are_concatenated_and_clipped():
     assert torch.equal(inputs(data)["agent", "inputs"], expected.clamp(-110, 110))
     assert inputs.out_keys == [("agent", "inputs")]
     assert ("next", "agent", "inputs") in data.keys(True)
+
+
+UNCHANGED = "without an update, so its inputs are not normalized"
+
+
+def sample_often(inputs):
+    rb = make_buffer(inputs)
+    rb.extend(collected())
+    return [rb.sample() for _ in range(100)]  # of 200
+
+
+def test_samples_without_any_update_warn_once():
+    with pytest.warns(UserWarning, match=f"10,000 transitions were sampled.*{UNCHANGED}") as caught:
+        sample_often(NormalizedInputs())
+    assert len([each for each in caught if UNCHANGED in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("kind", ["updated", "loaded", "normalize=False", "acting"])
+def test_inputs_that_are_normalized_or_need_not_be_do_not_warn(kind, recwarn):
+    inputs = NormalizedInputs(normalize=kind != "normalize=False")
+    if kind == "acting":
+        for _ in range(200):
+            inputs(collected().exclude("next"))
+    else:
+        source = NormalizedInputs() if kind == "loaded" else inputs
+        source.update(collected())
+        if kind == "loaded":
+            inputs.load_state_dict(source.state_dict())
+        sample_often(inputs)
+    assert not [each for each in recwarn if UNCHANGED in str(each.message)]
+
+
+def test_without_normalization_updates_have_no_effect_and_statistics_are_refused():
+    inputs, other, data = NormalizedInputs(clip=math.inf, normalize=False), NormalizedInputs(), collected().clone()
+    inputs.update(data)
+    raw = torch.cat([data["observation"], data["desired_goal"]], -1)
+    assert torch.equal(inputs(data)["inputs"], raw)
+    inputs.load_state_dict(inputs.state_dict())
+    other.update(data)
+    with pytest.raises(ValueError, match="created with normalize=False"):
+        inputs.load_state_dict(other.state_dict())
+    assert torch.equal(inputs(data)["inputs"], raw)
 
 
 def test_an_evaluation_may_come_before_the_first_update():
@@ -310,7 +366,19 @@ def test_processes_share_the_statistics_of_a_shared_buffer(processes_from_a_serv
         process.join()
         assert process.exitcode == 0
     check(inputs, writes)
-    assert inputs.get_extra_state()["sums"][0].tolist() == 3 * [20_000] + 3 * [40_000]
+    assert inputs.get_extra_state()["moments"][0].tolist() == 3 * [20_000] + 3 * [40_000]
+
+
+def test_processes_cannot_get_it_before_its_first_call(processes_from_a_server):
+    policy = make_policy(NormalizedInputs())
+    with pytest.raises(RuntimeError, match=r"before its first call.*fake_tensordict\(\)\) before you create the coll"):
+        MultiSyncCollector([make_tape] * 2, policy, frames_per_batch=40, total_frames=120)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=update_often, args=(NormalizedInputs(normalize=False), collected(), 1)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.slow
@@ -320,11 +388,13 @@ def test_collectors_in_other_processes_get_the_statistics_with_the_weights():
     collector = MultiSyncCollector(
         [make_tape] * 2, make_policy(inputs), frames_per_batch=40, total_frames=120, update_at_each_batch=False
     )
-    for data in collector:
-        acting = (torch.cat([data["observation"], data["desired_goal"]], -1) - inputs.mean) / inputs.scale
-        torch.testing.assert_close(data["inputs"], acting)
+    for number, data in enumerate(collector):
+        raw = torch.cat([data["observation"], data["desired_goal"]], -1)
+        torch.testing.assert_close(data["inputs"], (raw - inputs.mean) / inputs.scale)
+        assert torch.equal(data["inputs"], raw) == (number == 0)
         inputs.update(data)
         collector.update_policy_weights_()
+    assert number == 2
     collector.shutdown()
 
 
@@ -367,6 +437,8 @@ WRONG = {
     "achieved goals of another size": ({"achieved_goal": torch.ones(60, 4)}, ValueError,
         "achieved goals have 4 features and the desired goals 3: pass goal_fn"),
     "NaN": ({"observation": FULL(torch.nan)}, ValueError, r"'observation'\) has NaN or infinite.*left unchanged"),
+    "finite values beyond float32": ({"observation": torch.full((60, 3), 1e200, dtype=torch.float64)}, ValueError,
+        r"'observation'\) has values beyond the range of float32.*left unchanged"),
     "infinite goals": ({"achieved_goal": FULL(torch.inf)}, ValueError, r"'achieved_goal'\) has NaN or infinite"),
 }  # fmt: skip
 
@@ -384,6 +456,13 @@ def test_a_refused_update_changes_nothing(name):
         inputs.update(data)
     assert same(inputs.get_extra_state(), before)
     check(inputs, [collected()])
+
+
+def test_extreme_achieved_goals_are_refused_when_they_are_also_inputs():
+    inputs, data = NormalizedInputs(["achieved_goal", "desired_goal"], goal_fn=torch.zeros_like), collected().clone()
+    data["next", "achieved_goal"] = torch.full((60, 3), torch.inf)
+    with pytest.raises(ValueError, match=r"'achieved_goal'\) has NaN or infinite"):
+        inputs.update(data)
 
 
 def test_inputs_of_missing_or_other_entries_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import refuse_environment
+from torchrl_her._private import refuse_environment, warn_user
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import MASK, HERKeys, check_keys, get_entry, is_key
 
 SMALLEST_SCALE = 0.01  # as in OpenAI Baselines, so that constant features do not explode
+LARGEST = torch.finfo(torch.float32).max
+SAMPLED_WITHOUT_UPDATE = 10_000  # transitions
 
 
 class NormalizedInputs(Transform):
@@ -41,6 +44,8 @@ class NormalizedInputs(Transform):
         keys (HERKeys): the keys of the goals and of the mask for padding. Default: ``HERKeys()``.
         goal_fn (Callable[[Tensor], Tensor], optional): as in `HERTransform`.
         clip (float): the largest absolute value of the result. ``math.inf`` disables clipping. Default: 5.0.
+        normalize (bool): if ``False``, inputs are only concatenated and clipped, and `update` has no effect. Default:
+            ``True``.
 
     Attributes:
         mean (Tensor): the mean of each feature, ``[features]``; 0 before the first update.
@@ -49,11 +54,15 @@ class NormalizedInputs(Transform):
 
     Raises:
         ValueError: if an argument is out of range, if the sizes of entries differ from those of the first call, if
-            entries of an update are NaN or infinite (the statistics do not change), if the object is added to an
-            environment, or if it comes before `HERTransform` in a buffer (raised by the first write).
+            entries of an update are NaN, infinite or beyond the range of ``float32`` (the statistics do not change), if
+            statistics are loaded with ``normalize=False``, if the object is added to an environment, or if it comes
+            before `HERTransform` in a buffer (raised by the first write).
         TypeError: if an argument has the wrong type.
         KeyError: if an entry is missing.
-        RuntimeError: if processes share the buffer before the first call.
+        RuntimeError: if processes share the buffer, or the object is sent to a new process, before the first call.
+
+    Warns:
+        UserWarning: if 10,000 transitions were sampled without an update.
 
     Examples:
         >>> import torch
@@ -89,6 +98,7 @@ class NormalizedInputs(Transform):
         keys: HERKeys = HERKeys(),
         goal_fn: Callable[[Tensor], Tensor] | None = None,
         clip: float = 5.0,
+        normalize: bool = True,
     ):
         check_keys(keys)
         in_keys = ["observation", keys.desired_goal] if in_keys is None else in_keys
@@ -105,12 +115,14 @@ class NormalizedInputs(Transform):
         if not clip > 0:
             raise ValueError(f"clip must be positive, got {clip}.")
         super().__init__(in_keys=in_keys, out_keys=[out_key])
-        self.keys, self.goal_fn, self.clip = keys, goal_fn, float(clip)
+        self.keys, self.goal_fn, self.clip, self.normalize = keys, goal_fn, float(clip), normalize
         self.register_buffer("mean", None, persistent=False)
+        self.register_buffer("_mean_error", None, persistent=False)  # the mean in float64, minus `mean`
         self.register_buffer("scale", None, persistent=False)
         # Not a buffer, so that casts of the policy do not change its dtype.
-        self._sums = torch.zeros(3, 0, dtype=torch.float64)  # count, sum and sum of squares of each feature
+        self._moments = torch.zeros(3, 0, dtype=torch.float64)  # see moments_of
         self._sizes: list[int] = []  # of the entries; empty before the first call
+        self._sampled = 0  # transitions, until the check for a missing update
         self._lock = WriteLock()
 
     def set_container(self, container: Transform | EnvBase) -> None:
@@ -129,19 +141,36 @@ class NormalizedInputs(Transform):
             values = [value.reshape(*batch, value.shape[len(batch) :].numel()) for value in values]
             self._set_sizes([value.shape[-1] for value in values], values[0].device)
             mean, scale = self.mean.to(values[0].device), self.scale.to(values[0].device)
-            inputs = (torch.cat([value.to(mean.dtype) for value in values], -1) - mean) / scale
-            tensordict.set(unravel_key((*place, *self.out_keys)), inputs.clamp(-self.clip, self.clip))
+            is_double = any(value.dtype == torch.float64 for value in values)
+            dtype = torch.float64 if is_double else mean.dtype
+            inputs = torch.cat([value.to(dtype) for value in values], -1) - mean
+            if is_double:
+                inputs = inputs.sub_(self._mean_error.to(inputs.device)).to(scale.dtype)
+            inputs = inputs.div_(scale).clamp_(-self.clip, self.clip)
+            tensordict.set(unravel_key((*place, *self.out_keys)), inputs)
+            if place and not torch.compiler.is_compiling() and self._sampled < SAMPLED_WITHOUT_UPDATE:
+                self._count_sampled(batch.numel())
         return tensordict
+
+    def _count_sampled(self, count: int) -> None:
+        """Count sampled transitions, and warn once if there was no update. It reads memory of the host only."""
+        self._sampled += count
+        if self._sampled >= SAMPLED_WITHOUT_UPDATE and self.normalize and not self._moments[0].any():
+            warn_user(
+                f"{self._sampled:,} transitions were sampled from NormalizedInputs without an update, so its inputs "
+                "are not normalized. Call update(data) with each write, or pass NormalizedInputs(normalize=False), "
+                "which only concatenates and clips."
+            )
 
     @torch.no_grad()
     def update(self, data: TensorDictBase) -> None:
-        """Update the statistics with collected transitions ``[*batch]``.
+        """Update the statistics with collected transitions ``[*batch]``; without effect if ``normalize=False``.
 
         The entries under ``"next"`` are counted, without padding. The statistics of the desired goal also count the
         achieved goals.
         """
         keys, count = self.keys, data.batch_size.numel()
-        if not count:
+        if not count or not self.normalize:
             return
 
         def rows(key: NestedKey, name: str) -> Tensor:
@@ -160,10 +189,13 @@ class NormalizedInputs(Transform):
         if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):
             kept = rows(keys.mask, "mask").reshape(count).bool()
             values, goals = [each[kept] for each in values], goals[kept]
-        sums = [sums_of(each, key) for each, key in zip(values, self.in_keys, strict=True)]
-        sums[goal] += sums_of(goals, keys.achieved_goal)
+        entries = [*zip((*self.in_keys, keys.achieved_goal), (*values, goals), strict=True)]
+        values[goal] = torch.cat([values[goal], goals])
+        moments = torch.cat([moments_of(each) for each in values], 1)
+        if not moments[1:].abs().max() <= LARGEST:  # or NaN
+            refuse_extremes(entries)
         with self._lock:
-            self._sums += torch.cat(sums, 1)
+            self._moments.copy_(merged(self._moments, moments))
             self._compute()
 
     def _set_sizes(self, sizes: list[int], device: torch.device | None = None) -> None:
@@ -171,8 +203,9 @@ class NormalizedInputs(Transform):
         if not self._sizes:
             self._sizes, features = sizes, sum(sizes)
             with torch.inference_mode(False):  # an evaluation may come first, and later updates are in place
-                self._sums = torch.zeros(3, features, dtype=torch.float64)
+                self._moments = torch.zeros(3, features, dtype=torch.float64)
                 self.mean, self.scale = torch.zeros(features, device=device), torch.ones(features, device=device)
+                self._mean_error = torch.zeros(features, device=device)
         elif sizes != self._sizes:
             raise ValueError(
                 f"The entries {self.in_keys} have {sizes} features, but {self._sizes} in the first call of this "
@@ -180,12 +213,22 @@ class NormalizedInputs(Transform):
             )
 
     def _compute(self) -> None:
-        """Compute mean and scale from the sums, in place, because processes and recorded functions share them."""
-        count = self._sums[0]
-        mean, mean_square = self._sums[1:] / count.clamp_min(1)
-        scale = (mean_square - mean.square()).clamp_min(SMALLEST_SCALE**2).sqrt()
+        """Compute mean and scale in place, because processes and recorded functions share them."""
+        count, mean, squares = self._moments
         self.mean.copy_(mean)
+        self._mean_error.copy_(mean - mean.to(self.mean.dtype))
+        scale = (squares / count.clamp_min(1)).sqrt().clamp_min(SMALLEST_SCALE)
         self.scale.copy_(torch.where(count > 0, scale, 1.0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.normalize and not self._sizes and get_spawning_popen() is not None:
+            raise RuntimeError(
+                "NormalizedInputs is sent to another process before its first call, which sets the number of features. "
+                "The other process would never receive the statistics: call inputs(env.fake_tensordict()) before you "
+                "create the collector or start the process."
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def share_memory_(self) -> NormalizedInputs:
         """Move the statistics into shared memory. TorchRL calls this method for buffers shared between processes."""
@@ -195,7 +238,7 @@ class NormalizedInputs(Transform):
                 "call inputs(env.fake_tensordict()) before you create the buffer."
             )
         if not self._lock.is_shared:
-            for tensor in (self._sums, self.mean, self.scale):
+            for tensor in (self._moments, self.mean, self._mean_error, self.scale):
                 tensor.share_memory_()
             self._lock.share_memory_()
         return self
@@ -203,27 +246,53 @@ class NormalizedInputs(Transform):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the statistics for ``state_dict``."""
         with self._lock:
-            return {"sizes": list(self._sizes), "sums": self._sums.clone()}
+            return {"sizes": list(self._sizes), "moments": self._moments.clone()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load the result of `get_extra_state`."""
+        if not self.normalize and state["moments"][0].any():
+            raise ValueError(
+                "The loaded statistics belong to NormalizedInputs that normalize, but this object was created with "
+                "normalize=False. Create it with the same argument."
+            )
         if state["sizes"]:
             self._set_sizes(list(state["sizes"]))
             with self._lock:
-                self._sums.copy_(state["sums"])
+                self._moments.copy_(state["moments"])
                 self._compute()
         elif self._sizes:  # it was saved before its first call
-            self._sums.zero_()
+            self._moments.zero_()
             self._compute()
 
 
-def sums_of(values: Tensor, key: NestedKey) -> Tensor:
-    """Return count, sum and sum of squares, ``[3, features]``, of the values ``[n, features]`` of an entry."""
-    values = values.to(torch.float64)
-    sums = torch.stack([torch.ones_like(values), values, values.square()]).sum(1).cpu()
-    if not sums.isfinite().all():
-        raise ValueError(
-            f"The entry {unravel_key(('next', key))!r} has NaN or infinite values, and so would all later inputs. The "
-            "statistics were left unchanged. Correct the environment."
-        )
-    return sums
+def moments_of(values: Tensor) -> Tensor:
+    """Return the moments of the values ``[n, features]`` of an entry, on the CPU.
+
+    Moments ``[3, features]`` are the count, the mean and the sum of squared deviations from the mean. A sum of squares
+    would lose the variance of features that are far from 0.
+    """
+    count = len(values)
+    if not count:  # all rows are padding
+        return torch.zeros(3, values.shape[1], dtype=torch.float64)
+    variance, mean = torch.var_mean(values.to(torch.float64), 0, correction=0)
+    return torch.stack([torch.full_like(mean, count), mean, variance * count]).cpu()
+
+
+def merged(first: Tensor, second: Tensor) -> Tensor:
+    """Return the moments of two sets of values together, by the formula of Chan et al. (1979)."""
+    count = first[0] + second[0]
+    share = second[0] / count.clamp_min(1)
+    difference = second[1] - first[1]
+    squares = first[2] + second[2] + difference.square() * first[0] * share
+    return torch.stack([count, first[1] + difference * share, squares])
+
+
+def refuse_extremes(entries: list[tuple[NestedKey, Tensor]]) -> None:
+    """Raise an error that names the first entry with NaN, infinite or too large values."""
+    for key, values in entries:
+        if not (values.abs() <= LARGEST).all():
+            wrong = "values beyond the range of float32" if values.isfinite().all() else "NaN or infinite values"
+            raise ValueError(
+                f"The entry {unravel_key(('next', key))!r} has {wrong}, and all later inputs would be wrong. The "
+                "statistics were left unchanged. Correct the environment."
+            )

@@ -35,10 +35,11 @@ Function = Callable[[TensorDictBase], TensorDictBase]
 
 
 def make_inputs(config: Settings, env: EnvBase) -> NormalizedInputs:
-    """Make the first layer of the policy. If normalization is disabled, never update it: it then only concatenates."""
+    """Make the first layer of the policy. If normalization is disabled, it only concatenates."""
     normalization, goal_fn = config.normalization, load_function(config.env.goal_fn)
     clip = normalization.clip if normalization.enabled else math.inf
-    inputs = NormalizedInputs(config.inputs, keys=make_keys(config.env), goal_fn=goal_fn, clip=clip)
+    keys, normalize = make_keys(config.env), normalization.enabled
+    inputs = NormalizedInputs(config.inputs, keys=keys, goal_fn=goal_fn, clip=clip, normalize=normalize)
     inputs(env.fake_tensordict())  # sets the number of features
     return inputs.to(config.device)
 
