@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World, transitions, whole_episodes
 from torchrl_her import HERKeys
+from torchrl_her.goals.table import GoalTable
 
 RELABELLED = ("hindsight", "relabelled")
 
@@ -103,6 +105,25 @@ def test_an_episode_that_pauses_again_and_again_keeps_its_goals():
             rb.extend(world.tensordict(world.play(0, ["go"])))
         lost += int((~rb[:][RELABELLED]).sum())
     assert lost <= 0.01 * 60 * 100
+
+
+def test_the_transitions_of_an_unknown_episode_keep_their_goals():
+    """A new episode takes the place of the one that began ``capacity`` episodes before it."""
+    world, rb = World(1, Goals()), make_buffer(100, capacity=10, strategy="random", her_ratio=1.0)
+    rb.extend(world.written(whole_episodes(*[1] * 30)))
+    assert rb[:][RELABELLED].flatten().tolist() == [False] * 20 + [True] * 10
+
+
+def test_a_row_that_an_interrupted_write_has_emptied_is_no_goal(monkeypatch):
+    """The write has removed the oldest goals, and the first place of the index can lead to one of their rows."""
+    hindsight, world = make_transform(capacity=20), World(1, Goals())
+    hindsight.inv(world.written(whole_episodes(10, 10)))
+    with monkeypatch.context() as context:
+        context.setattr(GoalTable, "set_episodes", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            hindsight.inv(world.written(whole_episodes(8)))
+    goals = {tuple(goal) for goal in hindsight.random_goals(500).long().tolist()}
+    assert goals == {(0, 9), (0, 10), *((1, cell) for cell in range(1, 11))}
 
 
 def shared(**options):

@@ -165,11 +165,9 @@ class Lanes:
             written (Write): the ``n`` transitions.
             first_episode (int): the first new episode. Further new episodes follow.
         """
-        old = self.running
-        if old is None or (not len(old.lanes) and old.arrived.dtype != written.outcome.dtype):
-            old = (old or Running(np.empty((0, COLUMNS), np.int64), written.outcome[:0]))._replace(
-                arrived=written.outcome[:0]
-            )
+        old = self.running or Running(np.empty((0, COLUMNS), np.int64), written.outcome[:0])
+        if not len(old.lanes):  # the goals can have another dtype than earlier ones
+            old = old._replace(arrived=written.outcome[:0])
         if not len(written.done):
             none = np.empty(0, np.int64)
             return Tracked(old, Steps(none, none, none, none, none, none, none.reshape(0, 3)), none, none)
@@ -198,51 +196,34 @@ class Lanes:
 
         Without this short path, the general one gives the same result, but takes twice as long for a few transitions.
         """
-        start, outcome, done, ids = written.start, written.outcome, written.done, written.trajectory
-        count, rows = len(done), _rows_of(written)
-        ends = done[:-1]
-        if written.begins[1:].any() or not (ends | (start[1:] == outcome[:-1])).all() or len(old.lanes) > FEW_LANES:
+        matched = _match_stream(written, old)
+        if matched is None:
             return None
-        if ids is None:
-            may_be_environments = 1 < rows == old.rows
-            if may_be_environments:
-                return None
-        else:
-            if not (ends | (ids[1:] == ids[:-1])).all():
-                return None
-        first = np.append(0, np.flatnonzero(ends) + 1)
-        matches = start[first, None] == old.arrived  # [parts, lanes]
-        matched = matches.nonzero()
-        if len(matched[0]) > 1 or matched[0].any():
-            return None
-        lane = np.full(len(first), -1)
-        lane[matched[0]] = matched[1]
-        if ids is not None:
-            same_id = ids[first, None] == old.lanes[:, TRAJECTORY]
-            if (same_id != matches).any():
-                return None
+        first, lane = matched
+        count, rows, is_new = len(written.done), _rows_of(written), lane < 0
         counts = np.append(first[1:], count) - first
         before = np.zeros((len(first), COLUMNS), np.int64)
-        is_new = lane < 0
         before[~is_new] = old.lanes[lane[~is_new]]
         before[is_new, EPISODE] = first_episode + np.arange(is_new.sum())
         steps = before[:, STEPS] + counts
         if steps.max() >= self.max_episode_steps:
             return None
         last = first + counts - 1
-        ended = done[last]
+        ended = written.done[last]
         parts = Parts(np.arange(count), counts, lane, before, steps, last, ended, np.zeros_like(ended))
         to_begin = int(written.begins[0]) if old.to_begin is None else old.to_begin
         breaks = first[:0]
-        if ids is None:  # each new episode follows the end of another one, except for the first
+        if written.trajectory is None:  # each new episode follows the end of another one, except for the first
             claims = is_new.copy()
             claims[0] &= not (written.begins[0] and written.row_length > 1)
             if claims[0] and not to_begin:
                 breaks, claims[0] = first[:1], False
             to_begin -= int(claims.sum())
         to_begin += int(ended.sum())
-        old = old._replace(rows=rows if ids is not None or rows == 1 else 0, rows_are_lanes=False, to_begin=to_begin)
-        return self._finish(written, old, parts)._replace(continued=len(matched[0]), breaks=breaks)
+        if written.trajectory is None and rows > 1:
+            rows = 0
+        old = old._replace(rows=rows, rows_are_lanes=False, to_begin=to_begin)
+        return self._finish(written, old, parts)._replace(continued=int((~is_new).sum()), breaks=breaks)
 
     def _find_sources(
         self, written: Write, runs: Runs, old: Running, lane_of_row: np.ndarray, rows_are_lanes: bool
@@ -419,6 +400,33 @@ def _is_in(values: np.ndarray, few: np.ndarray) -> np.ndarray:
 def _rows_of(written: Write) -> int:
     """Return the number of rows of a write if each can be an environment, otherwise 0."""
     return len(written.done) // written.row_length if written.row_length else 0
+
+
+def _match_stream(written: Write, old: Running) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first positions of the episodes of a stream, and the lane that each continues, or -1: ``int64 [n]``.
+
+    A stream is a write of one environment in order, in which at most the first episode continues a lane, and nothing is
+    ambiguous. For any other write, return None.
+    """
+    start, ids, ends = written.start, written.trajectory, written.done[:-1]
+    if written.begins[1:].any() or not (ends | (start[1:] == written.outcome[:-1])).all():
+        return None
+    if ids is None:
+        may_be_environments = 1 < _rows_of(written) == old.rows
+    else:
+        may_be_environments = not (ends | (ids[1:] == ids[:-1])).all()
+    if may_be_environments or len(old.lanes) > FEW_LANES:
+        return None
+    first = np.append(0, np.flatnonzero(ends) + 1)
+    matches = start[first, None] == old.arrived  # [episodes, lanes]
+    episode, of_lane = matches.nonzero()
+    if len(episode) > 1 or episode.any():
+        return None
+    if ids is not None and ((ids[first, None] == old.lanes[:, TRAJECTORY]) != matches).any():
+        return None
+    lane = np.full(len(first), -1)
+    lane[episode] = of_lane
+    return first, lane
 
 
 def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[np.ndarray, bool]:

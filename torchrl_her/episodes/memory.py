@@ -117,9 +117,8 @@ class Episodes:
         """Return the goals in random rows of the table, ``[count, *goal]``, or None if it is empty."""
         if self.table is None or not self.table_size:
             return None
-        episode, step = self.table.any_goal((count,))
-        goals, found = self.table.read(self.table.find(episode), episode, step)
-        if not found.all():  # other processes write at the same time
+        goals, found = self.table.read_any(*self.table.any_goal((count,)))
+        if not found.all():  # a row is empty after an interrupt, or other processes write at the same time
             places = found.nonzero().flatten()
             if not len(places):
                 return None

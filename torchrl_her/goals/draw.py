@@ -57,11 +57,10 @@ def draw_goals(strategies: Strategies, table: GoalTable, her_ratio: float, episo
     relabelled = to_relabel & found.is_known & (step < found.length)
     goals = []
     for goal_episode, goal_step in drawn.values():
-        # Most strategies return the episodes of the transitions, which have been found already.
-        of_goal = found if goal_episode is episode else table.find(goal_episode)
-        goal, is_in_table = table.read(of_goal, goal_episode, goal_step)
-        if of_goal is not found:
-            is_in_table = is_in_table & of_goal.is_known & (goal_episode > 0)
+        if goal_episode is episode:  # most strategies return the episodes of the transitions
+            goal, is_in_table = table.read(found, episode, goal_step)
+        else:
+            goal, is_in_table = table.read_any(goal_episode, goal_step)
         goals.append(goal)
         relabelled = relabelled & is_in_table
     return Draw(table, episode, step, to_relabel, relabelled, goals, *drawn[DESIRED], member)
