@@ -23,6 +23,7 @@ from torchrl_her.goals.draw import Draw, Strategies, check_her_ratio, draw_for_s
 from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.goals.names import STAMP, read_stamps, split_name
 from torchrl_her.goals.strategies import check_at_least
+from torchrl_her.goals.table import to_device
 from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
 from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
 from torchrl_her.offline.data_set import DataSet, MissingEntries
@@ -180,7 +181,7 @@ class HERTransform(Transform):
             n_step.keep_flags(tensordict)
         if written is None:
             return tensordict.set(STAMP, torch.zeros(batch, dtype=torch.int64, device=tensordict.device))
-        stamps = torch.from_numpy(self._append(tensordict, written, n_step)).to(written.goals.device)
+        stamps = to_device(self._append(tensordict, written, n_step), written.goals.device)
         return tensordict.set(STAMP, stamps.view(batch))
 
     def _append(self, tensordict: TensorDictBase, written: Write, n_step: NStepReward | None) -> np.ndarray:

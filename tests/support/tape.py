@@ -133,8 +133,8 @@ def check(
 ) -> Count:
     """Check transitions ``[*batch]``, and count them.
 
-    For "final", any step from the transition's own step on is accepted, because only a part of a running episode is
-    published. With ``flags=False``, new goals end no episode, and done flags are not checked: a SliceSampler overwrites
+    For "final", any step from the transition's own step on is accepted, because it is the last one of a running episode
+    so far. With ``flags=False``, new goals end no episode, and done flags are not checked: a SliceSampler overwrites
     them in TensorDict buffers. ``n`` and ``gamma`` are the arguments of a MultiStepTransform. Sums are exact if
     ``gamma`` is a power of two.
     """

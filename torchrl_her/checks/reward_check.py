@@ -91,13 +91,12 @@ class RewardCheck(Check):
         """
         if self._is_over:
             return
-        stored = get_entry(tensordict, self.keys.next_reward, "reward")
+        get_entry(tensordict, self.keys.next_reward, "reward")
+        assert written.rewards is not None
         reads_steps = STEPS_TO_GOAL in self.reward.in_keys  # written transitions have no such entry
         if not (reads_steps or self.reach.is_over):
             self._check_reach(tensordict, written)
-        values = stored.float().numpy(force=True)
-        if written.mask is not None:
-            values = values.reshape(len(written.mask), -1)[written.mask]
+        values = written.rewards.float().numpy()
         low, high = float(values.min()), float(values.max())
         self._written += len(written.done)
         if self._written < self._next and self._range[0] <= low and high <= self._range[1]:

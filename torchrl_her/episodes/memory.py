@@ -86,7 +86,7 @@ class Episodes:
         self.table.new_episodes(tracked.opened)
         windows = self.table.append(tracked.steps, written.goals)
         if len(tracked.is_open):
-            tracked.running.lanes[-len(tracked.is_open) :, WINDOW] = windows[tracked.is_open]
+            tracked.running.lanes[-len(tracked.is_open) :, WINDOW] = windows.take(tracked.is_open, axis=0)
         self.lanes.running = tracked.running
         return tracked
 

@@ -10,6 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
+from torchrl_her.goals.table import to_device
 from torchrl_her.keys import MASK, HERKeys, get_entry
 
 
@@ -41,6 +42,7 @@ class Write(NamedTuple):
     begins: np.ndarray  # bool [n], whether it is the first of its row; used only without trajectory ids
     row_length: int  # steps per row; 1 if each transition can belong to another environment, 0 if rows are incomplete
     trajectory: np.ndarray | None  # int64 [n], the trajectory ids
+    rewards: Tensor | None  # [n, agents], on the host; None without rewards
     mask: np.ndarray | None  # bool [rows of the write], False for padding; None without padding
     names: RowNames = THIS_WRITE
 
@@ -78,27 +80,38 @@ class Write(NamedTuple):
         _check_shapes(exact.shape[1:], desired.shape[len(batch) :], desired.dtype, earlier_goals)
         goals = exact.to(desired.dtype)
 
-        done = flatten_entry(tensordict, keys.next_done, np.bool_, "done")
+        columns = {"done": get_column(tensordict, keys.next_done, "done")}
         check_last_dimension(tensordict, keys.next_done)
-        trajectory = mask = None
         if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
-            trajectory = flatten_entry(tensordict, keys.trajectory, np.int64, "trajectory")
+            columns["trajectory"] = get_column(tensordict, keys.trajectory, "trajectory")
         if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
-            mask = flatten_entry(tensordict, keys.mask, np.bool_, "mask")
-        joined = _join(count, achieved, desired, next_achieved, next_desired)
+            columns["mask"] = get_column(tensordict, keys.mask, "mask")
+        if isinstance(reward := tensordict.get(keys.next_reward, None), Tensor):
+            columns["rewards"] = reward
+        of_goals = [achieved, desired, next_achieved, next_desired]
+        host = _to_host([each.detach().reshape(count, -1) for each in (*of_goals, *columns.values())])
+        on_host = dict(zip(columns, host[4:], strict=True))
+        done = as_array(on_host["done"], np.bool_)
+        trajectory = as_array(on_host["trajectory"], np.int64) if "trajectory" in columns else None
+        mask = as_array(on_host["mask"], np.bool_) if "mask" in columns else None
+        rewards = on_host.get("rewards")
+        joined = _join(host[:4])
         start, outcome = _halves(joined)
-        begins = np.arange(count) % (batch[-1] if len(batch) > 1 else count) == 0
+        begins = np.zeros(count, np.bool_)
+        begins[:: batch[-1] if len(batch) > 1 else count] = True
         _check_last_steps(tensordict, keys, outcome, done if mask is None else done & mask, names)
         if goal_fn is not None or not joined.is_floating_point() or _has_nan(joined):
-            achieved_goals = [achieved, next_achieved] if goal_fn is None else [exact]
-            _check_not_nan({"desired": [desired, next_desired], "achieved": achieved_goals}, count, mask, names)
+            achieved_goals = [host[0], host[2]] if goal_fn is None else [exact]
+            _check_not_nan({"desired": [host[1], host[3]], "achieved": achieved_goals}, count, mask, names)
         if mask is not None:
-            on_device = torch.from_numpy(mask).to(goals.device)
-            goals, exact = goals[on_device], exact[on_device]
+            kept = np.flatnonzero(mask)
+            index = to_device(kept, goals.device)
+            goals, exact = goals[index], exact[index]
             start, outcome, done, begins = start[mask], outcome[mask], done[mask], begins[mask]
             trajectory = None if trajectory is None else trajectory[mask]
+            rewards = None if rewards is None else rewards[kept]
         row_length = 0 if mask is not None else batch[-1] if len(batch) > 1 else 1
-        written = cls(goals, start, outcome, done, begins, row_length, trajectory, mask, names)
+        written = cls(goals, start, outcome, done, begins, row_length, trajectory, rewards, mask, names)
         _check_representable(exact, written)
         return written
 
@@ -125,7 +138,7 @@ class Write(NamedTuple):
     def rows_of(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the transitions ``[*batch]`` of the write as ``[n]``, flattened and without padding."""
         rows = tensordict.reshape(-1)
-        return rows if self.mask is None else rows[torch.from_numpy(self.mask).to(self.goals.device)]
+        return rows if self.mask is None else rows[to_device(np.flatnonzero(self.mask), self.goals.device)]
 
 
 def map_goals(states: Tensor, goal_fn: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -184,20 +197,35 @@ def check_last_dimension(tensordict: TensorDictBase, key: NestedKey) -> None:
         )
 
 
-def flatten_entry(tensordict: TensorDictBase, key: NestedKey, dtype: Any, name: str) -> np.ndarray:
-    """Return an entry with one value per transition, a flag or an id, as an array ``[n]``."""
+def get_column(tensordict: TensorDictBase, key: NestedKey, name: str) -> Tensor:
+    """Return an entry with one value per transition, a flag or an id, ``[*batch]`` or ``[*batch, 1]``."""
     value, count = get_entry(tensordict, key, name), tensordict.batch_size.numel()
     if value.numel() != count:
         raise ValueError(
             f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: it must have one value per "
             f"transition. Set keys=HERKeys({name}=...) to the correct key."
         )
-    return value.reshape(-1).numpy(force=True).astype(dtype, copy=False)
+    return value
 
 
-def _join(count: int, *entries: Tensor) -> Tensor:
-    """Join entries ``[*batch, ...]`` to ``[n, items]``, or to bytes, ``uint8 [n, bytes]``, if their dtypes differ."""
-    rows = [entry.reshape(count, -1) for entry in entries]
+def as_array(column: Tensor, dtype: Any) -> np.ndarray:
+    """Return a column as an array ``[n]``."""
+    return column.reshape(-1).numpy(force=True).astype(dtype, copy=False)
+
+
+def _to_host(entries: list[Tensor]) -> list[Tensor]:
+    """Return entries ``[n, items]`` on the CPU. One copy fetches all those that are on another device."""
+    away = [place for place, entry in enumerate(entries) if not entry.is_cpu]
+    if away:
+        rows = [entries[place].contiguous().view(torch.uint8) for place in away]
+        copied = torch.cat(rows, dim=1).cpu().split([row.shape[1] for row in rows], dim=1)
+        for place, row in zip(away, copied, strict=True):
+            entries[place] = row.contiguous().view(entries[place].dtype)
+    return entries
+
+
+def _join(rows: list[Tensor]) -> Tensor:
+    """Join rows ``[n, items]``; as bytes, ``uint8 [n, bytes]``, if their dtypes differ."""
     if len({row.dtype for row in rows}) > 1:
         rows = [row.contiguous().view(torch.uint8) for row in rows]
     return torch.cat(rows, dim=1)

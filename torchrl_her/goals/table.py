@@ -126,9 +126,9 @@ class GoalTable:
         self.names, self.goals = self._split(self.matrix)
         self._counts = self.counters.numpy()  # shares memory with the counters; NumPy is faster
         # What a write reads: on a GPU, a copy on the host, so that a write reads nothing back from the device.
-        self._host_names = self.names.numpy(force=True)
-        self._host_index = self.index.numpy(force=True)
-        self._host_episodes = self.episodes.numpy(force=True)
+        self._host_names = self.names.cpu().numpy()
+        self._host_index = self.index.cpu().numpy()
+        self._host_episodes = self.episodes.cpu().numpy()
 
     def _split(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Return the names ``int64 [rows]`` and the goals ``[rows, *goal]`` in a matrix ``[rows, words]``."""
@@ -170,6 +170,8 @@ class GoalTable:
 
         Places are reserved first: after an interrupt, they stay unused.
         """
+        if not len(goals):
+            return steps.window
         used, total = self.rows_used, len(goals)
         self._counts[ROWS] += total
         if total > self.capacity:
@@ -184,8 +186,8 @@ class GoalTable:
             self._set_names(ring, name[new])
         base, oldest, _ = window.T
         place = (base[part] + split_name(name)[1]) % self.places
-        row = (used + total - len(goals) + np.arange(len(goals))) % self.capacity
-        self._set(self.index, self._host_index, place, row.astype(self._host_index.dtype, copy=False))
+        row = np.concatenate([np.arange(ring.start, ring.stop, dtype=self._host_index.dtype) for ring, _ in rings])
+        self._set(self.index, self._host_index, place, row)
         if used < self.capacity:
             self.size.fill_(min(used + total, self.capacity))
         self.set_episodes(episode, base, begin + added, oldest)
@@ -220,14 +222,14 @@ class GoalTable:
 
     def _count_kept(self, episode: np.ndarray, begin: np.ndarray, base: np.ndarray, oldest: np.ndarray) -> np.ndarray:
         """Return how many of the last steps before ``begin`` are in the table, for each window, ``int64 [n]``."""
-        number, step = spread(oldest, begin)
-        if not len(step):
-            return np.zeros_like(begin)
-        row = self._host_index[(base[number] + step) % self.places]
-        is_lost = self._host_names[row] != name_of(episode[number], step)
-        first = oldest.copy()  # the first step of the window that is in the table
-        np.maximum.at(first, number[is_lost], step[is_lost] + 1)
-        return begin - first
+        # Goals leave the table in the order of their steps, so a binary search finds the first step that is in it.
+        low, high = oldest.copy(), begin.copy()
+        for _ in range(int((high - low).max()).bit_length()):
+            step = (low + high) // 2
+            row = self._host_index[(base + step) % self.places]
+            is_kept = (self._host_names[row] == name_of(episode, step)) & (step < begin)
+            low, high = np.where(is_kept, low, np.minimum(step + 1, high)), np.where(is_kept, step, high)
+        return begin - high
 
     def set_episodes(self, episode: np.ndarray, base: np.ndarray, length: np.ndarray, oldest: np.ndarray) -> None:
         """Set the base, the length and the oldest step of episodes, ``int64 [n]`` each."""
@@ -253,22 +255,23 @@ class GoalTable:
     def _set_names(self, ring: slice, names: np.ndarray) -> None:
         self._host_names[ring] = names
         if not self.names.is_cpu:
-            self.names[ring] = torch.from_numpy(names).to(self.names.device)
+            self.names[ring] = to_device(names, self.names.device)
 
     @staticmethod
     def _set(tensor: Tensor, host: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
         """Set rows of a tensor and of its copy on the host."""
         host[at] = values
         if not tensor.is_cpu:
-            tensor[torch.from_numpy(at).to(tensor.device)] = torch.from_numpy(values).to(tensor.device)
+            tensor[to_device(at, tensor.device)] = to_device(values, tensor.device)
 
     def keep_apart(self, episode: np.ndarray, step: int, goals: Tensor) -> None:
         """Keep the desired goals (step -1) or the goals of first states (step -2) of episodes, ``[n, *goal]``."""
         last = slice(-self.capacity, None)  # if there are more episodes, their rows repeat
-        row = torch.from_numpy(episode[last] % self.capacity - step * self.capacity).to(self.matrix.device)
+        device = self.matrix.device
+        row = to_device(episode[last] % self.capacity - step * self.capacity, device)
         self.names[row] = 0
-        self.goals[row] = goals[last].to(self.matrix.device)
-        self.names[row] = torch.from_numpy(name_of(episode[last], np.array(step))).to(self.matrix.device)
+        self.goals[row] = goals[last].to(device)
+        self.names[row] = to_device(name_of(episode[last], np.array(step)), device)
 
     # Reading
 
@@ -443,6 +446,11 @@ def load_table(table: GoalTable | None, state: dict[str, Any] | None, capacity: 
     return table
 
 
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device. The host does not wait for the copy."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
+
+
 def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
     """Return a tensor of zeros. On the CPU, it takes memory only as it is written."""
     zeros = torch.from_numpy(np.zeros(shape, dtype))
@@ -470,5 +478,7 @@ def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:
 def spread(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for the ranges from ``begin`` to ``end``, the number of the range and the value, all joined."""
     count = end - begin
+    if (count == 1).all():
+        return np.arange(len(count)), begin
     number = np.repeat(np.arange(len(count)), count)
     return number, np.arange(len(number)) + (begin - np.cumsum(count) + count)[number]

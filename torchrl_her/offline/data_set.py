@@ -11,7 +11,14 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_her.episodes.write import RowNames, check_last_dimension, check_single_steps, flatten_entry, map_goals
+from torchrl_her.episodes.write import (
+    RowNames,
+    as_array,
+    check_last_dimension,
+    check_single_steps,
+    get_column,
+    map_goals,
+)
 from torchrl_her.goals.names import STAMP
 from torchrl_her.keys import MASK, HERKeys, get_entry
 from torchrl_her.relabel import GoalMap
@@ -67,10 +74,10 @@ class DataSet:
         _check_time_is_last(data, keys)
         self.mask: np.ndarray | None = None  # bool [rows], False for padding
         if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):
-            self.mask = flatten_entry(data, keys.mask, np.bool_, "mask")
+            self.mask = as_array(get_column(data, keys.mask, "mask"), np.bool_)
         ids: np.ndarray | None = None  # int64 [rows]
         if keys.trajectory is not None and data.get(keys.trajectory, None) is not None:
-            ids = flatten_entry(data, keys.trajectory, np.int64, "trajectory")
+            ids = as_array(get_column(data, keys.trajectory, "trajectory"), np.int64)
         self.ends = self._find_ends(ids)
         states = get_entry(data, keys.next_achieved_goal, "achieved_goal")
         self._device = states.device
@@ -88,7 +95,7 @@ class DataSet:
     def _find_ends(self, ids: np.ndarray | None) -> np.ndarray:
         """Return which rows are the last of an episode, ``bool [rows]``."""
         batch = self.data.batch_size
-        ends = flatten_entry(self.data, self.keys.next_done, np.bool_, "done").copy()
+        ends = as_array(get_column(self.data, self.keys.next_done, "done"), np.bool_).copy()
         rows = np.arange(len(ends)) if self.mask is None else self.mask.nonzero()[0]
         if not len(rows):
             raise ValueError("All rows of the data set are padding, so it has no transitions: check the mask.")
