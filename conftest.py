@@ -23,7 +23,7 @@ def the_same_draws():
 @pytest.fixture(autouse=True)
 def time_to_play(monkeypatch):
     """Give check_goal_env enough time, so that its findings do not depend on the load of the machine."""
-    monkeypatch.setattr("torchrl_her.goal_env_check.play.SECONDS", 600.0)
+    monkeypatch.setattr("torchrl_her.goal_env_check.probe.SECONDS", 600.0)
 
 
 def pytest_collection_modifyitems(items):

@@ -6,9 +6,20 @@ from torchrl_her.goal_env_check.check import check_goal_env
 from torchrl_her.goal_env_check.finding import Finding, GoalEnvReport
 from torchrl_her.goal_selection import GoalSelection
 from torchrl_her.goal_selectors import Feasible, GoalSelector, LowestDensity, Uniform
-from torchrl_her.goals.mixture import Mixture
-from torchrl_her.goals.strategies import Current, Episode, Final, Future, Geometric, PastDesired, Random, Subgoal
-from torchrl_her.goals.strategy import GoalStrategy, Transitions, uniform
+from torchrl_her.goals.strategies import (
+    Current,
+    Episode,
+    Final,
+    Future,
+    Geometric,
+    GoalStrategy,
+    Mixture,
+    PastDesired,
+    Random,
+    Subgoal,
+    Transitions,
+    uniform,
+)
 from torchrl_her.keys import HERKeys
 from torchrl_her.movement import MovementPriority
 from torchrl_her.normalize import NormalizedInputs
@@ -17,8 +28,7 @@ from torchrl_her.offline.ogbench import load_ogbench
 from torchrl_her.packed_storage.packed_storage import PackedStorage
 from torchrl_her.relabel import call_transform
 from torchrl_her.rewards.env_reward import EnvReward
-from torchrl_her.rewards.goal_reward import GoalReward, SparseReward
-from torchrl_her.rewards.reached_reward import ReachedReward
+from torchrl_her.rewards.goal_reward import GoalReward, ReachedReward, SparseReward
 from torchrl_her.transform import HERTransform
 
 __version__ = "0.1.0"

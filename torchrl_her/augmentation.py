@@ -15,20 +15,19 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import refuse_environment
-from torchrl_her.checks.check import Sample
 from torchrl_her.checks.report import Report
+from torchrl_her.checks.sample import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.lanes import Lanes, Tracked
+from torchrl_her.episodes.memory import WriteLock, exclusive
 from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.goals.draw import Strategies, draw_goals, steps_to_goal
-from torchrl_her.goals.extra_goals import AnyStrategy
 from torchrl_her.goals.names import name_of
-from torchrl_her.goals.strategies import check_at_least
+from torchrl_her.goals.strategies import AnyStrategy, check_at_least
 from torchrl_her.goals.table import GoalTable, Steps, load_table, spread
-from torchrl_her.goals.write_lock import WriteLock, exclusive
-from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
+from torchrl_her.keys import RELABELLED, HERKeys
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy, state_of_copy
+from torchrl_her.relabel import GoalMap, Relabelling, Reward, check_saved_by, deep_copy, state_of_copy
 from torchrl_her.rewards.returns import Batch
 
 # The step that achieved the goal of a copy, int64 [batch, 1]; -1 for transitions with their original goal.
@@ -113,6 +112,7 @@ class HindsightAugmentation(Transform):
         super().__init__()
         relabelling = self._relabelling = Relabelling(reward, strategy, keys, goal_fn)
         self.reward, self.keys, self.goal_fn = relabelling.reward, relabelling.keys, relabelling.goal_fn
+        self._checks = relabelling.make_checks()
         self._neighbours: Neighbours | None = None  # the other transforms of the buffer; None before the first write
         self._lock = WriteLock()
         self._process = os.getpid()  # the process that holds transitions back
@@ -167,7 +167,8 @@ class HindsightAugmentation(Transform):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
             # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
-            written = self._relabelling.read(tensordict, self._first_goal, neighbours.before + neighbours.after)
+            written = Write.read(tensordict, self.keys, self.goal_fn, self._first_goal)
+            self._checks.on_write(tensordict, written, neighbours.before + neighbours.after)
             neighbours.check_write(tensordict)
             is_dummy = self._first_goal is None and written.is_dummy
             if is_dummy:  # a collector's dummy must be stored immediately
@@ -175,18 +176,18 @@ class HindsightAugmentation(Transform):
         with self._writing():
             if written is not None and len(written.done):
                 tracked = self._hold(tensordict, written)
-                self._relabelling.check_tracked(tensordict, written, tracked)
+                self._checks.on_tracked(tensordict, written, tracked)
             if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None
             return self._augment() if len(self._held.log.ended) else None
 
     def _check_neighbours(self) -> Neighbours:
-        neighbours = Neighbours.of(self)
-        if neighbours != self._neighbours:
+        if self._neighbours is None or not self._neighbours.are_those_of(self):
+            neighbours = Neighbours.of(self)
             neighbours.check_augmentation(self.keys)
             self._neighbours = neighbours
-        return neighbours
+        return self._neighbours
 
     def _hold(self, rows: TensorDictBase, written: Write) -> Tracked:
         """Hold transitions ``[n]`` back until their episodes end, without padding."""
@@ -232,14 +233,10 @@ class HindsightAugmentation(Transform):
         rows = self._held.unpack(packed.index_select(0, chosen))
         stored = {key: rows.get(key) for key in (*relabelling.goal_keys, *relabelling.one_step.replaced_keys)}
         batch = Batch(rows, stored)
-        relabelling.set_goals(batch, [of_rows(goals) for goals in draw.goals], relabelled)
-        if relabelling.reads_steps:
-            ahead = steps_to_goal(draw, episode, step)
-            rows.set(STEPS_TO_GOAL, torch.where(relabelled, of_rows(ahead).unsqueeze(-1), -1))
+        ahead = of_rows(steps_to_goal(draw, episode, step)) if relabelling.reads_steps else None
+        goals = [of_rows(each) for each in draw.goals]
         with torch.no_grad():
-            relabelling.one_step.recompute(batch, relabelled)
-        if relabelling.reads_steps:
-            rows.del_(STEPS_TO_GOAL)
+            relabelling.relabel(batch, goals, relabelled, relabelling.one_step, ahead=ahead)
         goal_step = torch.where(relabelled, of_rows(draw.goal_step).unsqueeze(-1), -1)
         return rows.set(RELABELLED, relabelled).set(GOAL_STEP, goal_step)
 
@@ -326,7 +323,7 @@ class HindsightAugmentation(Transform):
         if isinstance(tensordict, TensorDictBase):
             relabelled = tensordict.get(RELABELLED, None)
             if relabelled is not None:
-                self._relabelling.check_sample(Sample(tensordict, relabelled))
+                self._checks.on_sample(Sample(tensordict, relabelled))
         return tensordict
 
     def report(self) -> Report:
@@ -341,7 +338,7 @@ class HindsightAugmentation(Transform):
             0
         """
         her_ratio = self.n_sampled_goal / (self.n_sampled_goal + 1)
-        return self._relabelling.report(self, her_ratio, self._held.lanes)
+        return self._checks.report(self, her_ratio, self._held.lanes)
 
     # Processes, saving
 

@@ -12,6 +12,8 @@ from torchrl.envs import Transform
 from torchrl_her._private import transforms_around
 
 MASK = ("collector", "mask")  # written by collectors with split_trajs=True
+# Whether a transition is relabelled, bool [*batch, 1].
+RELABELLED = ("hindsight", "relabelled")
 # The number of steps from the transition to the step that achieved its goal, int64 [*batch, 1]; -1 if the goal
 # comes from an earlier step or another episode, or the transition is not relabelled.
 STEPS_TO_GOAL = ("hindsight", "steps_to_goal")

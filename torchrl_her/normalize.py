@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import refuse_environment, warn_user
+from torchrl_her.episodes.memory import WriteLock
 from torchrl_her.episodes.write import map_goals
-from torchrl_her.goals.write_lock import WriteLock
 from torchrl_her.keys import MASK, HERKeys, check_keys, get_entry, is_key
 
 SMALLEST_SCALE = 0.01  # as in OpenAI Baselines, so that constant features do not explode

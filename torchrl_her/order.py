@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.envs import DTypeCastTransform, ExcludeTransform, MultiStepTransform, Reward2GoTransform, Transform
 
-from torchrl_her._private import transforms_around
+from torchrl_her._private import ids_around, transforms_around
 from torchrl_her.keys import HERKeys
 
 Kind = TypeVar("Kind", bound=Transform)
@@ -18,11 +18,16 @@ class Neighbours(NamedTuple):
 
     before: list[Transform]
     after: list[Transform]
+    ids: list[int]  # of all transforms in the containers
 
     @classmethod
     def of(cls, transform: Transform) -> Neighbours:
         """Return the neighbours of a transform."""
-        return cls(*transforms_around(transform))
+        return cls(*transforms_around(transform), ids_around(transform))
+
+    def are_those_of(self, transform: Transform) -> bool:
+        """Return whether these are still the neighbours of a transform."""
+        return ids_around(transform) == self.ids
 
     @property
     def multi_step(self) -> MultiStepTransform | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
@@ -17,28 +17,14 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import call_with_buffer, without_compiled_call
-from torchrl_her.checks.check import Check, Sample, ratio
-from torchrl_her.checks.continuity import ContinuityCheck
-from torchrl_her.checks.goal_copies import GoalCopiesCheck
-from torchrl_her.checks.missing_ends import MissingEndsCheck
-from torchrl_her.checks.replaced_flags import ReplacedFlagsCheck
-from torchrl_her.checks.report import Report
-from torchrl_her.checks.reward_check import RewardCheck
-from torchrl_her.checks.sample_counts import SampleCounts
-from torchrl_her.checks.time_limit import TimeLimitCheck
-from torchrl_her.episodes.lanes import Lanes, Tracked
-from torchrl_her.episodes.write import THIS_WRITE, RowNames, Write, check_last_dimension, map_goals
-from torchrl_her.goals.extra_goals import AnyStrategy, check_not_stored, make_strategies
+from torchrl_her.checks.checks import Checks
+from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.goals.names import DESIRED_STEP, INITIAL_STEP, split_name
-from torchrl_her.goals.strategies import Future
-from torchrl_her.goals.strategy import DESIRED, goals_apart
-from torchrl_her.goals.table import GoalTable, Steps
-from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys, get_entry
-from torchrl_her.rewards.goal_reward import GoalReward
-from torchrl_her.rewards.reached_reward import ReachedReward
-from torchrl_her.rewards.returns import Batch, OneStepReward, where
-
-RELABELLED = ("hindsight", "relabelled")
+from torchrl_her.goals.strategies import DESIRED, AnyStrategy, Future, goals_apart, make_strategies
+from torchrl_her.goals.table import GoalTable, Steps, to_device
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, check_keys
+from torchrl_her.rewards.goal_reward import GoalReward, ReachedReward
+from torchrl_her.rewards.returns import Batch, NStepReward, OneStepReward, where
 
 Kind = TypeVar("Kind", bound=Transform)
 Reward: TypeAlias = TensorDictModuleBase | Callable[[Tensor, Tensor], Tensor] | None
@@ -53,20 +39,9 @@ class Relabelling:
         strategy (str, GoalStrategy or Mapping): as in `HERTransform`.
         keys (HERKeys): the keys of the entries.
         goal_fn (Callable[[Tensor], Tensor] or None): as in `HERTransform`.
-
-    Keyword Args:
-        relabels_all (bool): whether all sampled transitions are relabelled. Default: False.
     """
 
-    def __init__(
-        self,
-        reward: Reward,
-        strategy: AnyStrategy,
-        keys: HERKeys,
-        goal_fn: GoalMap | None,
-        *,
-        relabels_all: bool = False,
-    ):
+    def __init__(self, reward: Reward, strategy: AnyStrategy, keys: HERKeys, goal_fn: GoalMap | None):
         if goal_fn is not None and not callable(goal_fn):
             raise TypeError(f"goal_fn must be a function that maps [batch, *state] to [batch, *goal], got {goal_fn!r}.")
         check_keys(keys)
@@ -88,102 +63,14 @@ class Relabelling:
                 "steps to the goal, which transitions with their original goal lack. Replace ReachedReward with "
                 "GoalReward(reward_fn, recompute_all=True), or leave recompute_all out."
             )
-        # Whether samples contain stored and computed rewards, which should agree.
-        self._compares_rewards = not (self.one_step.recompute_all or (self.reads_steps and relabels_all))
-        self._begin(compares_rewards=self._compares_rewards)
 
-    def _begin(self, *, compares_rewards: bool) -> None:
-        self._has_written = False  # a collector's dummy does not count
-        self._is_checked = False  # whether the first write was checked for the entries to replace
-        continuity = ContinuityCheck(self.keys)
-        rewards = RewardCheck(self.reward, self.keys, continuity, compares=compares_rewards, goal_fn=self.goal_fn)
-        self.checks: list[Check] = [  # in the order in which they run
-            continuity,
-            rewards,
-            MissingEndsCheck(self.keys, continuity),
-            TimeLimitCheck(self.keys, rewards),
-            GoalCopiesCheck(self.keys, self.extra_replaced),
-            SampleCounts(self.keys, rewards),
-            ReplacedFlagsCheck(self.keys.next_terminated, is_recomputed=rewards.recomputes_ends),
-        ]
+    def make_checks(self, *, compares: bool = True) -> Checks:
+        """Return checks of a transform; ``compares`` tells whether samples contain stored and computed rewards."""
+        extra = [key for key, _ in self.extra_keys]
+        compares = compares and not self.one_step.recompute_all
+        return Checks(self.one_step, self.keys, self.goal_fn, extra, self.extra_replaced, compares=compares)
 
-    def restarted(self, *, compares_rewards: bool) -> Relabelling:
-        """Return a copy in which nothing was written or sampled."""
-        new = copy.copy(self)
-        new._begin(compares_rewards=compares_rewards and self._compares_rewards)
-        return new
-
-    def for_copy(self) -> Relabelling:
-        """Return the object of a copied transform, in which nothing was sampled."""
-        new = copy.copy(self)
-        new.checks = [check.for_copy() for check in self.checks]
-        return new
-
-    def read(
-        self,
-        tensordict: TensorDictBase,
-        earlier_goals: Tensor | None,
-        later: Iterable[Transform] | None,
-        names: RowNames = THIS_WRITE,
-    ) -> Write:
-        """Check and read transitions ``[*batch]``.
-
-        ``earlier_goals [n, *goal]`` are goals of earlier writes, if any. The ``later`` transforms can rewrite copies of
-        the desired goal in samples; with None, the write is not searched for copies.
-        """
-        written = Write.read(tensordict, self.keys, self.goal_fn, earlier_goals, names)
-        if (relabelled := tensordict.get(RELABELLED, None)) is not None and bool(relabelled.any()):
-            first = names.name(int(relabelled.reshape(-1).nonzero()[0]))
-            raise ValueError(
-                f"Some of these transitions are already relabelled ({first}), so their goals do not belong to the "
-                "episode: they were sampled from a buffer or stored by HindsightAugmentation. Write rb.storage[:] "
-                "instead of rb[:] or rb.sample(), and leave out transitions of HindsightAugmentation for which "
-                f"{RELABELLED!r} is True."
-            )
-        if not self._is_checked:
-            for key in self.one_step.replaced_keys:
-                get_entry(tensordict, key, "reward" if key == self.keys.next_reward else "done")
-            for key in (self.keys.next_reward, *self.keys.next_flags):
-                check_last_dimension(tensordict, key)
-            check_not_stored(tensordict, [name for name in self.strategies if name != DESIRED], self.keys)
-            self._is_checked = True
-        if len(written.done) and (self._has_written or not written.is_dummy):
-            for check in self.checks:
-                check.on_write(tensordict, written, later)
-        return written
-
-    def check_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
-        """Check written transitions ``[*batch]`` whose episodes are known."""
-        if len(written.done) and (self._has_written or not written.is_dummy):
-            self._has_written = True
-            for check in self.checks:
-                check.on_tracked(tensordict, written, tracked)
-
-    def check_sample(self, sample: Sample) -> None:
-        """Check a sampled batch."""
-        for check in self.checks:
-            check.on_sample(sample)
-
-    def report(self, transform: Transform, her_ratio: float, lanes: Lanes, table: GoalTable | None = None) -> Report:
-        """Return the report of a transform on its running and ended episodes and its goal table."""
-        counts = {name: value for check in self.checks for name, value in check.report().items()}
-        lengths, running = lanes.lengths, len(lanes)
-        table_size = 0 if table is None else int(table.size)
-        # The dummy of a collector can be in the table, but is not counted.
-        more = table_size > counts["transitions"] + 1 or (counts["sampled"] and not counts["transitions"])
-        return Report(
-            transform=repr(transform),
-            her_ratio=her_ratio,
-            episodes=lengths.episodes + running,
-            running=running,
-            mean_length=ratio(lengths.total, lengths.episodes),
-            min_length=lengths.shortest if lengths.episodes else None,
-            max_length=lengths.longest if lengths.episodes else None,
-            table_size=None if table is None else table_size,
-            capacity=None if table is None else table.capacity,
-            others_wrote=bool(more),
-            **counts,
-        )
+    # Writing
 
     def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, steps: Steps) -> None:
         """Keep the goals of new episodes that strategies need apart from outcomes."""
@@ -193,7 +80,7 @@ class Relabelling:
         first = np.flatnonzero(step == 0)
         if len(first):
             rows = written.rows_of(tensordict.select(self.keys.achieved_goal, self.keys.desired_goal))
-            self.keep_first_goals(table, episode[first], rows[torch.from_numpy(first).to(written.goals.device)])
+            self.keep_first_goals(table, episode[first], rows[to_device(first, written.goals.device)])
 
     def keep_first_goals(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
         """Keep goals apart, given the first transitions ``[n]`` of episodes, whose ids are ``int64 [n]``."""
@@ -202,14 +89,44 @@ class Relabelling:
             initial = map_goals(first.get(self.keys.achieved_goal), self.goal_fn).detach()
             table.keep_apart(episodes, INITIAL_STEP, initial.to(table.dtype))
 
-    def set_goals(self, batch: Batch, goals: Sequence[Tensor], relabelled: Tensor) -> None:
-        """Set the goals, ``[n, *goal]`` for each strategy, of the transitions to relabel, ``bool [*batch, 1]``."""
+    # Sampling
+
+    def relabel(
+        self,
+        batch: Batch,
+        goals: Sequence[Tensor],
+        relabelled: Tensor,
+        rewards: OneStepReward | NStepReward,
+        *,
+        ahead: Tensor | None = None,
+        keeps_ahead: bool = False,
+        creates_goals: bool = False,
+    ) -> None:
+        """Set the goals of the transitions to relabel, ``bool [*batch, 1]``, and recompute their rewards.
+
+        Args:
+            batch (Batch): the transitions.
+            goals (Sequence[Tensor]): the new goals, ``[n, *goal]`` for each strategy.
+            relabelled (Tensor): the transitions to relabel.
+            rewards (OneStepReward or NStepReward): recomputes the rewards.
+
+        Keyword Args:
+            ahead (Tensor, optional): the number of steps to each goal, ``int64 [n]``. Required if the reward reads it.
+            keeps_ahead (bool): whether the transitions keep this number.
+            creates_goals (bool): whether all transitions get rewards, because they have no stored goals.
+        """
         desired, *extra = goals
         for pair, values in zip(self.extra_keys, extra, strict=True):
             for key in pair:
                 batch.data.set(key, where(relabelled, values, batch.stored[self.keys.desired_goal]))
         for key in self.goal_keys:
             batch.replace(key, relabelled, desired)
+        if ahead is not None:
+            own = 0 if creates_goals else -1  # a created goal is the transition's own outcome, zero steps ahead
+            batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead.view_as(relabelled), own))
+        rewards.recompute(batch, torch.ones_like(relabelled) if creates_goals else relabelled)
+        if ahead is not None and not keeps_ahead:
+            batch.data.del_(STEPS_TO_GOAL)
 
     def describe(self, kind: type, arguments: dict[str, Any]) -> str:
         """Return the name of a class, the reward, and the arguments that differ from the defaults of the class.
@@ -327,7 +244,7 @@ def check_saved_by(name: str, state: dict[str, Any]) -> None:
 def state_of_copy(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a hindsight transform for a copy, in which nothing was sampled or compiled."""
     state = without_compiled_call(state)
-    return state | {"_relabelling": state["_relabelling"].for_copy(), "_neighbours": None}
+    return state | {"_checks": state["_checks"].for_copy(), "_neighbours": None}
 
 
 def deep_copy(transform: Kind, state: dict[str, Any], memo: dict[int, Any]) -> Kind:

@@ -14,22 +14,21 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import ids_around, refuse_environment
-from torchrl_her.checks.check import Sample
+from torchrl_her._private import refuse_environment
+from torchrl_her.checks.checks import Checks
 from torchrl_her.checks.report import Report
+from torchrl_her.checks.sample import Sample
 from torchrl_her.episodes.memory import Episodes
 from torchrl_her.episodes.write import Write
-from torchrl_her.goals.draw import Draw, Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal
-from torchrl_her.goals.extra_goals import AnyStrategy
+from torchrl_her.goals.draw import Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal
 from torchrl_her.goals.names import STAMP, read_stamps, split_name
-from torchrl_her.goals.strategies import check_at_least
+from torchrl_her.goals.strategies import AnyStrategy, check_at_least
 from torchrl_her.goals.table import to_device
-from torchrl_her.keys import MEMBER, STEPS_TO_GOAL, HERKeys
-from torchrl_her.offline.adopt import AdoptedData, add_goals, check_missing
-from torchrl_her.offline.data_set import DataSet, MissingEntries
+from torchrl_her.keys import MEMBER, RELABELLED, STEPS_TO_GOAL, HERKeys
+from torchrl_her.offline.adopt import AdoptedData, DataSet, MissingEntries, add_goals, check_missing
 from torchrl_her.order import Neighbours
-from torchrl_her.relabel import RELABELLED, GoalMap, Relabelling, Reward, check_saved_by, deep_copy, state_of_copy
-from torchrl_her.rewards.returns import STEPS, Batch, NStepReward, OneStepReward, check_n_step_keys
+from torchrl_her.relabel import GoalMap, Relabelling, Reward, check_saved_by, deep_copy, state_of_copy
+from torchrl_her.rewards.returns import WINDOW_STEPS, Batch, NStepReward, OneStepReward, check_n_step_keys
 
 
 class HERTransform(Transform):
@@ -134,18 +133,18 @@ class HERTransform(Transform):
         if sequence_length is not None:
             sequence_length = check_at_least(1, "sequence_length", sequence_length)
         super().__init__()
-        relabelling = self._relabelling = Relabelling(reward, strategy, keys, goal_fn, relabels_all=her_ratio == 1)
+        relabelling = self._relabelling = Relabelling(reward, strategy, keys, goal_fn)
         self.reward, self.keys, self.goal_fn = relabelling.reward, relabelling.keys, relabelling.goal_fn
         self.info = bool(info)
         self.her_ratio = check_her_ratio(her_ratio)
         self.capacity, self.sequence_length = capacity, sequence_length
         self._kind_of_goal_spec = None if goal_spec is None else type(goal_spec)
         self._episodes = Episodes(capacity, relabelling.apart, goal_spec=goal_spec, max_episode_steps=max_episode_steps)
+        self._checks = self._make_checks()
         self._adopted: AdoptedData | None = None
         self._n_step: NStepReward | None = None  # set if a MultiStepTransform comes before
         self._longest_window = 1  # the largest number of steps that a stored transition spans
-        self._neighbours: Neighbours | None = None  # the other transforms of the buffer; None before the first check
-        self._ids_around: list[int] | None = None  # the ids of the other transforms at the last check
+        self._neighbours: Neighbours | None = None  # the other transforms of the buffer; None before they are checked
         # The entries that only samples have.
         self._added_keys = [*relabelling.extra_replaced, RELABELLED]
         if self.info or relabelling.reads_steps:
@@ -166,15 +165,14 @@ class HERTransform(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stamp transitions ``[*batch]`` with their episode and step, and keep their achieved goals."""
         self._check_no_data_set("a write would overwrite it (its files, if it is memory-mapped)")
-        neighbours = self._neighbours
-        if neighbours is None or ids_around(self) != self._ids_around:
-            neighbours = self._check_neighbours()
+        neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
         batch, written = tensordict.batch_size, None
         if batch.numel():
             later = neighbours.after if self.her_ratio else None
-            written = self._relabelling.read(tensordict, self._episodes.goals, later)
+            written = Write.read(tensordict, self.keys, self.goal_fn, self._episodes.goals)
+            self._checks.on_write(tensordict, written, later)
             neighbours.check_write(tensordict)
         n_step = None if neighbours.multi_step is None else self._n_step
         if n_step is not None:
@@ -194,7 +192,7 @@ class HERTransform(Transform):
             tracked, table = self._episodes.append(written), self._episodes.table
             assert table is not None
             self._relabelling.keep_apart(table, tensordict, written, tracked.steps)
-            self._relabelling.check_tracked(tensordict, written, tracked)
+            self._checks.on_tracked(tensordict, written, tracked)
             self._n_step = n_step or self._n_step
         return written.with_padding(tracked.steps.name)
 
@@ -208,27 +206,31 @@ class HERTransform(Transform):
 
     def _check_neighbours(self) -> Neighbours:
         """Return the other transforms of the buffer, and check them if they changed."""
-        neighbours = Neighbours.of(self)
+        neighbours = self._neighbours
+        if neighbours is not None and neighbours.are_those_of(self):
+            return neighbours
+        neighbours, one_step = Neighbours.of(self), self._relabelling.one_step
         if self._adopted is not None:
             self._adopted.check_neighbours(neighbours, self._relabelling)
-        if neighbours != self._neighbours:
-            one_step = self._relabelling.one_step
-            replaced = {*self._relabelling.goal_keys, *one_step.replaced_keys, *self._added_keys}
-            neighbours.check_hindsight(replaced, self.keys)
-            multi_step = neighbours.multi_step
-            if multi_step is not None:
-                if self._relabelling.relabels_only_goals:
-                    raise ValueError(
-                        "MultiStepTransform sums the rewards of the original goals, and HERTransform(None) does not "
-                        "recompute them: pass a reward to HERTransform, or remove MultiStepTransform."
-                    )
-                check_n_step_keys(multi_step, self.keys)
-                if self._n_step is None:
-                    self._n_step = NStepReward(one_step, self.goal_fn is not None, multi_step)
-                self._n_step.multi_step = multi_step  # a copy of the buffer has its own MultiStepTransform
-            self._neighbours = neighbours
-        self._ids_around = ids_around(self)
+        replaced = {*self._relabelling.goal_keys, *one_step.replaced_keys, *self._added_keys}
+        neighbours.check_hindsight(replaced, self.keys)
+        multi_step = neighbours.multi_step
+        if multi_step is not None:
+            if self._relabelling.relabels_only_goals:
+                raise ValueError(
+                    "MultiStepTransform sums the rewards of the original goals, and HERTransform(None) does not "
+                    "recompute them: pass a reward to HERTransform, or remove MultiStepTransform."
+                )
+            check_n_step_keys(multi_step, self.keys)
+            if self._n_step is None:
+                self._n_step = NStepReward(one_step, self.goal_fn is not None, multi_step)
+            self._n_step.multi_step = multi_step  # a copy of the buffer has its own MultiStepTransform
+        self._neighbours = neighbours
         return neighbours
+
+    def _make_checks(self, *, compares: bool = True) -> Checks:
+        relabels_all = self._relabelling.reads_steps and self.her_ratio == 1
+        return self._relabelling.make_checks(compares=compares and not relabels_all)
 
     def clear(self) -> None:
         """Drop the running episodes and all goals. Call it together with ``rb.empty()``.
@@ -333,12 +335,12 @@ class HERTransform(Transform):
         data_set = DataSet(data, self.keys, self.goal_fn)
         missing = data_set.missing
         check_missing(missing, self._relabelling, self.her_ratio)
-        relabelling = self._relabelling.restarted(compares_rewards=not any(missing))
+        checks = self._make_checks(compares=not any(missing))
         episodes = self._episodes.empty_like(data_set.count)
-        adopted = data_set.with_stamps(add_goals(data_set, episodes, relabelling))
+        adopted = data_set.with_stamps(add_goals(data_set, episodes, self._relabelling, checks))
         to_search = data_set.rows_to_search() if self.her_ratio and not missing.goals else None
-        self._episodes, self._relabelling, self._adopted = episodes, relabelling, AdoptedData(missing, to_search)
-        self._neighbours = self._ids_around = None  # the next sample checks the other transforms
+        self._episodes, self._checks, self._adopted = episodes, checks, AdoptedData(missing, to_search)
+        self._neighbours = None  # the next sample checks the other transforms
         return adopted
 
     def _check_untouched(self) -> None:
@@ -368,8 +370,8 @@ class HERTransform(Transform):
         """Return sampled transitions ``[*batch]``, a share of them relabelled. The input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before stacking them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        if not torch.compiler.is_compiling() and ids_around(self) != self._ids_around:
-            self._check_neighbours()  # the transforms of the buffer changed after the last write
+        if not torch.compiler.is_compiling():
+            self._check_neighbours()
         relabelling, her_ratio = self._relabelling, self.her_ratio
         rewards = self._rewards_of(tensordict)
         episode, step = split_name(read_stamps(tensordict))
@@ -387,14 +389,19 @@ class HERTransform(Transform):
             whole = (~draw.relabelled | available).view(-1, self.sequence_length).all(1)
             is_relabelled = draw.relabelled & whole.repeat_interleave(self.sequence_length)
         relabelled = is_relabelled.view(*tensordict.batch_size, 1)
-        relabelling.set_goals(batch, draw.goals, relabelled)
-        if self.info or relabelling.reads_steps:
-            self._set_info(batch, draw, relabelled, steps_to_goal(draw, episode, step))
-        rewards.recompute(batch, torch.ones_like(relabelled) if self._creates_goals else relabelled)
-        if relabelling.reads_steps and not self.info:
-            batch.data.del_(STEPS_TO_GOAL)
+        relabelling.relabel(
+            batch,
+            draw.goals,
+            relabelled,
+            rewards,
+            ahead=steps_to_goal(draw, episode, step) if self.info or relabelling.reads_steps else None,
+            keeps_ahead=self.info,
+            creates_goals=self._creates_goals,
+        )
+        if self.info and draw.member is not None:
+            batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
         has_returns = rewards is not relabelling.one_step
-        relabelling.check_sample(Sample(batch.data, relabelled, counted if her_ratio else None, has_returns))
+        self._checks.on_sample(Sample(batch.data, relabelled, counted if her_ratio else None, has_returns))
         return batch.data.set(RELABELLED, relabelled)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -472,11 +479,11 @@ class HERTransform(Transform):
             >>> report.episodes, report.transitions, report.mean_length
             (1, 50, 50.0)
         """
-        return self._relabelling.report(self, self.her_ratio, self._episodes.lanes, self._episodes.table)
+        return self._checks.report(self, self.her_ratio, self._episodes.lanes, self._episodes.table)
 
     def _rewards_of(self, tensordict: TensorDictBase) -> OneStepReward | NStepReward:
         """Return the object that recomputes the rewards of sampled transitions."""
-        if tensordict.get(STEPS, None) is None:
+        if tensordict.get(WINDOW_STEPS, None) is None:
             return self._relabelling.one_step
         if self._n_step is None:
             self._check_neighbours()  # another process wrote the transitions
@@ -521,13 +528,6 @@ class HERTransform(Transform):
     def _creates_goals(self) -> bool:
         """Whether the data set has no desired goals, so that every sample gets a new goal, reward and end."""
         return self._adopted is not None and self._adopted.missing.goals
-
-    def _set_info(self, batch: Batch, draw: Draw, relabelled: Tensor, ahead: Tensor) -> None:
-        """Set the entries with the number of steps ``ahead``, ``int64 [n]``, and the index of the mixture's member."""
-        own = 0 if self._creates_goals else -1  # a created goal is the transition's own outcome, zero steps ahead
-        batch.data.set(STEPS_TO_GOAL, torch.where(relabelled, ahead.view_as(relabelled), own))
-        if self.info and draw.member is not None:
-            batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
 
     # Processes, saving
 

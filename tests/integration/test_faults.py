@@ -292,7 +292,7 @@ def rb(world):
 
 
 def test_a_process_killed_while_it_writes_to_the_table_is_an_error_for_the_next_writer(monkeypatch):
-    monkeypatch.setattr("torchrl_her.goals.write_lock.LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr("torchrl_her.episodes.memory.LOCK_TIMEOUT", 0.1)
     results = []
     for line in itertools.count(1, 60):
         world, transform = World(1, Goals()), make_small(goal_spec=Unbounded((2,))).transform[0].share_memory_()

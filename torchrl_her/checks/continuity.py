@@ -9,15 +9,16 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.check import Check, Sample, ratio
+from torchrl_her.checks.report import ratio
+from torchrl_her.checks.sample import Sample
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.keys import HERKeys
 
 WARM_UP = 100  # the first transitions are not judged, because each environment starts an episode in them
-ROWS = 100  # transitions of the last write that are kept to find the cause
-ENOUGH = 100  # after this many transitions, the share is judged and the count restarts
-SHARE = 0.3
+KEPT_ROWS = 100  # transitions of the last write that are kept to find the cause
+JUDGED_TRANSITIONS = 100  # after this many transitions, the share is judged and the count restarts
+SHARE_BROKEN = 0.3
 SHARE_AMBIGUOUS = 0.01
 SAMPLES_WITHOUT_WRITE = 10  # after the first write before it is judged
 
@@ -34,7 +35,7 @@ CAUSES = {
 Goals = tuple[np.ndarray, np.ndarray]  # void [n] each, the bytes of the goals at the root and under "next"
 
 
-class ContinuityCheck(Check):
+class ContinuityCheck:
     """Warns if many transitions neither continue an episode nor follow the end of one.
 
     Episodes then have one or two steps, and relabelling can only offer the transitions' own outcomes as goals. Another
@@ -93,16 +94,16 @@ class ContinuityCheck(Check):
         self._counted += min(count, max(0, count - first))
         breaks = tracked.breaks[tracked.breaks >= first]
         self._counted_breaks += len(breaks)
-        if self._counted >= ENOUGH:
+        if self._counted >= JUDGED_TRANSITIONS:
             share = self._counted_breaks / self._counted
-            self.is_broken = share >= SHARE
+            self.is_broken = share >= SHARE_BROKEN
             if self.is_broken:
                 such_as = f" (such as {written.name(int(breaks.min()))})" if len(breaks) else ""
                 _warn_of_breaks(share, such_as, _likely_causes(goals, _are_close(tensordict, self._keys, written)))
             self._counted = self._counted_breaks = 0
         self._last = None
         if len(tracked.breaks) and not self.is_broken:
-            self._last = goals[0][-ROWS:].copy(), goals[1][-ROWS:].copy()
+            self._last = goals[0][-KEPT_ROWS:].copy(), goals[1][-KEPT_ROWS:].copy()
 
     def on_sample(self, sample: Sample) -> None:
         """Judge the first write if only samples follow it."""

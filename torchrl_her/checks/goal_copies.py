@@ -12,14 +12,13 @@ from torch import Tensor
 from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.check import Check
 from torchrl_her.episodes.write import Write
 from torchrl_her.keys import SELECTION, HERKeys
 
 OWN_GOAL = (SELECTION, "desired_goal")
-ROWS = 64  # rows that are searched in each write
-GOALS = 8  # an entry that equals this many different goals is a copy
-WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
+SEARCHED_ROWS = 64  # rows that are searched in each write
+GOALS_OF_A_COPY = 8  # an entry that equals this many different goals is a copy
+SEARCHED_WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
 
 
 class GoalCopies(NamedTuple):
@@ -30,7 +29,7 @@ class GoalCopies(NamedTuple):
     writes: int = 0
 
 
-class GoalCopiesCheck(Check):
+class GoalCopiesCheck:
     """Warns if written entries contain a copy of the desired goal.
 
     Args:
@@ -77,7 +76,7 @@ class GoalCopiesCheck(Check):
         own_found = found if is_same else _found(own_copies, tensordict, own_goals, stride, rewritten)
         self._copies = own_found, found
         for each in (own_found, found):
-            if each is not None and len(each.goals) >= GOALS:
+            if each is not None and len(each.goals) >= GOALS_OF_A_COPY:
                 self._copies = None, None
                 self._warn(each)
                 return
@@ -114,7 +113,7 @@ def _found(
             found &= copies.places[key]
         if found:
             places[key] = found
-    if not places or copies.writes + 1 >= WRITES:
+    if not places or copies.writes + 1 >= SEARCHED_WRITES:
         return None
     rows = goals[0].contiguous().view(torch.uint8).numpy(force=True)
     return GoalCopies(places, copies.goals.union(row.tobytes() for row in rows), copies.writes + 1)
@@ -139,9 +138,9 @@ def _goals(tensordict: TensorDictBase, key: NestedKey) -> list[Tensor]:
 
 
 def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:
-    """Return at most `ROWS` rows of an entry ``[rows, features]``, evenly spaced, with the first and the last."""
+    """Return at most 64 rows of an entry ``[rows, features]``, evenly spaced, with the first and the last."""
     count = tensordict.batch_size.numel()
-    rows = min(count, ROWS)
+    rows = min(count, SEARCHED_ROWS)
     index = (torch.arange(rows, device=value.device) * (count - 1)) // max(1, rows - 1)
     return value.reshape(count, -1)[index]
 

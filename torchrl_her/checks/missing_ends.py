@@ -7,16 +7,15 @@ from collections import Counter
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.check import Check
 from torchrl_her.checks.continuity import WARM_UP, ContinuityCheck
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.keys import HERKeys
 
-EPISODES = 10  # that end without a done flag before the warning
+SILENT_EPISODES = 10  # that end without a done flag before the warning
 
 
-class MissingEndsCheck(Check):
+class MissingEndsCheck:
     """Warns if episodes end only because the next transition does not continue them, and none with a done flag.
 
     The first episode of an environment does not continue anything either, so the episodes that begin in the first
@@ -47,7 +46,7 @@ class MissingEndsCheck(Check):
             return
         self._ended.update([0] * len(breaks) if written.trajectory is None else written.trajectory[breaks].tolist())
         ended = max(self._ended.values())
-        if ended >= EPISODES + self._begun and self._continuity.is_broken is False:
+        if ended >= SILENT_EPISODES + self._begun and self._continuity.is_broken is False:
             self._is_over = True
             warn_user(
                 f"{ended} episodes ended without a done flag, and no transition had one: each time, the next "

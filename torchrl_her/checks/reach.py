@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-ENOUGH = 32  # transitions that move the achieved goal are judged together when there are this many
+ENOUGH_MOVED = 32  # transitions that move the achieved goal are judged together when there are this many
 PART = 100  # a goal at this part of a step should be reached
 REPEATED = 3  # goals are discrete if their values occur this many times on average
 
@@ -46,7 +46,7 @@ class ReachCheck:
         kept = self._kept  # other threads may write, and replace the list, at the same time
         if bool(moved.any()):
             kept.append((rows[moved].clone(), root[moved], outcomes[moved]))
-        if sum(len(goals) for *_, goals in kept) >= ENOUGH:
+        if sum(len(goals) for *_, goals in kept) >= ENOUGH_MOVED:
             self.is_over, self._kept = True, []
             self._judge(list(kept), evaluate)
 

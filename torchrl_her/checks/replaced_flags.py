@@ -7,13 +7,12 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.async_copy import AsyncCopy, is_capturing
-from torchrl_her.checks.check import Check, Sample
+from torchrl_her.checks.sample import AsyncCopy, Sample, is_capturing
 
 SAMPLES = 32  # the number of first samples that are compared
 
 
-class ReplacedFlagsCheck(Check):
+class ReplacedFlagsCheck:
     """Warns if ``terminated`` of relabelled transitions is overwritten after the transform has returned a sample.
 
     TensorDict buffers with a slice sampler overwrite it. Each sample is compared when the next one is drawn.

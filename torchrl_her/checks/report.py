@@ -117,6 +117,11 @@ class Report:
         return "\n".join([self.transform, *(f"  {name:<16}{text}" for name, text in rows)])
 
 
+def ratio(part: float, whole: float) -> float | None:
+    """Return a share, or None of nothing."""
+    return part / whole if whole else None
+
+
 def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{share:.1%}"
 

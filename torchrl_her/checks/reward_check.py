@@ -14,7 +14,6 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.check import Check
 from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.checks.reach import ReachCheck, is_better
 from torchrl_her.episodes.lanes import Tracked
@@ -22,13 +21,13 @@ from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.env_reward import EnvReward
-from torchrl_her.rewards.reached_reward import ReachedReward
+from torchrl_her.rewards.goal_reward import ReachedReward
 
-ROWS = 64  # transitions that are compared in one write; the first ones are compared in every write
-ENOUGH = 16  # the check ends when this many compared transitions reach their goal and this many miss it
+COMPARED_ROWS = 64  # transitions that are compared in one write; the first ones are compared in every write
+ENOUGH_COMPARED = 16  # the check ends when this many compared transitions reach their goal and this many miss it
 DISTANCES = 2**22  # distances of one write are computed for at most this many components of goals
 # If no transition has missed its goal after this many different desired goals or transitions, none is expected to.
-GOALS, TRANSITIONS = 8, 2000
+TRIED_GOALS, TRIED_TRANSITIONS = 8, 2000
 GOAL_CHANGES = (
     "Its desired goal differs at the root and under 'next', so the two rewards are for different goals. A desired goal "
     "must be constant within an episode: draw it in reset, before the observation is built, and end the episode "
@@ -37,7 +36,7 @@ GOAL_CHANGES = (
 )
 
 
-class RewardCheck(Check):
+class RewardCheck:
     """Compares the reward module with stored rewards, until enough reached and missed goals have been compared.
 
     A goal counts as reached if the stored reward equals the module's reward with the transition's own outcome as its
@@ -109,13 +108,13 @@ class RewardCheck(Check):
             self._compare(rows[chosen], goals[chosen], lambda row: written.name(int(chosen[row])))
             if not self._can_miss and not self._has_tried_enough():
                 return  # the next write is compared, too
-        self._next = 2 * self._written if self._written >= ROWS else 0
+        self._next = 2 * self._written if self._written >= COMPARED_ROWS else 0
         self._range = min(low, self._range[0]), max(high, self._range[1])
 
     def _check_reach(self, tensordict: TensorDictBase, written: Write) -> None:
         moved = (written.start != written.outcome).nonzero()[0]
         if len(moved):
-            index = torch.from_numpy(moved[:: -(-len(moved) // ROWS)]).to(written.goals.device)
+            index = torch.from_numpy(moved[:: -(-len(moved) // COMPARED_ROWS)]).to(written.goals.device)
             rows, goals = written.rows_of(tensordict)[index], written.goals[index]
             root = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach().to(goals.dtype)
             self.reach.check(rows, root, goals, self._evaluate)
@@ -137,7 +136,7 @@ class RewardCheck(Check):
     def _choose(self, rows: TensorDictBase, goals: Tensor) -> Tensor:
         """Return up to 64 rows, spread over distances to the goal and over time, with the extreme rewards."""
         count = len(rows)
-        if count <= ROWS:
+        if count <= COMPARED_ROWS:
             return torch.arange(count, device=goals.device)
         candidates = torch.arange(0, count, -(-goals.numel() // DISTANCES), device=goals.device)
         order = distances(goals[candidates], rows.get(self.keys.desired_goal)[candidates]).argsort()
@@ -162,7 +161,7 @@ class RewardCheck(Check):
             self._warn_if_ends_are_missing(reached, rows.get(self.keys.next_terminated, None))
         self._reached += int(reached.sum())
         self._missed += int((~reached).sum())
-        self._is_over = min(self._reached, self._missed) >= ENOUGH
+        self._is_over = min(self._reached, self._missed) >= ENOUGH_COMPARED
 
     def _evaluate(self, rows: TensorDictBase, goals: Tensor | None = None) -> Tensor:
         """Return the reward module's rewards of transitions ``[n]``, ``float64 [n, agents]``.
@@ -197,7 +196,7 @@ class RewardCheck(Check):
 
     def _has_tried_enough(self) -> bool:
         """Return whether another goal than a transition's own outcome should have given a worse reward by now."""
-        return len(self._desired) >= GOALS or self._written >= TRANSITIONS
+        return len(self._desired) >= TRIED_GOALS or self._written >= TRIED_TRANSITIONS
 
     def _look_for_missed_goals(
         self, rows: TensorDictBase, goals: Tensor, computed: Tensor, best: Tensor, name: Callable[[int], str]

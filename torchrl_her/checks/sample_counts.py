@@ -10,9 +10,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.async_copy import AsyncCopy, is_capturing
-from torchrl_her.checks.check import Check, Sample, ratio
+from torchrl_her.checks.report import ratio
 from torchrl_her.checks.reward_check import RewardCheck
+from torchrl_her.checks.sample import AsyncCopy, Sample, is_capturing
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Draw
@@ -20,7 +20,7 @@ from torchrl_her.keys import HERKeys
 
 FIRST = 2048  # all samples are counted until this many transitions were sampled
 EVERY = 64  # one later sample in this many is counted
-ENOUGH = 500  # transitions selected for relabelling before the share of lost goals is judged
+ENOUGH_SELECTED = 500  # transitions selected for relabelling before the share of lost goals is judged
 SHARE_LEFT = 0.2  # of the goals of transitions whose goals have been in the table
 SHARE_FOREIGN = 0.5
 SHARE_MIXED = 0.5
@@ -53,7 +53,7 @@ class Counted(NamedTuple):
     draw: Draw | None
 
 
-class SampleCounts(Check):
+class SampleCounts:
     """Counts sampled transitions on their device, and warns if many are not relabelled.
 
     All of the first samples are counted, then one in 64. Counts on a GPU are copied asynchronously and read later.
@@ -148,7 +148,7 @@ class SampleCounts(Check):
     def _warn_if_left(self, counts: Counts, capacity: int) -> None:
         since = self._since("left", counts)
         relevant = since.to_relabel - since.foreign
-        if relevant < ENOUGH:
+        if relevant < ENOUGH_SELECTED:
             return
         self._judged["left"] = counts
         lost = since.outdated / relevant  # a strategy can look back to goals that have left
@@ -165,7 +165,7 @@ class SampleCounts(Check):
 
     def _warn_if_foreign(self, counts: Counts) -> None:
         since = self._since("foreign", counts)
-        if since.to_relabel < ENOUGH:
+        if since.to_relabel < ENOUGH_SELECTED:
             return
         self._judged["foreign"] = counts
         share = (since.foreign - since.padding) / since.to_relabel
@@ -179,7 +179,7 @@ class SampleCounts(Check):
             )
 
     def _warn_if_sequences_are_mixed(self, counts: Counts) -> None:
-        if counts.in_sequences < ENOUGH:
+        if counts.in_sequences < ENOUGH_SELECTED:
             return
         share = 1 - counts.relabelled / counts.in_sequences
         if share >= SHARE_MIXED:

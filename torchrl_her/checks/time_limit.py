@@ -7,17 +7,16 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.check import Check
 from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.names import split_name
 from torchrl_her.keys import HERKeys
 
-EPISODES = 20  # that are judged
+JUDGED_EPISODES = 20  # that are judged
 
 
-class TimeLimitCheck(Check):
+class TimeLimitCheck:
     """Warns if the first episodes are all terminated after the same number of steps, and none at its goal.
 
     The flags and rewards of at most 20 ends are read. The first end that is not terminated, or the first episode of
@@ -38,7 +37,7 @@ class TimeLimitCheck(Check):
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
         if self._is_over or not written.done.any():
             return
-        ends = np.flatnonzero(written.done)[:EPISODES]
+        ends = np.flatnonzero(written.done)[:JUDGED_EPISODES]
         lengths = split_name(tracked.steps.name[ends])[1] + 1
         self._length = self._length or int(lengths[0])
         # A task of one step has no time limit.
@@ -52,7 +51,7 @@ class TimeLimitCheck(Check):
             self._is_over = True
             return
         self._last.append(reward.reshape(len(ends), -1).double().numpy(force=True))
-        if sum(map(len, self._last)) >= EPISODES:
+        if sum(map(len, self._last)) >= JUDGED_EPISODES:
             self._judge(self._rewards.reached_reward)
 
     def _judge(self, reached_reward: float | None) -> None:

@@ -20,10 +20,17 @@ from torchrl_her.goal_env_check.goals import (
     check_seed,
     check_shapes,
 )
-from torchrl_her.goal_env_check.play import EnvironmentFails, Episodes, Goals, UnreadableGoals, Watcher, play, reset
-from torchrl_her.goal_env_check.probe import Probe
-from torchrl_her.goal_env_check.reward import check_reward, reached
-from torchrl_her.goal_env_check.termination import check_termination
+from torchrl_her.goal_env_check.probe import (
+    EnvironmentFails,
+    Goals,
+    PlayedEpisodes,
+    Probe,
+    UnreadableGoals,
+    Watcher,
+    play,
+    reset,
+)
+from torchrl_her.goal_env_check.reward import check_reward, check_termination, reached
 from torchrl_her.keys import HERKeys, check_keys
 from torchrl_her.rewards.env_reward import EnvReward, open_env
 from torchrl_her.rewards.goal_reward import GoalReward
@@ -152,7 +159,7 @@ def _check(
         )
     if played:
         infos, *columns = zip(*played, strict=True)
-        episodes = Episodes(list(infos), *map(np.stack, columns))
+        episodes = PlayedEpisodes(list(infos), *map(np.stack, columns))
         report.steps, report.episodes = len(played), int(episodes.episode[-1]) + 1
         time_limit = None if env.spec is None else env.spec.max_episode_steps
         found = [*_check_episodes(episodes, probes, watcher, time_limit), *repeated]
@@ -167,7 +174,7 @@ def _second_goal(env: Any, goals: Goals, seed: int) -> np.ndarray:
 
 
 def _check_episodes(
-    episodes: Episodes, probes: list[Probe], watcher: Watcher, time_limit: int | None
+    episodes: PlayedEpisodes, probes: list[Probe], watcher: Watcher, time_limit: int | None
 ) -> Iterator[Finding]:
     """Yield the findings in the episodes, as long as the values can be trusted."""
     if episodes.next_achieved.shape != episodes.desired.shape:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchrl_her.goal_env_check.finding import Finding
-from torchrl_her.goal_env_check.play import Episodes, distance
-from torchrl_her.goal_env_check.probe import EVERY, Probe
+from torchrl_her.goal_env_check.probe import TRIED_EVERY, PlayedEpisodes, Probe, distance
 from torchrl_her.rewards.comparisons import agree, agrees_with_rows, call_rows
 
-ROWS = 256  # rows of the batch that is compared with single calls
+COMPARED_ROWS = 256  # rows of the batch that is compared with single calls
 FEWEST = 20  # constant values are reported only if there are at least this many steps
 
 
@@ -54,7 +53,7 @@ def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """Find functions that depend on more than their arguments, or ignore one of them."""
     faults = [*_check_repeats(probe, name, what)]
     yield from faults
-    actual, own, other, swapped, *_ = probe.values(EVERY)
+    actual, own, other, swapped, *_ = probe.values(TRIED_EVERY)
     if faults or len(actual) < FEWEST:
         return
     now, later = probe.values().actual[[*probe.later]], np.array([*probe.later.values()])
@@ -88,7 +87,7 @@ def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
 
 def _check_repeats(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """Compare repeated calls with the same arguments in the same state."""
-    actual, _, _, _, *repeats = probe.values(EVERY)
+    actual, _, _, _, *repeats = probe.values(TRIED_EVERY)
     differs = np.any([~agree(actual, each, scale_of(actual)).numpy() for each in repeats], axis=0)
     if not differs.any():
         return
@@ -118,7 +117,7 @@ def _depends_on_state(name: str, message: str) -> Finding:
     return Finding(f"{name}-depends-on-state", message, advice)
 
 
-def check_batch(probe: Probe, episodes: Episodes, name: str, what: str) -> Iterator[Finding]:
+def check_batch(probe: Probe, episodes: PlayedEpisodes, name: str, what: str) -> Iterator[Finding]:
     """Find functions of the environment that cannot be called with a batch of goals."""
     if not probe.is_of_env:
         return
@@ -156,13 +155,13 @@ def check_batch(probe: Probe, episodes: Episodes, name: str, what: str) -> Itera
     )
 
 
-def _pairs(episodes: Episodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pairs(episodes: PlayedEpisodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return steps, ``int64 [rows]``, with achieved goals and goals as hindsight draws them, ``[rows, *goal]``.
 
     A quarter of the drawn goals equal the achieved goal, a quarter the desired goal, and half are achieved at later
     steps of the episode.
     """
-    rows = np.linspace(0, len(episodes.reward) - 1, min(ROWS, len(episodes.reward))).astype(int)
+    rows = np.linspace(0, len(episodes.reward) - 1, min(COMPARED_ROWS, len(episodes.reward))).astype(int)
     last = np.searchsorted(episodes.episode, episodes.episode[rows], side="right") - 1
     later = np.random.default_rng(0).integers(rows, last, endpoint=True)
     later[::2] = np.minimum(rows[::2] + 1, last[::2])  # the next outcome: close to the threshold
@@ -173,7 +172,7 @@ def _pairs(episodes: Episodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rows, achieved, desired
 
 
-def example(rows: np.ndarray, episodes: Episodes) -> tuple[int, str]:
+def example(rows: np.ndarray, episodes: PlayedEpisodes) -> tuple[int, str]:
     """Return the first step that ``rows``, ``bool [n]``, selects, and a phrase that locates it."""
     row = int(rows.argmax())
     away = distance(episodes.next_achieved[row], episodes.desired[row])

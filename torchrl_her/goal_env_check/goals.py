@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchrl_her.goal_env_check.finding import Finding
-from torchrl_her.goal_env_check.play import Episodes, Watcher, distances
+from torchrl_her.goal_env_check.probe import PlayedEpisodes, Watcher, distances
 
 FEWEST = 100  # a constant achieved goal is reported only if there are at least this many steps
 CHANCE = 1e-3  # a first step that never moves the achieved goal is reported if chance explains it less often
@@ -38,7 +38,7 @@ def check_shapes(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]
         )
 
 
-def check_numbers(episodes: Episodes) -> Iterator[Finding]:
+def check_numbers(episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check that goals are finite numbers."""
     achieved, desired = episodes.next_achieved, episodes.desired
     for name, *goals in (("achieved", episodes.achieved, achieved), ("desired", desired, episodes.next_desired)):
@@ -51,7 +51,7 @@ def check_numbers(episodes: Episodes) -> Iterator[Finding]:
             )
 
 
-def check_achieved(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
+def check_achieved(episodes: PlayedEpisodes, watcher: Watcher) -> Iterator[Finding]:
     """Check that the achieved goal belongs to its own step."""
     moved = distances(episodes.achieved, episodes.next_achieved)
     if not moved.any() and len(moved) >= FEWEST:
@@ -85,7 +85,7 @@ def _constant(achieved: np.ndarray) -> Finding:
     )
 
 
-def _lags(episodes: Episodes) -> bool:
+def _lags(episodes: PlayedEpisodes) -> bool:
     """Return whether the observations show that achieved goals are one step late."""
     goals, features = (each.reshape(len(each), -1) for each in (episodes.next_achieved, episodes.observation))
     if goals.shape[1] > WIDEST_GOAL or not features.size or len(goals) < 3 * features.shape[1]:
@@ -95,7 +95,7 @@ def _lags(episodes: Episodes) -> bool:
     return bool(before < EXACT and after > CLEAR)
 
 
-def _check_first_steps(episodes: Episodes, moved: np.ndarray) -> Iterator[Finding]:
+def _check_first_steps(episodes: PlayedEpisodes, moved: np.ndarray) -> Iterator[Finding]:
     """Compare the distances that the achieved goal ``moved`` in first steps with those in all others."""
     first = np.flatnonzero(episodes.step == 0)
     jumps, others = moved[first], np.delete(moved, first)
@@ -136,7 +136,7 @@ def _check_first_steps(episodes: Episodes, moved: np.ndarray) -> Iterator[Findin
         )
 
 
-def _is_in_observation(episodes: Episodes, first: np.ndarray) -> bool:
+def _is_in_observation(episodes: PlayedEpisodes, first: np.ndarray) -> bool:
     """Return whether the achieved goal is a part of the observation, which changes in the ``first`` steps."""
     before, after = episodes.observation, episodes.next_observation
     goals = episodes.next_achieved.reshape(len(after), -1).astype(np.float64)
@@ -145,7 +145,7 @@ def _is_in_observation(episodes: Episodes, first: np.ndarray) -> bool:
     return all((np.abs(after.T - goal).max(1) <= EXACT * np.ptp(goal)).any() for goal in goals.T)
 
 
-def check_desired(episodes: Episodes) -> Iterator[Finding]:
+def check_desired(episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check that the desired goal is constant within an episode, can be reached, and differs between episodes."""
     changed = distances(episodes.desired, episodes.next_desired) > 0
     first = episodes.step == 0
@@ -211,7 +211,7 @@ def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
     )
 
 
-def check_observation(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]:
+def check_observation(episodes: PlayedEpisodes, watcher: Watcher) -> Iterator[Finding]:
     """Check arrays that are reused, the observation space, and copies of the desired goal in the observation."""
     for path, count in watcher.modified.items():
         yield Finding(
@@ -231,7 +231,7 @@ def check_observation(episodes: Episodes, watcher: Watcher) -> Iterator[Finding]
         yield from _check_copies(episodes)
 
 
-def _check_copies(episodes: Episodes) -> Iterator[Finding]:
+def _check_copies(episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Find features that are a linear function of achieved and desired goals and of their distance."""
     features, width = episodes.next_observation, episodes.desired[0].size
     if width > WIDEST_GOAL or not features.size:

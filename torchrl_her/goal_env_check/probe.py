@@ -2,18 +2,203 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import NestedKey
 
-from torchrl_her.keys import path_of
-from torchrl_her.rewards.env_function import EnvFunction
+from torchrl_her.keys import HERKeys, path_of
+from torchrl_her.rewards.env_reward import EnvFunction
 
-EVERY = 4  # other goals and repeated calls are tried after one step in this many
+STEPS, SECONDS = 2000, 6.0  # default limits
+FIRST, OBSERVED_EVERY = 100, 8  # the first observations are checked against their space, then one in OBSERVED_EVERY
+WIDEST = 1000  # observations with more features than this, such as images, are not kept
+
+
+class UnreadableGoals(Exception):
+    """The observation has no goals that are arrays of numbers."""
+
+
+class EnvironmentFails(Exception):
+    """The environment raised an error in reset or step."""
+
+
+@dataclass
+class Goals:
+    """Reads the goals of an observation."""
+
+    keys: HERKeys
+    goal_fn: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def read(self, observation: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the achieved and the desired goal, ``[*goal]``, as copies."""
+        goals = []
+        for name, key in (("achieved", self.keys.achieved_goal), ("desired", self.keys.desired_goal)):
+            try:
+                goals.append(np.array(_get(observation, key)))
+            except (KeyError, IndexError, TypeError):
+                shown = f"the type {type(observation).__name__}"
+                if isinstance(observation, dict):
+                    shown = "the entries " + ", ".join(
+                        repr(path if path[1:] else path[0]) for path, _ in _leaves(observation)
+                    )
+                raise UnreadableGoals(f"There is no {name} goal under {key!r}: the observation has {shown}.") from None
+            if goals[-1].dtype.kind not in "biuf":
+                raise UnreadableGoals(f"The {name} goal under {key!r} is not one array of numbers.")
+        if self.goal_fn is not None:
+            goals[0] = torch.as_tensor(self.goal_fn(torch.as_tensor(goals[0]).unsqueeze(0)))[0].numpy(force=True)
+        return goals[0], goals[1]
+
+    def rest(self, observation: Any) -> np.ndarray:
+        """Return the other numbers of an observation, ``float64 [features]``; empty if there are too many."""
+        goals = {path_of(self.keys.achieved_goal), path_of(self.keys.desired_goal)}
+        if self.goal_fn is not None:
+            goals.remove(path_of(self.keys.achieved_goal))  # the goal is only a part of this entry
+        parts = [np.ravel(value) for path, value in _leaves(observation) if path not in goals and _is_number(value)]
+        if not parts or sum(map(len, parts)) > WIDEST:
+            return np.empty(0)
+        return np.concatenate(parts, dtype=np.float64)
+
+
+@dataclass
+class PlayedEpisodes:
+    """All played episodes, with one row per step."""
+
+    infos: list[dict[str, Any]]
+    achieved: np.ndarray  # [n, *goal], before the step
+    next_achieved: np.ndarray  # [n, *goal]
+    desired: np.ndarray  # [n, *goal], before the step
+    next_desired: np.ndarray  # [n, *goal]
+    observation: np.ndarray  # float64 [n, features]
+    next_observation: np.ndarray  # float64 [n, features]
+    reward: np.ndarray  # float64 [n]
+    terminated: np.ndarray  # bool [n]
+    truncated: np.ndarray  # bool [n]
+    episode: np.ndarray  # int64 [n]
+    step: np.ndarray  # int64 [n], in the episode
+
+
+@dataclass
+class Watcher:
+    """Checks whether returned observations are modified later, and whether they are in their space."""
+
+    space: Any
+    modified: dict[str, int] = field(default_factory=dict)  # how often each entry was modified
+    outside: tuple[int, Any] | None = None  # the first observation outside the space, and its number
+    seen: int = 0
+    _last: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)  # path, array, its copy
+
+    def see(self, observation: Any) -> None:
+        """Check the observation that the environment has just returned, and the previous one."""
+        for path, array, copy in self._last:
+            if not np.array_equal(array, copy, equal_nan=array.dtype.kind == "f"):
+                self.modified[path] = self.modified.get(path, 0) + 1
+        leaves = [(".".join(path), value) for path, value in _leaves(observation) if isinstance(value, np.ndarray)]
+        self._last = [(path, value, value.copy()) for path, value in leaves]
+        is_due = self.outside is None and (self.seen < FIRST or self.seen % OBSERVED_EVERY == 0)
+        if is_due and self.space is not None and not self.space.contains(observation):
+            self.outside = self.seen, observation
+        self.seen += 1
+
+
+def play(
+    env: Any, goals: Goals, probes: Iterable[Probe], watcher: Watcher, steps: int | None, seed: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the steps of episodes with random actions, each with the fields of `PlayedEpisodes`.
+
+    In every second episode, an action is repeated as long as it approaches the goal. The first episode takes at most
+    half of the steps, each later one at most a tenth.
+    """
+    rng = np.random.default_rng(seed)
+    env.action_space.seed(seed)
+    until = time.monotonic() + (SECONDS if steps is None else np.inf)
+    steps = STEPS if steps is None else steps
+    visited: list[np.ndarray] = []
+    played = episode = 0
+    while played < steps and time.monotonic() < until:
+        observation = reset(env, seed if episode == 0 else None)
+        watcher.see(observation)
+        before, rest = goals.read(observation), goals.rest(observation)
+        visited.append(before[0])
+        action, is_over, step = env.action_space.sample(), False, 0
+        longest = steps // 2 if episode == 0 else max(1, steps // 10)
+        while not is_over and step < longest and played < steps and time.monotonic() < until:
+            observation, reward, terminated, truncated, info = _step(env, action)
+            watcher.see(observation)
+            after, next_rest = goals.read(observation), goals.rest(observation)
+            if after[0].shape == before[1].shape:
+                recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
+                other = visited[-1 - rng.integers(min(recent, len(visited)))]
+                for probe in probes:
+                    probe.observe(after[0], before[1], info, other)
+                if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
+                    action = env.action_space.sample()
+            visited.append(after[0])
+            goals_of_step = before[0], after[0], before[1], after[1]
+            yield info, *goals_of_step, rest, next_rest, reward, terminated, truncated, episode, step
+            before, rest, is_over = after, next_rest, terminated or truncated
+            step, played = step + 1, played + 1
+        episode += 1
+
+
+def reset(env: Any, seed: int | None = None) -> Any:
+    """Reset an environment and return the observation."""
+    try:
+        observation, _ = env.reset() if seed is None else env.reset(seed=seed)
+    except Exception as error:
+        raise EnvironmentFails(f"reset failed: {type(error).__name__}: {error}") from error
+    return observation
+
+
+def _step(env: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """Take a step, and return copies of the arrays in ``info``."""
+    try:
+        observation, reward, terminated, truncated, info = env.step(action)
+        reward = float(np.asarray(reward).item())
+    except Exception as error:
+        raise EnvironmentFails(f"step failed: {type(error).__name__}: {error}") from error
+    info = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in info.items()}
+    return observation, reward, bool(terminated), bool(truncated), info
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the Euclidean distance between two goals ``[*goal]``."""
+    difference = np.subtract(one, other, dtype=np.float64 if one.size <= WIDEST else np.float32)
+    return float(np.sqrt(np.square(difference).sum()))
+
+
+def distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the Euclidean distance of each pair of goals ``[n, *goal]``, ``float64 [n]``."""
+    return np.array([distance(*pair) for pair in zip(one, other, strict=True)])
+
+
+def _get(observation: Any, key: NestedKey) -> Any:
+    for part in path_of(key):
+        observation = observation[part]
+    return observation
+
+
+def _leaves(observation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(observation, dict):
+        for name, value in observation.items():
+            yield from _leaves(value, (*path, name))
+    elif isinstance(observation, tuple):
+        for place, value in enumerate(observation):
+            yield from _leaves(value, (*path, str(place)))
+    else:
+        yield path, observation
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.ndarray, np.generic)) and np.asarray(value).dtype.kind in "biuf"
+
+
+TRIED_EVERY = 4  # other goals and repeated calls are tried after one step in this many
 LATER = 200  # for at most this many steps, values are computed again after the last episode
 
 
@@ -50,7 +235,7 @@ class Probe:
         self._far_fails = False
 
     def values(self, every: int = 1) -> Values:
-        """Return one row in ``every``. The fields after the first two are NaN except in one row of `EVERY`."""
+        """Return one row in ``every``. The fields after the first two are NaN except in one row of `TRIED_EVERY`."""
         columns = np.array(self._values, dtype=np.float64).reshape(len(self._values), len(Values._fields))
         return Values(*columns[::every].T)
 
@@ -59,10 +244,10 @@ class Probe:
         if self.failure:
             return
         first = self.call(achieved, desired, info), self.call(achieved, achieved, info)
-        if len(self._values) % EVERY:
+        if len(self._values) % TRIED_EVERY:
             self._values.append((*first, *[np.nan] * 5))
             return
-        if not self._far_fails and len(self._values) % (2 * EVERY) == 0:
+        if not self._far_fails and len(self._values) % (2 * TRIED_EVERY) == 0:
             far = far_from(achieved)
             with_far = self._call_far(achieved, far, info), self._call_far(far, achieved, info)
             self._far_fails = bool(np.isnan(with_far).any())

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchrl_her.goal_env_check.finding import Finding
-from torchrl_her.goal_env_check.functions import FEWEST, check_batch, check_calls, check_is_function, example, scale_of
+from torchrl_her.goal_env_check.functions import (
+    COMPARED_ROWS,
+    FEWEST,
+    check_batch,
+    check_calls,
+    check_is_function,
+    example,
+    scale_of,
+)
 from torchrl_her.goal_env_check.goals import LAGS
-from torchrl_her.goal_env_check.play import Episodes, distance, distances
-from torchrl_her.goal_env_check.probe import EVERY, Probe
+from torchrl_her.goal_env_check.probe import TRIED_EVERY, WIDEST, PlayedEpisodes, Probe, distance, distances
 from torchrl_her.rewards.comparisons import agree
 
 FEWEST_LATE = 5  # at least this many rewards must match the next achieved goal
@@ -21,7 +28,7 @@ LONG_STEP = 20.0  # a threshold is small if the median step is longer by this fa
 SUCCESS_KEYS = ("is_success", "success")
 
 
-def check_reward(probe: Probe, episodes: Episodes) -> Iterator[Finding]:
+def check_reward(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check the reward function. A fault hides the faults that it explains."""
     what = "compute_reward" if probe.is_of_env else "The reward function"
     yield from check_calls(probe, "reward", what)
@@ -43,9 +50,9 @@ def reached(probe: Probe, steps: int) -> np.ndarray:
     return probe.values().actual == probe.values().own
 
 
-def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
+def _check_values(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterator[Finding]:
     values = probe.values()
-    every = np.concatenate(probe.values(EVERY))
+    every = np.concatenate(probe.values(TRIED_EVERY))
     if len(values.own) >= FEWEST and (every == every[0]).all():
         yield Finding(
             "reward-constant",
@@ -57,7 +64,7 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
         return
     scale = scale_of(values.actual)
     better = values.swapped.copy()
-    better[:: 2 * EVERY] = np.nan  # goals far away need not be valid
+    better[:: 2 * TRIED_EVERY] = np.nan  # goals far away need not be valid
     missed = (better > values.own) & ~agree(better, values.own, scale).numpy()
     if missed.any():
         row = int(missed.argmax())
@@ -82,7 +89,7 @@ def _check_values(probe: Probe, episodes: Episodes, what: str) -> Iterator[Findi
         yield _difference(episodes, values.actual, differs, what)
 
 
-def _agrees_one_step_later(probe: Probe, episodes: Episodes, differs: np.ndarray) -> bool:
+def _agrees_one_step_later(probe: Probe, episodes: PlayedEpisodes, differs: np.ndarray) -> bool:
     """Return whether the rewards of step equal the rewards of the achieved goals one step later."""
     same_episode = np.append(episodes.episode[1:] == episodes.episode[:-1], False)
     steps = np.concatenate([np.flatnonzero(rows & same_episode)[:PAIRS] for rows in (differs, ~differs)])
@@ -91,7 +98,7 @@ def _agrees_one_step_later(probe: Probe, episodes: Episodes, differs: np.ndarray
     return (differs & same_episode).sum() >= FEWEST_LATE and bool(agree(shifted, episodes.reward[steps]).all())
 
 
-def _difference(episodes: Episodes, computed: np.ndarray, differs: np.ndarray, what: str) -> Finding:
+def _difference(episodes: PlayedEpisodes, computed: np.ndarray, differs: np.ndarray, what: str) -> Finding:
     """Describe how the reward of step differs from the computed one."""
     row, where = example(differs, episodes)
     message = f"step returned the reward {episodes.reward[row] + 0:.6g} and {what} {computed[row] + 0:.6g} ({where})."
@@ -119,7 +126,7 @@ def _has_threshold(away: np.ndarray, rewards: np.ndarray) -> bool:
     return bool(away[is_reached].max() <= away[~is_reached].min())
 
 
-def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Finding]:
+def _check_reached(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterator[Finding]:
     """Check which goals count as reached, if all reached goals have the same reward."""
     actual, own, *_ = probe.values()
     is_reached = reached(probe, len(own))
@@ -142,7 +149,7 @@ def _check_reached(probe: Probe, episodes: Episodes, what: str) -> Iterator[Find
         yield from _check_success(episodes, actual, own, is_reached)
 
 
-def _none_reached(probe: Probe, episodes: Episodes) -> Finding:
+def _none_reached(probe: Probe, episodes: PlayedEpisodes) -> Finding:
     """Compare the distance within which a goal is reached with the lengths of steps."""
     achieved, desired = episodes.next_achieved, episodes.desired
     message = f"No goal was reached in {len(desired):,} steps."
@@ -162,7 +169,7 @@ def _none_reached(probe: Probe, episodes: Episodes) -> Finding:
     return Finding("no-goal-reached", message, advice)
 
 
-def _threshold(probe: Probe, episodes: Episodes) -> float:
+def _threshold(probe: Probe, episodes: PlayedEpisodes) -> float:
     """Return the distance within which a goal is reached: the median of `LINES` from achieved to desired goals."""
     limits = []
     for row in np.linspace(0, len(episodes.reward) - 1, LINES).astype(int):
@@ -183,7 +190,7 @@ def _share_grid(achieved: np.ndarray, desired: np.ndarray, width: float) -> bool
 
 
 def _check_success(
-    episodes: Episodes, actual: np.ndarray, own: np.ndarray, is_reached: np.ndarray
+    episodes: PlayedEpisodes, actual: np.ndarray, own: np.ndarray, is_reached: np.ndarray
 ) -> Iterator[Finding]:
     """Compare the success in ``info`` with the reward. Success may stay True after the goal was reached."""
     first = np.searchsorted(episodes.episode, episodes.episode)  # first step of the episode of each step
@@ -202,3 +209,105 @@ def _check_success(
                 f"the reward {own[row] + 0:.6g} ({where}).",
                 "Compute both from the same distance and threshold.",
             )
+
+
+FEWEST_ENDS = 3  # fewer ends near the goal can be a coincidence
+SHARE_NEAREST = 0.7  # the share that chance gives is 1 / the length of an episode
+LONG = 100  # an episode of more steps is long
+
+
+def check_termination(
+    probe: Probe | None, episodes: PlayedEpisodes, is_reached: np.ndarray, time_limit: int | None
+) -> Iterator[Finding]:
+    """Check the function that ends episodes, or find out whether one is missing; ``is_reached`` is ``bool [n]``."""
+    steps = int(episodes.step.max()) + 1
+    if time_limit is None and steps > LONG and not (episodes.terminated | episodes.truncated).any():
+        yield Finding(
+            "endless",
+            f"No episode ended within {steps:,} steps.",
+            "Pass max_episode_steps to gymnasium.make or to HERTransform. This is optional: running episodes are "
+            "relabelled, too.",
+        )
+    if probe is None:
+        yield from _check_ends_on_success(episodes, is_reached)
+        yield from _check_time_limit(episodes, is_reached)
+        return
+    what = "compute_terminated" if probe.is_of_env else "terminated_fn"
+    yield from check_calls(probe, "terminated", what)
+    if probe.failure:
+        return
+    faults = [*check_is_function(probe, "terminated", what)]
+    yield from faults
+    computed = probe.values().actual.astype(bool)
+    differs = computed != episodes.terminated
+    if differs.any() and not faults:
+        row, where = example(differs, episodes)
+        yield Finding(
+            "terminated-differs",
+            f"step returned terminated={episodes.terminated[row]} and {what} {computed[row]} ({where}).",
+            f"Let step return {what} for the goals that it returns, and a time limit as truncated. An end that does "
+            "not depend on the goal (a fall) must be in both.",
+        )
+    yield from _check_time_limit(episodes, is_reached | computed)
+    yield from check_batch(probe, episodes, "terminated", what)
+
+
+def _check_time_limit(episodes: PlayedEpisodes, is_explained: np.ndarray) -> Iterator[Finding]:
+    """Find out whether all ends of episodes, except for explained ones, ``bool [n]``, come from a time limit.
+
+    They do if they follow the same number of steps, and if the observations do not show them.
+    """
+    ended = (episodes.terminated | episodes.truncated) & ~is_explained
+    last = episodes.step == episodes.step.max()
+    is_limit = ended.sum() >= FEWEST_ENDS and (episodes.terminated & last)[ended].all() and not last.all()
+    if not is_limit or _are_distinct(last, episodes):
+        return
+    yield Finding(
+        "time-limit-terminates",
+        f"{ended.sum():,} episodes were terminated after exactly {episodes.step.max() + 1:,} steps, and none ended "
+        "earlier without reaching its goal. The observations do not show these ends.",
+        "Return a time limit as truncated=True, or pass it to gymnasium.make as max_episode_steps: critics do not "
+        "bootstrap from a terminated step. If the task itself ends then, add the number of remaining steps to the "
+        "observation.",
+    )
+
+
+def _are_distinct(last: np.ndarray, episodes: PlayedEpisodes) -> bool:
+    """Return whether the observations of ``last``, ``bool [n]``, differ from all others.
+
+    They do if one feature is lower or higher there, or if most are nearest to those of other episodes.
+    """
+    achieved = episodes.next_achieved.reshape(len(last), -1)
+    achieved = achieved[:, :: 1 + achieved.shape[1] // WIDEST]
+    features = np.hstack([episodes.next_observation, achieved]).astype(np.float64)
+    features = np.where(np.isfinite(features).all(0), features, 0.0)
+    features /= np.maximum(np.ptp(features, axis=0), 1e-30)
+    ours, others = features[last], features[~last]
+    if (ours.min(0) > others.max(0)).any() or (ours.max(0) < others.min(0)).any():
+        return True
+    some = np.flatnonzero(last)[:COMPARED_ROWS]
+    away = np.square(features).sum(1) - 2 * features[some] @ features.T  # [rows, n], up to a constant in each row
+    away[episodes.episode[some, None] == episodes.episode] = np.inf
+    return bool(last[away.argmin(1)].mean() > SHARE_NEAREST)
+
+
+def _check_ends_on_success(episodes: PlayedEpisodes, is_reached: np.ndarray) -> Iterator[Finding]:
+    """Find out whether success ends episodes.
+
+    It does if every success is an end and most ends are successes, or if all ends are nearer than all other steps.
+    """
+    ended, away = episodes.terminated, distances(episodes.next_achieved, episodes.desired)
+    both = is_reached & ended
+    if ended.all() or not ended.any():
+        return
+    always = both.any() and not (is_reached & ~ended).any() and 2 * both.sum() >= ended.sum()
+    nearest = ended.sum() >= FEWEST_ENDS and away[ended].max() < away[~ended].min()
+    if always or nearest:
+        where = example(both if always else ended, episodes)[1]
+        yield Finding(
+            "ends-on-success",
+            f"Episodes are terminated when the goal is reached or near, and there is no compute_terminated ({where}).",
+            "Add compute_terminated(self, achieved_goal, desired_goal, info) to the environment, or pass "
+            "EnvReward(env, terminated_fn=...): otherwise relabelled transitions that reach their goal are not "
+            "terminated.",
+        )

@@ -10,8 +10,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_her.goals.mixture import Mixture
-from torchrl_her.goals.strategy import DESIRED, Goal, GoalStrategy, Transitions, select_goals
+from torchrl_her.goals.strategies import DESIRED, Goal, GoalStrategy, Mixture, Transitions, select_goals
 from torchrl_her.goals.table import GoalTable
 
 # The strategy of each goal entry, in the order in which they are drawn. The first is the desired goal.

@@ -3,14 +3,154 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from tensordict import NestedKey, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
 
 from torchrl_her.goals.names import DESIRED_STEP
-from torchrl_her.goals.strategy import DESIRED, Goal, GoalStrategy, Transitions, uniform
+from torchrl_her.goals.table import GoalTable
+from torchrl_her.keys import HERKeys, is_key, path_of
+
+# The name under which strategies refer to the desired goal, whatever its key is.
+DESIRED = "desired_goal"
+# The name of a goal: the episode and the step that achieved it, int64 [n] each.
+Goal: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Transitions(NamedTuple):
+    """The transitions for which a strategy selects goals.
+
+    Attributes:
+        episode (Tensor): the id of each transition's episode, ``int64 [n]``.
+        step (Tensor): the step t of each transition in its episode, from 0 on, ``int64 [n]``.
+        length (Tensor): the number T of steps of each episode so far, ``int64 [n]``.
+        oldest (Tensor): the first step of each episode that can be in the goal table, ``int64 [n]``.
+        table (GoalTable): the goal table, for `any_goal`.
+        drawn (Mapping[NestedKey, tuple[Tensor, Tensor]]): the episode and step of the goals that were selected before,
+            for each entry in ``refers_to``.
+    """
+
+    episode: Tensor
+    step: Tensor
+    length: Tensor
+    oldest: Tensor
+    table: GoalTable
+    drawn: Mapping[NestedKey, Goal] = {}
+
+    def any_goal(self, draws: int | None = None) -> Goal:
+        """Draw goals from the goal table, uniformly.
+
+        Args:
+            draws (int, optional): the number of draws for each transition. Default: one, without a dimension.
+
+        Returns:
+            tuple[Tensor, Tensor]: the episode and the step that achieved each goal, ``int64 [n]`` or ``[draws, n]``.
+        """
+        return self.table.any_goal(self.step.shape if draws is None else (draws, *self.step.shape))
+
+
+class GoalStrategy(ABC):
+    """Base class of strategies. A strategy selects the episode and the step whose achieved goal is the new goal.
+
+    In the docstrings of strategies, t is the step of the transition, and T is the number of steps of its episode. For a
+    running episode, T counts the steps so far. The new goal is the goal that step j achieved.
+
+    Step -1 of an episode is its desired goal, and step -2 the goal achieved in its first state, if the strategy lists
+    them in ``needs``. A transition keeps its goal if the selected goal is not in the goal table.
+
+    Attributes:
+        needs (tuple[str, ...]): ``"desired"`` if the strategy selects desired goals of episodes, ``"initial"`` if it
+            selects the goals of first states. Default: none.
+        refers_to (tuple[NestedKey, ...]): the entries whose goals the strategy reads from ``transitions.drawn``, like
+            `Subgoal`. Default: none.
+
+    Examples:
+        A strategy that looks at most ten steps ahead:
+
+        >>> import torch
+        >>> from torchrl_her import GoalStrategy, HERTransform, SparseReward, uniform
+        >>> class NearFuture(GoalStrategy):
+        ...     def select(self, transitions):
+        ...         end = torch.minimum(transitions.step + 10, transitions.length)
+        ...         return transitions.episode, uniform(transitions.step, end)
+        >>> HERTransform(SparseReward(0.05), strategy=NearFuture())
+        HERTransform(SparseReward, strategy=NearFuture())
+    """
+
+    needs: tuple[str, ...] = ()
+    refers_to: tuple[NestedKey, ...] = ()
+
+    @abstractmethod
+    def select(self, transitions: Transitions) -> Goal:
+        """Select a goal for each transition.
+
+        Draw random numbers from torch's default generator. Do not read tensor values in Python (``.item()``,
+        ``if tensor``), because that synchronizes sampling on a GPU.
+
+        Args:
+            transitions (Transitions): the transitions.
+
+        Returns:
+            tuple[Tensor, Tensor]: the episode and the step that achieved each goal, ``int64 [n]`` each.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def select_goals(strategy: GoalStrategy, transitions: Transitions) -> Goal:
+    """Return the goals that a strategy selects.
+
+    Raises:
+        ValueError: if they are not one episode and one step per transition, ``int64 [n]`` each.
+    """
+    goal = strategy.select(transitions)
+    expected = transitions.step
+    is_pair = isinstance(goal, tuple) and len(goal) == 2
+    if not is_pair or any(
+        not isinstance(each, Tensor) or each.shape != expected.shape or each.dtype != expected.dtype for each in goal
+    ):
+        parts = goal if isinstance(goal, tuple) else (goal,)
+        got = [
+            f"{each.dtype} {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in parts
+        ]
+        raise ValueError(
+            f"{strategy!r} must select the episode and the step of one goal per transition, two tensors "
+            f"{expected.dtype} {tuple(expected.shape)}, but select() returned {', '.join(got)}."
+        )
+    return goal
+
+
+def goals_apart(strategies: Iterable[GoalStrategy]) -> int:
+    """Return the ``apart`` of a `GoalTable` for strategies."""
+    needs = {kind for strategy in strategies for kind in strategy.needs}
+    return 2 if "initial" in needs else 1 if needs else 0
+
+
+def uniform(low: Tensor, high: Tensor) -> Tensor:
+    """Draw integers uniformly from ``{low, ..., high - 1}``, elementwise, with torch's default generator.
+
+    Args:
+        low (Tensor): the smallest integers, ``int64 [*shape]``.
+        high (Tensor): the largest integers plus 1, ``int64``, of a shape that broadcasts to ``[*shape]``.
+
+    Returns:
+        Tensor: integers ``int64 [*shape]``.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_her import uniform
+        >>> uniform(torch.tensor([0, 5, 9]), torch.tensor([1, 6, 10]))
+        tensor([0, 5, 9])
+    """
+    share = torch.rand(low.shape, dtype=torch.float64, device=low.device)  # float32 would be biased for long spans
+    return low + share.mul_(high - low).to(torch.int64)
 
 
 class Current(GoalStrategy):
@@ -206,6 +346,65 @@ class Subgoal(GoalStrategy):
         return f"Subgoal({self.steps}{'' if self.limit == DESIRED else f', limit={self.limit!r}'})"
 
 
+class Mixture(GoalStrategy):
+    """One of several strategies, drawn for each transition.
+
+    Args:
+        members (Mapping[str | GoalStrategy, float]): strategies (built-in or your own), or their names, and their
+            probabilities, which must sum to 1.
+
+    Raises:
+        ValueError: if there are no members, a probability is outside [0, 1], the sum is not 1, or a name is unknown.
+        TypeError: if a member is neither a name nor a `GoalStrategy`.
+
+    Examples:
+        The goals of value functions in OGBench ([Park et al., 2024](https://arxiv.org/abs/2410.20092)): from the same
+        step, a later step, or any step of any episode:
+
+        >>> from torchrl_her import Current, Geometric, Mixture, Random
+        >>> Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})
+        Mixture({Current(): 0.2, Geometric(0.99): 0.5, Random(): 0.3})
+    """
+
+    def __init__(self, members: Mapping[str | GoalStrategy, float]):
+        if not isinstance(members, Mapping) or not members:
+            raise ValueError(
+                f"A Mixture needs strategies and their probabilities, such as {{Future(): 1.0}}, got {members!r}."
+            )
+        self.members = [make_strategy(member) for member in members]
+        self.probabilities = [_check_probability(value) for value in members.values()]
+        total = sum(self.probabilities)
+        if abs(total - 1.0) > 1e-6:
+            raise ValueError(f"The probabilities of {self!r} must sum to 1, got the sum {total:.6g}.")
+        # A uniform number in [0, 1) selects the first member whose bound is larger.
+        self._bounds = [bound / total for bound in accumulate(self.probabilities)][:-1]
+        self.needs = tuple({kind: None for member in self.members for kind in member.needs})
+        self.refers_to = tuple(dict.fromkeys(name for member in self.members for name in member.refers_to))
+
+    def select(self, transitions: Transitions) -> Goal:  # noqa: D102
+        goal, _ = self.select_with_member(transitions)
+        return goal
+
+    def select_with_member(self, transitions: Transitions) -> tuple[Goal, Tensor]:
+        """Return the selected goals, and the index of the member that selected each, ``int64 [n]``."""
+        step = transitions.step
+        share = torch.rand(step.shape, device=step.device)
+        member = torch.zeros_like(step) + sum((share >= bound).long() for bound in self._bounds)
+        selected = torch.stack([torch.stack(select_goals(each, transitions)) for each in self.members])
+        episode, step = selected.gather(0, member.expand(1, 2, -1))[0]  # of [members, 2, n]
+        return (episode, step), member
+
+    def __repr__(self) -> str:
+        pairs = zip(self.members, self.probabilities, strict=True)
+        return f"Mixture({{{', '.join(f'{member!r}: {probability:g}' for member, probability in pairs)}}})"
+
+
+def _check_probability(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"The probability of a member of a Mixture must be in [0, 1], got {value!r}.")
+    return float(value)
+
+
 STRATEGIES: dict[str, type[GoalStrategy]] = {
     "current": Current,
     "future": Future,
@@ -244,3 +443,83 @@ def check_at_least(least: int, name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     return int(value)
+
+
+# The strategy of the desired goal, or the strategies of several goals by their keys.
+AnyStrategy: TypeAlias = str | GoalStrategy | Mapping[NestedKey, str | GoalStrategy]
+BY_BUFFERS = ("index", "_weight", "priority_weight")  # keys of the entries that buffers add to samples
+
+
+def make_strategies(strategy: AnyStrategy, keys: HERKeys) -> dict[NestedKey, GoalStrategy]:
+    """Return the strategy of the desired goal, under the name `DESIRED`, then of the extra goals."""
+    if not isinstance(strategy, Mapping):
+        strategy = {DESIRED: make_strategy(strategy)}
+    if any(isinstance(each, Real) for each in strategy.values()):
+        raise TypeError(
+            f"strategy must map the keys of goals to strategies, got {strategy!r}. To draw one of several strategies "
+            "with these probabilities, pass strategy=Mixture({...})."
+        )
+    if DESIRED not in strategy:
+        raise ValueError(
+            f"strategy needs the name {DESIRED!r}, which means the desired goal, whatever its key is, got "
+            f"{strategy!r}. For example, pass {{{DESIRED!r}: 'future', 'actor_goal': 'final'}}."
+        )
+    strategies: dict[NestedKey, GoalStrategy] = {DESIRED: make_strategy(strategy[DESIRED])}
+    for key, extra in strategy.items():
+        if key == DESIRED:
+            continue
+        name = _check_name(key, keys, strategies)
+        strategies[name] = make_strategy(extra)
+        unknown = [each for each in strategies[name].refers_to if each not in strategies or each == name]
+        if unknown:
+            raise ValueError(
+                f"{strategies[name]!r} of the extra goal {name!r} refers to {unknown[0]!r}, for which no goal is drawn "
+                f"earlier. Use one of {[*strategies][:-1]}, or place that extra goal earlier. "
+                f"{DESIRED!r} refers to the desired goal, whatever its key is."
+            )
+    others = [each for each in strategies[DESIRED].refers_to if each != DESIRED]
+    if others:
+        raise ValueError(
+            f"The desired goal is drawn first, but {strategies[DESIRED]!r} refers to {others[0]!r}. Use this strategy "
+            "for an extra goal."
+        )
+    return strategies
+
+
+def check_not_stored(tensordict: TensorDictBase, names: Iterable[NestedKey], keys: HERKeys) -> None:
+    """Check that written transitions have no entries that extra goals would replace, except copies of desired goals."""
+    for name in names:
+        for key, desired_key in ((name, keys.desired_goal), (unravel_key(("next", name)), keys.next_desired_goal)):
+            stored, desired = tensordict.get(key, None), tensordict.get(desired_key, None)
+            if stored is not None and not (isinstance(stored, torch.Tensor) and torch.equal(stored, desired)):
+                raise ValueError(
+                    f"An extra goal would replace the stored entry {key!r}, which is not a copy of the desired goal. "
+                    "Choose another key."
+                )
+
+
+def _check_name(key: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> NestedKey:
+    """Return the key of an extra goal, and check that it overlaps with no key of transitions or earlier extra goals."""
+    if not is_key(key):
+        raise TypeError(f"strategy must map the keys of goals to strategies, but {key!r} is not a key.")
+    name = unravel_key(key)
+    path = path_of(name)
+    used = [
+        keys.achieved_goal,
+        keys.desired_goal,
+        keys.trajectory,
+        keys.mask,
+        keys.reward,
+        *keys.flags,
+        *BY_BUFFERS,
+        *earlier,
+    ]
+    others = [path_of(key) for key in used if key is not None]
+    overlaps = any(path[: len(other)] == other[: len(path)] for other in others)
+    if path[0] == "next" or path[0].startswith("hindsight") or overlaps:
+        raise ValueError(
+            f"strategy has the key {name!r}, which transitions or another extra goal already use, or which begins "
+            "with 'next' or 'hindsight'. Choose another key, such as 'actor_goal': the goal is written at the root and "
+            "under 'next'."
+        )
+    return name

@@ -23,13 +23,10 @@ from torchrl_her.goals.names import STEP_BITS, name_of, split_name
 WORD = torch.int64
 PLACES_PER_GOAL = 4  # the size of the index
 LARGEST_FIRST = 64  # places; the first window of an episode is not larger
-# The columns of `GoalTable.episodes`: the episode, the place of its step 0, its number of steps, and the first step of
-# its window.
-ID, BASE, LENGTH, OLDEST = range(4)
 # The entries of `GoalTable.counters`: the rows written and the episodes begun since the table was created or cleared,
 # the places of the index taken so far, the last episode so far, the one before the first, and how often the table was
 # cleared or loaded.
-ROWS, BEGUN, PLACES, LAST, BEFORE_FIRST, GENERATION = range(6)
+ROWS_WRITTEN, BEGUN, PLACES, LAST, BEFORE_FIRST, GENERATION = range(6)
 SHARED_MEMORY = Path("/dev/shm")  # on Linux
 
 
@@ -98,6 +95,7 @@ class GoalTable:
         # The names and goals of all rows, side by side, so that one gather reads both.
         self.matrix = _zeros((capacity * (1 + apart), words), np.int64, device)
         self.index = _zeros((self.places,), np.int32 if capacity < 2**31 else np.int64, device)
+        # The columns: the episode, the place of its step 0, its number of steps, and the first step of its window.
         self.episodes = _zeros((capacity, 4), np.int64, device)
         self.size = torch.zeros((), dtype=WORD, device=device)  # the number of rows that contain goals
         self.counters = torch.zeros(6, dtype=WORD, device="cpu")
@@ -146,7 +144,7 @@ class GoalTable:
     @property
     def rows_used(self) -> int:
         """The number of goals written since the table was created or cleared, including overwritten ones."""
-        return int(self._counts[ROWS])
+        return int(self._counts[ROWS_WRITTEN])
 
     @property
     def has_wrapped(self) -> bool:
@@ -173,7 +171,7 @@ class GoalTable:
         if not len(goals):
             return steps.window
         used, total = self.rows_used, len(goals)
-        self._counts[ROWS] += total
+        self._counts[ROWS_WRITTEN] += total
         if total > self.capacity:
             steps, goals = _last_steps(steps, self.capacity), goals[-self.capacity :]
         name, part, episode, begin, added, _, _ = steps
@@ -248,7 +246,7 @@ class GoalTable:
         except BaseException:
             for ring, _ in _slices(self.capacity, used, self.rows_used - used):
                 self._set_names(ring, np.zeros((), np.int64))
-            self._counts[ROWS] = used
+            self._counts[ROWS_WRITTEN] = used
             self.size.fill_(min(used, self.capacity))
             raise
 
@@ -334,7 +332,7 @@ class GoalTable:
         self._host_episodes[:] = 0
         self.episodes.zero_()
         self.size.zero_()
-        self._counts[[ROWS, BEGUN]] = 0
+        self._counts[[ROWS_WRITTEN, BEGUN]] = 0
         self._counts[GENERATION] += 1
 
     def share_memory_(self) -> None:

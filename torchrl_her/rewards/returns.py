@@ -20,7 +20,7 @@ from torchrl_her.rewards.goal_reward import GoalReward
 
 # Entries that MultiStepTransform writes in addition to the reward: the number of steps in a window, gamma to the power
 # of that number, whether the window has more than one step, and the reward of the first step.
-STEPS = "steps_to_next_obs"
+WINDOW_STEPS = "steps_to_next_obs"
 GAMMA = "gamma"
 SEVERAL = "nonterminal"
 FIRST_REWARD = ("next", "original_reward")
@@ -205,7 +205,7 @@ class NStepReward:
     def replaced(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries that `recompute` replaces."""
         written = [key for key in (GAMMA, SEVERAL, FIRST_REWARD) if tensordict.get(key, None) is not None]
-        return [self.keys.next_reward, STEPS, *written, *present_flags(tensordict, self.keys)]
+        return [self.keys.next_reward, WINDOW_STEPS, *written, *present_flags(tensordict, self.keys)]
 
     def read_goals(self, batch: Batch, table: GoalTable, episode: Tensor, step: Tensor, longest_window: int) -> None:
         """Read the achieved goals of all windows into the batch, and find out which windows the goal table holds.
@@ -219,7 +219,7 @@ class NStepReward:
             step (Tensor): the first step of each window, ``int64 [n]``.
             longest_window (int): the largest number of steps that a written transition spans.
         """
-        steps = batch.stored[STEPS].reshape(-1)
+        steps = batch.stored[WINDOW_STEPS].reshape(-1)
         longest = max(longest_window, self.multi_step.n_steps)  # n_steps can change during training
         ahead = torch.arange(longest, device=steps.device).expand(len(steps), -1)
         ahead = torch.minimum(ahead, steps.unsqueeze(1) - 1)  # [n, longest]
@@ -234,7 +234,7 @@ class NStepReward:
         data, stored, outcomes, available = batch.data, batch.stored, batch.outcomes, batch.available
         assert outcomes is not None, "read_goals() comes first"
         assert isinstance(available, Tensor)
-        steps, gamma = stored[STEPS].reshape(-1, 1), self.gamma  # [n, 1]
+        steps, gamma = stored[WINDOW_STEPS].reshape(-1, 1), self.gamma  # [n, 1]
         rewards, ends = self._evaluate(data.get(self.keys.desired_goal), outcomes, data.get(STEPS_TO_GOAL, None))
         with_new_reward = relabelled
         if self.recompute_all:  # windows with their original goal keep their length
@@ -245,7 +245,7 @@ class NStepReward:
         new = {
             self.keys.next_reward: discounted_sum(rewards, counts, gamma),
             FIRST_REWARD: rewards[:, :1],
-            STEPS: taken,
+            WINDOW_STEPS: taken,
             GAMMA: gamma ** taken.double(),
             SEVERAL: taken > 1,
         }

@@ -1,9 +1,23 @@
-"""Reads tensors of a GPU without synchronization."""
+"""A sampled batch as the checks see it, and values read from a GPU without waiting."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+
+from torchrl_her.goals.draw import Draw
+
+
+class Sample(NamedTuple):
+    """A sampled batch after relabelling."""
+
+    data: TensorDictBase  # [*batch]
+    relabelled: Tensor  # bool [*batch, 1]
+    draw: Draw | None = None  # None if transitions are relabelled when they are written
+    has_returns: bool = False  # whether the rewards are n-step returns, which do not show whether a goal is reached
 
 
 def is_capturing(values: Tensor) -> bool:
