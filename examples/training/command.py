@@ -61,47 +61,46 @@ class FolderOfRun(Callback):
         self.on_run_start(config, "hydra.sweep.dir")
 
 
-def train_run(config: DictConfig) -> None:
-    """Check the settings, import the script, which takes seconds, and train."""
-    settings, folder = start(config)
-    importlib.import_module(settings.algorithm).train(settings, folder)
+def run_command(script: str, check: Callable[[DictConfig], Any] | None = None) -> NoReturn:
+    """Train with the ``train`` of a script, which is imported only if the settings are accepted, and exit.
 
+    A sweep continues after a run that is refused. Its exit status is then 1.
 
-def run_command(script: str, task: Callable[[DictConfig], None] = train_run) -> NoReturn:
-    """Run the command of a script, and exit. A sweep continues after a run that is refused, and then exits with 1."""
+    Args:
+        script: the name of the script.
+        check: returns the settings of a run, or exits with a message. Default: `read_command`.
+    """
     refused = []
 
     def run(config: DictConfig) -> None:
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        with contextlib.suppress(OSError):  # Hydra creates it even if the command is refused or resumes another folder
+            for path in (folder, *folder.parents):
+                if path == folder or Path.cwd() in path.parents:
+                    path.rmdir()
         try:
-            task(config)
+            settings = (check or read_command)(config)
+            importlib.import_module(script).train(settings, Path(getattr(settings, "resume", None) or folder))
         except SystemExit as error:
             if HydraConfig.get().mode != RunMode.MULTIRUN:
                 raise
-            refused.append(" ".join(HydraConfig.get().overrides.task))
-            print(f"Not run: {refused[-1]}\n{error}", file=sys.stderr)
+            refused.append(str(HydraConfig.get().job.num))
+            print(f"Run {refused[-1]} of the sweep is refused: {error}", file=sys.stderr)
 
     hydra.main(version_base="1.3", config_path=CONFIG, config_name=script)(run)()
-    sys.exit("\n".join(["", "These runs of the sweep were refused:", *refused]) if refused else 0)
+    sys.exit(f"Refused runs of the sweep: {', '.join(refused)}." if refused else 0)
 
 
-def start(config: DictConfig) -> tuple[Any, Path]:
-    """Return the settings and the folder of a run. A resumed run reads its settings from its folder."""
-    folder, overrides = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().overrides.task
-    with contextlib.suppress(OSError):  # Hydra creates it even if the command is refused or resumes another folder
-        for path in (folder, *folder.parents):
-            if path == folder or Path.cwd() in path.parents:
-                path.rmdir()
-    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+def read_command(config: DictConfig) -> Any:
+    """Return the settings of a run. A resumed run reads its settings from its folder."""
+    keys = [override.partition("=")[0].lstrip("+~") for override in HydraConfig.get().overrides.task]
     if config.algorithm != (script := kind_of(config).algorithm):
         raise SystemExit(f"{script}.py cannot train with algorithm={config.algorithm}: use {config.algorithm}.py.")
     refuse_unknown(kind_of(config), keys)
-    if config.resume is None:
-        refuse_without_effect(config, keys)
-        return check(config), folder
-    saved = read_settings(Path(config.resume), kind_of(config))
-    changed = change(saved, config, keys)
-    refuse_without_effect(changed, keys)
-    return check(changed), Path(config.resume)
+    if config.resume is not None:
+        config = change(read_settings(Path(config.resume), kind_of(config)), config, keys)
+    refuse_without_effect(config, keys)
+    return check(config)
 
 
 def kind_of(config: DictConfig) -> type[Settings]:
@@ -193,7 +192,10 @@ def check(config: DictConfig) -> Any:
     try:
         settings: Any = TypeAdapter(kind_of(config)).validate_python(OmegaConf.to_container(config, resolve=True))
     except ValidationError as error:
-        refused = [f"{'.'.join(map(str, each['loc']))}={each['input']}: {each['msg']}." for each in error.errors()]
+        refused = [
+            f"{'.'.join(map(str, each['loc']))}={each['input']}: {each['msg'].removeprefix('Value error, ')}."
+            for each in error.errors()
+        ]
         raise SystemExit("\n".join(refused)) from None
     for name, unit in MULTIPLES.items():
         if (value := OmegaConf.select(config, name)) % (of := OmegaConf.select(config, unit)):
