@@ -8,12 +8,9 @@ from typing import Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from training.settings import Precision
+from training.settings import Precision, hydra_settings
 
 OmegaConf.register_new_resolver("name", lambda member: member.name, replace=True)
-NOW = "${now:%Y-%m-%d_%H-%M-%S}"
-RUN = f"outputs/offline/${{name:${{algorithm}}}}/${{file_name:${{env}}}}/{NOW}"  # the folder
-
 Algorithm = Enum("Algorithm", "gcbc gciql hiql crl")
 
 
@@ -62,13 +59,7 @@ class Config:
     evaluation: Evaluating = field(default_factory=Evaluating)
     matmul_precision: Precision = Precision.medium  # may multiply matrices in bfloat16
     record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
-    hydra: Any = field(
-        default_factory=lambda: {
-            "run": {"dir": RUN},
-            "sweep": {"dir": f"outputs/offline/multirun/{NOW}"},
-            "callbacks": {"folder": {"_target_": "training.command.FolderOfRun"}},
-        }
-    )
+    hydra: Any = field(default_factory=lambda: hydra_settings("offline", "${name:${algorithm}}/${file_name:${env}}"))
 
 
 ConfigStore.instance().store("offline", Config)

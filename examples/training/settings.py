@@ -45,6 +45,19 @@ def check_strategy(strategy: Any) -> Any:
 Strategy = Annotated[Any, AfterValidator(check_strategy)]
 
 
+def hydra_settings(script: str, folder: str) -> dict[str, Any]:
+    """Return Hydra's settings: a run is in ``outputs/script/folder/time``, and a sweep in ``script/multirun/time``."""
+    now = "${now:%Y-%m-%d_%H-%M-%S}"
+    return {
+        "job": {"name": script},
+        "run": {"dir": f"outputs/{script}/{folder}/{now}"},
+        "sweep": {"dir": f"outputs/{script}/multirun/{now}"},
+        "callbacks": {"folder": {"_target_": "training.command.FolderOfRun"}},
+        "output_subdir": None,  # the settings of the run are in config.yaml
+        "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
+    }
+
+
 @dataclass
 class Env:
     name: str = "torchrl_her/PointReach-v0"  # a Gymnasium id, or module:id
@@ -165,16 +178,7 @@ class Settings:
     evaluation: Evaluating = field(default_factory=Evaluating)
     logger: Logging = field(default_factory=Logging)
     checkpoint: Saving = field(default_factory=Saving)
-    hydra: Any = field(
-        default_factory=lambda: {
-            "run": {"dir": "outputs/${hydra.job.name}/${file_name:${env.name}}/${now:%Y-%m-%d_%H-%M-%S}"},
-            "sweep": {"dir": "outputs/${hydra.job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
-            "job": {"name": "${algorithm}"},
-            "callbacks": {"folder": {"_target_": "training.command.FolderOfRun"}},
-            "output_subdir": None,  # the settings of the run are in config.yaml
-            "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
-        }
-    )
+    hydra: Any = field(default_factory=lambda: hydra_settings("${algorithm}", "${file_name:${env.name}}"))
 
 
 # Algorithms

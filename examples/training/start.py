@@ -61,11 +61,7 @@ def set_seeds(seed: int) -> None:
 
 
 def play_on_trial(config: Settings, env: EnvBase) -> TensorDictBase:
-    """Play, write, relabel and sample some steps, or exit if this fails: nothing is written to disk yet.
-
-    Returns:
-        the steps, ``[time]``.
-    """
+    """Play, write, relabel and sample steps ``[time]``, and return them, or exit: nothing is written to disk yet."""
     chunk, whole = config.collector.steps_per_chunk, (env.spec.max_episode_steps or 1) * config.env.num_envs
     if config.buffer.prioritized == Priority.movement and chunk % whole:
         raise SystemExit(f"buffer.prioritized=movement: {CHUNK}={chunk} must be a multiple of whole episodes, {whole}.")
@@ -100,15 +96,15 @@ def tells_success(config: Settings, steps: TensorDictBase) -> bool:
     keys, goal_fn = make_keys(config.env), load_function(config.env.goal_fn)
     reward = make_reward(config.env).with_goal_fn(goal_fn)
     reward.set_keys(keys)
-    achieved = steps[keys.next_achieved_goal]
-    own = achieved if goal_fn is None else goal_fn(achieved)
+    own = steps[keys.next_achieved_goal] if goal_fn is None else goal_fn(steps[keys.next_achieved_goal])
     reached, *others = (
         reward(steps.copy().set(keys.desired_goal, goals))[keys.next_reward]
         for goals in (own, steps[keys.desired_goal], own.flip(0))
     )
     lowered = reached - torch.cat(others).view(2, *reached.shape)
     share = lowered / lowered.max()
-    return bool(lowered.max() > 0 and torch.minimum(share.abs(), (share - 1).abs()).max() < 1e-3)
+    is_sparse = torch.isclose(share, (share > 0.5).to(share), atol=1e-3).all()
+    return bool(lowered.max() > 0 and is_sparse)
 
 
 def check_rewards(config: Settings, steps: TensorDictBase) -> None:

@@ -218,8 +218,8 @@ def test_components_of_actions_are_random_for_a_share_of_the_steps_and_repeated(
     ],
 )
 def test_the_folder_of_a_run_has_neither_colon_nor_slash(name, folder):
-    pattern = Settings().hydra["run"]["dir"].replace("${hydra.job.name}", "td3").partition("/${now")[0]
-    config = OmegaConf.create({"dir": pattern, "env": {"name": name}})
+    pattern = Settings().hydra["run"]["dir"].partition("/${now")[0]
+    config = OmegaConf.create({"dir": pattern, "algorithm": "td3", "env": {"name": name}})
     assert config.dir == f"outputs/td3/{folder}"
 
 
