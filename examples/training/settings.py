@@ -64,8 +64,7 @@ class Env:
     kwargs: dict[str, Any] = field(default_factory=dict)  # for gymnasium.make: +env.kwargs.max_episode_steps=100
     num_envs: PositiveInt = 1
     parallel: bool = False  # a process for each environment
-    # the entry of info that is true at the goal, or terminated. Without is_success, a sparse reward tells it.
-    success: str = "is_success"
+    success: str = "is_success"  # the entry of info that is true at the goal (or a sparse reward), or terminated
     clip_observation: Positive | None = None  # bound of the absolute values of the entry `observation`
     achieved_goal: str = "achieved_goal"
     desired_goal: str = "desired_goal"

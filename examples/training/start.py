@@ -44,11 +44,10 @@ def prepare(config: Settings, discrete: bool = False) -> EnvBase:
             "the goal)."
         )
     steps = play_on_trial(config, env)
-    if is_left_out and not tells_success(config, steps):
+    if is_left_out and not is_sparse(config, steps):
         raise SystemExit(
-            f'{name} returns no info["{SUCCESS}"], and its rewards do not tell whether a goal is reached: return '
-            f"{SUCCESS} in info, or set env.success to another entry of info (or to terminated, if the episode ends at "
-            "the goal)."
+            f'{name} has no info["{SUCCESS}"], and its reward is not sparse, so that success is unknown: return '
+            f"{SUCCESS} in info, or set env.success (another entry, or terminated, if the episode ends at the goal)."
         )
     set_seeds(config.seed)
     return env
@@ -91,7 +90,7 @@ def play_on_trial(config: Settings, env: EnvBase) -> TensorDictBase:
     return data
 
 
-def tells_success(config: Settings, steps: TensorDictBase) -> bool:
+def is_sparse(config: Settings, steps: TensorDictBase) -> bool:
     """Return whether all goals that are not reached lower the reward of a step ``[time]`` by the same number."""
     keys, goal_fn = make_keys(config.env), load_function(config.env.goal_fn)
     reward = make_reward(config.env).with_goal_fn(goal_fn)
@@ -103,8 +102,8 @@ def tells_success(config: Settings, steps: TensorDictBase) -> bool:
     )
     lowered = reached - torch.cat(others).view(2, *reached.shape)
     share = lowered / lowered.max()
-    is_sparse = torch.isclose(share, (share > 0.5).to(share), atol=1e-3).all()
-    return bool(lowered.max() > 0 and is_sparse)
+    has_two_values = torch.isclose(share, (share > 0.5).to(share), atol=1e-3).all()
+    return bool(lowered.max() > 0 and has_two_values)
 
 
 def check_rewards(config: Settings, steps: TensorDictBase) -> None:
