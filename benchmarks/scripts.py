@@ -18,4 +18,4 @@ def load(name: str, overrides: list[str]) -> tuple[ModuleType, Any]:
     """Import a script, and return it with its settings."""
     script = importlib.import_module(name)  # registers its configuration
     with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
-        return script, importlib.import_module("training.start").check(compose(name, overrides))
+        return script, importlib.import_module("training.command").check(compose(name, overrides))

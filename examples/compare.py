@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from omegaconf import OmegaConf
 from tqdm import tqdm
+from training.command import names_of, suggest
 from training.plots import draw_comparison
 
 METRICS = {
@@ -111,9 +112,10 @@ def main() -> None:
         if left_out := sorted(str(path) for path in below if not _is_run(path)):
             print(f"Left out, without CSV logs of training and evaluation: {', '.join(left_out)}\n")
     found = find_runs(arguments.folders)
+    known = {name for run in found for name in names_of(cast(dict, OmegaConf.to_container(run.config)))}
     for entry in (*arguments.by, *arguments.panels):
-        if all(OmegaConf.select(run.config, entry, default="missing") == "missing" for run in found):
-            raise SystemExit(f"No run has a setting {entry!r}.")
+        if entry not in known:
+            raise SystemExit(f"No run has a setting {entry!r}.{suggest(entry, known)}")
     last = int(min(run.logs["success"][-1, 0] for run in found))
     step = last if arguments.step is None else arguments.step
     if not 0 <= step <= last:

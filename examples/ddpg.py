@@ -5,16 +5,17 @@ possible returns. ``action_penalty`` makes large actions costly; ``average`` eva
 
     python examples/ddpg.py
     python examples/ddpg.py +task=fetch_push
-    python examples/ddpg.py resume=outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
+    python examples/ddpg.py resume=outputs/ddpg/torchrl_her-PointReach-v0/2026-01-31_12-00-00
 """
 
+from training.command import run_command
+
+if __name__ == "__main__":  # before the imports that take seconds
+    run_command("ddpg")
+
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor
@@ -24,36 +25,22 @@ from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
 from training.run import Run
-from training.settings import Decay, NonNegative, Settings
-from training.start import prepare, start
+from training.settings import DDPG
+from training.start import prepare
 
 from torchrl_her import NormalizedInputs
-
-# Configuration
-
-
-@dataclass
-class Config(Settings):
-    algorithm: str = "ddpg"
-    clip_target: bool = True  # to [-1 / (1 - gamma), 0]: for rewards from -1 to 0
-    action_penalty: NonNegative = 0.0  # weight of the mean square of the actor's actions in its loss
-    average: Decay = 0.0  # of the moving average of the actor's weights, which is evaluated; 0: the actor itself
-
-
-ConfigStore.instance().store("ddpg", Config)
-
 
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
+def make_policy(config: DDPG, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     actor = TensorDictModule(MLP(len(inputs.mean), spec.shape[-1], **hidden_layers(config)), ["inputs"], ["action"])
     return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
 
 
-def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
+def make_critic(config: DDPG, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
     """Make a critic, which reads normalized inputs and actions."""
     features = len(inputs.mean) + env.action_spec.shape[-1]
     return ValueOperator(MLP(features, 1, **hidden_layers(config)), in_keys=["inputs", "action"])
@@ -89,7 +76,7 @@ class PenalizedLoss(DDPGLoss):
         return self.penalty * data["action"].square().mean() - data["state_action_value"].mean(), {}
 
 
-def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
+def make_loss(config: DDPG, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
     penalty, options = config.action_penalty, {"delay_actor": True, "loss_function": config.loss_function.name}
     loss = PenalizedLoss(actor, critic, penalty, **options) if penalty else DDPGLoss(actor, critic, **options)
     if config.clip_target:
@@ -103,7 +90,7 @@ def make_loss(config: Config, actor: TensorDictSequential, critic: TensorDictMod
 # Update and loop
 
 
-def train(config: Config, folder: Path) -> Run:
+def train(config: DDPG, folder: Path) -> Run:
     """Train an agent, and save the run in a folder."""
     env = prepare(config)
     inputs = make_inputs(config, env)
@@ -139,12 +126,3 @@ def train(config: Config, folder: Path) -> Run:
         for batch in run.batches():  # of the updates that are due
             run.finish_update(batch, fast_update(batch))
     return run
-
-
-@hydra.main(version_base="1.3", config_path="config", config_name="ddpg")
-def main(config: DictConfig) -> None:
-    train(*start(config))
-
-
-if __name__ == "__main__":
-    main()

@@ -19,9 +19,9 @@ import ddpg
 import torch
 from omegaconf import OmegaConf
 from torchrl.data import TensorDictReplayBuffer
+from training.command import check
 from training.plots import draw_comparison, draw_relabelled
-from training.settings import Evaluating, Hindsight
-from training.start import check
+from training.settings import DDPG, Evaluating, Hindsight
 
 SETTINGS: dict[str, Any] = {"evaluation": Evaluating(interval=500, episodes=100, num_envs=20), "hydra": None}
 GROUPS = {"with hindsight": Hindsight(), "without hindsight": Hindsight(enabled=False)}
@@ -63,7 +63,7 @@ def main() -> None:
     groups: dict[str, list[compare.Run]] = {name: [] for name in GROUPS}
     for seed in arguments.seeds:
         for name, hindsight in GROUPS.items():
-            config = check(OmegaConf.structured(ddpg.Config(seed=seed, hindsight=hindsight, **SETTINGS)))
+            config = check(OmegaConf.structured(DDPG(seed=seed, hindsight=hindsight, **SETTINGS)))
             run = ddpg.train(config, folder / f"{name.replace(' ', '-')}-{seed}")
             groups[name].append(compare.Run.read(run.folder))
             if hindsight.enabled and seed == arguments.seeds[0]:

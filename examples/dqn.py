@@ -6,16 +6,16 @@ default environment, BitFlipping, is the first experiment of that paper::
     python examples/dqn.py
     python examples/dqn.py hindsight.enabled=false
     python examples/dqn.py +task=bit_flipping_50
-    python examples/dqn.py resume=outputs/dqn/torchrl_her/BitFlipping-v0/2026-01-31_12-00-00
+    python examples/dqn.py resume=outputs/dqn/torchrl_her-BitFlipping-v0/2026-01-31_12-00-00
 """
 
-from dataclasses import dataclass, field
+from training.command import run_command
+
+if __name__ == "__main__":  # before the imports that take seconds
+    run_command("dqn")
+
 from pathlib import Path
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
-from pydantic import PositiveInt
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.envs import EnvBase
@@ -23,34 +23,15 @@ from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
 from training.run import Run
-from training.settings import Collection, Env, Names, Normalizing, Settings, Share
-from training.start import prepare, start
+from training.settings import DQN
+from training.start import prepare
 
 from torchrl_her import NormalizedInputs
-
-# Configuration
-
-
-@dataclass
-class Config(Settings):
-    algorithm: str = "dqn"
-    double: bool = False
-    gamma: Share = 0.98
-    batch_size: PositiveInt = 128
-    hidden: list[PositiveInt] = field(default_factory=lambda: [256])
-    inputs: Names = field(default_factory=lambda: ["observation", "desired_goal"])  # observation = achieved goal
-    env: Env = field(default_factory=lambda: Env(name="torchrl_her/BitFlipping-v0"))  # 30 bits: +env.kwargs.n_bits=30
-    collector: Collection = field(default_factory=lambda: Collection(steps_per_chunk=25, random_steps=0))
-    normalization: Normalizing = field(default_factory=lambda: Normalizing(enabled=False))
-
-
-ConfigStore.instance().store("dqn", Config)
-
 
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
+def make_policy(config: DQN, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy: action values, then the best action."""
     spec = env.action_spec.to(config.device)
     values = MLP(len(inputs.mean), spec.n, **hidden_layers(config))
@@ -60,7 +41,7 @@ def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> Tenso
 # Loss
 
 
-def make_loss(config: Config, policy: TensorDictSequential, env: EnvBase) -> DQNLoss:
+def make_loss(config: DQN, policy: TensorDictSequential, env: EnvBase) -> DQNLoss:
     loss = DQNLoss(
         policy, action_space=env.action_spec, delay_value=True, double_dqn=config.double,
         loss_function=config.loss_function.name,
@@ -72,7 +53,7 @@ def make_loss(config: Config, policy: TensorDictSequential, env: EnvBase) -> DQN
 # Update and loop
 
 
-def train(config: Config, folder: Path) -> Run:
+def train(config: DQN, folder: Path) -> Run:
     """Train an agent, and save the run in a folder."""
     env = prepare(config, discrete=True)
     inputs = make_inputs(config, env)
@@ -100,12 +81,3 @@ def train(config: Config, folder: Path) -> Run:
         for batch in run.batches():  # of the updates that are due
             run.finish_update(batch, fast_update(batch))
     return run
-
-
-@hydra.main(version_base="1.3", config_path="config", config_name="dqn")
-def main(config: DictConfig) -> None:
-    train(*start(config))
-
-
-if __name__ == "__main__":
-    main()

@@ -15,21 +15,23 @@ OGBench is listed in ``docs/reference/results/offline.md``::
 
 from __future__ import annotations
 
+from training.command import run_command
+from training.offline_settings import Algorithm, Config, check
+
+if __name__ == "__main__":  # before the imports that take seconds
+    run_command("offline", check)
+
 import math
 import time
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
-import hydra
 import numpy as np
 import ogbench  # noqa: F401  # registers the environments
 import torch
-from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from tensordict import TensorDict, TensorDictBase, TensorDictParams
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
@@ -54,85 +56,8 @@ from torchrl_her import (
     load_ogbench,
 )
 
-# Configuration
-
 EVALUATION_SEED = 1_000_000  # of NumPy's global generator, from which OGBench draws starts and goals
 AT_ONCE = 16  # batches sampled in one call, which is faster
-OmegaConf.register_new_resolver("name", lambda member: member.name, replace=True)
-NOW = "${now:%Y-%m-%d_%H-%M-%S}"
-RUN, SWEEP = f"outputs/offline/${{name:${{algorithm}}}}/${{env}}/{NOW}", f"outputs/offline/multirun/{NOW}"  # folders
-
-Algorithm = Enum("Algorithm", "gcbc gciql hiql crl")
-Precision = Enum("Precision", "highest high medium")
-
-
-@dataclass
-class GCIQL:
-    expectile: float = 0.9
-    alpha: float = 0.003  # weight of behavioural cloning in the loss of the actor
-
-
-@dataclass
-class HIQL:
-    expectile: float = 0.7
-    alpha: float = 3.0  # inverse temperature of both policies: 0 is behavioural cloning
-    subgoal_steps: int = 25
-    representation: int = 10  # features of a subgoal
-
-
-@dataclass
-class CRL:
-    alpha: float = 0.03  # weight of behavioural cloning in the loss of the actor
-
-
-@dataclass
-class Evaluating:
-    interval: int = 10_000  # updates
-    episodes: int = 20  # of each of the five tasks
-
-
-@dataclass
-class Config:
-    algorithm: Algorithm = Algorithm.gciql
-    seed: int = 0
-    env: str = "pointmaze-medium-v0"  # another one with states may need other data, alphas and gamma
-    data: str = "outputs/data/${env}.npz"  # written by: python examples/pointmaze_data.py ENV
-    # OGBench makes a million updates, with batches of 1,024 and hidden layers of 512 units. One core makes 4 (HIQL) to
-    # 60 (GCBC) of them per second. With these settings, 100,000 updates take an hour at most.
-    updates: int = 100_000
-    batch_size: int = 256
-    hidden: list[int] = field(default_factory=lambda: [256, 256, 256])  # units of each hidden layer
-    learning_rate: float = 3e-4
-    gamma: float = 0.99  # also for the geometric goals
-    tau: float = 0.005  # step of the target networks' soft update
-    gciql: GCIQL = field(default_factory=GCIQL)
-    hiql: HIQL = field(default_factory=HIQL)
-    crl: CRL = field(default_factory=CRL)
-    evaluation: Evaluating = field(default_factory=Evaluating)
-    matmul_precision: Precision = Precision.medium  # may multiply matrices in bfloat16
-    record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
-    hydra: Any = field(
-        default_factory=lambda: {
-            "run": {"dir": RUN},
-            "sweep": {"dir": SWEEP},
-            "callbacks": {"folder": {"_target_": "training.start.FolderOfRun"}},
-        }
-    )
-
-
-ConfigStore.instance().store("offline", Config)
-
-
-def check(config: DictConfig) -> Config:
-    """Return the settings as a dataclass, or exit if they cannot work."""
-    for name in ("updates", "batch_size", "evaluation.interval", "evaluation.episodes"):
-        if (number := OmegaConf.select(config, name)) < 1:
-            raise SystemExit(f"{name}={number} must be 1 or more.")
-    if not Path(config.data).is_file():
-        hint = f"run python examples/pointmaze_data.py {config.env}" if "pointmaze" in config.env else "pass data=..."
-        raise SystemExit(f"There is no file {config.data}: {hint}")
-    return cast(Config, OmegaConf.to_object(config))
-
 
 # Data
 
@@ -489,6 +414,7 @@ def train(config: Config, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(config.matmul_precision.name)
     torch.manual_seed(config.seed)
+    folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.structured(replace(config, hydra=None)), folder / "config.yaml")
     data, normalize = load_data(config)
     replay_buffer = make_replay_buffer(config, data)
@@ -528,12 +454,3 @@ def train(config: Config, folder: Path) -> None:
             bar.set_postfix(success=f"{outcome['success']:.2f}")
             torch.save(policy.state_dict(), folder / "policy.pt")
     print(f"{config.updates:,} updates: success {outcome['success']:.2f}. See {folder}/")
-
-
-@hydra.main(version_base="1.3", config_path="config", config_name="offline")
-def main(config: DictConfig) -> None:
-    train(check(config), Path(HydraConfig.get().runtime.output_dir))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,17 +6,16 @@ arXiv:1707.01495). With ``loss=tqc``, truncated quantile critics (Kuznetsov et a
     python examples/sac.py
     python examples/sac.py loss=tqc
     python examples/sac.py env.name=FetchReach-v4
-    python examples/sac.py resume=outputs/sac/torchrl_her/PointReach-v0/2026-01-31_12-00-00
+    python examples/sac.py resume=outputs/sac/torchrl_her-PointReach-v0/2026-01-31_12-00-00
 """
 
-from dataclasses import dataclass, field
-from enum import Enum
+from training.command import run_command
+
+if __name__ == "__main__":  # before the imports that take seconds
+    run_command("sac")
+
 from pathlib import Path
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
-from pydantic import NonNegativeInt, PositiveInt
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor
@@ -25,40 +24,15 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
 from training.run import Run
-from training.settings import Buffer, Exploration, LossFunction, Positive, Settings, Speedup
-from training.start import prepare, start
+from training.settings import SAC, Loss, Speedup
+from training.start import prepare
 
 from torchrl_her import NormalizedInputs
-
-# Configuration
-
-Loss = Enum("Loss", "sac tqc")
-
-
-@dataclass
-class Config(Settings):
-    algorithm: str = "sac"
-    loss: Loss = Loss.sac
-    loss_function: LossFunction = LossFunction.smooth_l1  # TQC has its own
-    num_critics: PositiveInt = 2
-    alpha_init: Positive = 0.1  # initial weight of the entropy, which is then learned
-    quantiles: PositiveInt = 25  # of each critic (TQC)
-    dropped_quantiles: NonNegativeInt = 2  # per critic; the highest quantiles of all critics together are dropped (TQC)
-    exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
-    buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
-
-    def __post_init__(self) -> None:
-        if self.dropped_quantiles >= self.quantiles:
-            raise ValueError(f"dropped_quantiles must be less than quantiles={self.quantiles}")
-
-
-ConfigStore.instance().store("sac", Config)
-
 
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
+def make_policy(config: SAC, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     network = MLP(len(inputs.mean), 2 * spec.shape[-1], **hidden_layers(config))
@@ -79,7 +53,7 @@ def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> Tenso
     return TensorDictSequential(inputs, actor)
 
 
-def bound(values: Tensor, config: Config) -> Tensor | float:
+def bound(values: Tensor, config: SAC) -> Tensor | float:
     """Return a number if the bounds of all actions are equal. TanhNormal compares tensors, which breaks recording.
 
     A CUDA graph needs a tensor, because TanhNormal copies numbers to the device.
@@ -88,7 +62,7 @@ def bound(values: Tensor, config: Config) -> Tensor | float:
     return values[0].item() if are_equal and config.speedup != Speedup.cudagraph else values
 
 
-def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
+def make_critic(config: SAC, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
     """Make a critic, which reads normalized inputs and actions and, for TQC, returns quantiles."""
     features, outputs = len(inputs.mean) + env.action_spec.shape[-1], config.quantiles if config.loss == Loss.tqc else 1
     return ValueOperator(MLP(features, outputs, **hidden_layers(config)), in_keys=["inputs", "action"])
@@ -97,7 +71,7 @@ def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> Value
 # Loss
 
 
-def make_loss(config: Config, actor: ProbabilisticActor, critic: ValueOperator) -> SACLoss | TQCLoss:
+def make_loss(config: SAC, actor: ProbabilisticActor, critic: ValueOperator) -> SACLoss | TQCLoss:
     options = {"num_qvalue_nets": config.num_critics, "alpha_init": config.alpha_init, "deactivate_vmap": True}
     if config.loss == Loss.tqc:
         loss = TQCLoss(actor, critic, top_quantiles_to_drop_per_net=config.dropped_quantiles, **options)
@@ -110,7 +84,7 @@ def make_loss(config: Config, actor: ProbabilisticActor, critic: ValueOperator) 
 # Update and loop
 
 
-def train(config: Config, folder: Path) -> Run:
+def train(config: SAC, folder: Path) -> Run:
     """Train an agent, and save the run in a folder."""
     env = prepare(config)
     inputs = make_inputs(config, env)
@@ -140,12 +114,3 @@ def train(config: Config, folder: Path) -> Run:
         for batch in run.batches():  # of the updates that are due
             run.finish_update(batch, fast_update(batch))
     return run
-
-
-@hydra.main(version_base="1.3", config_path="config", config_name="sac")
-def main(config: DictConfig) -> None:
-    train(*start(config))
-
-
-if __name__ == "__main__":
-    main()

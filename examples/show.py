@@ -2,9 +2,9 @@
 
 It loads the last checkpoint of the run, or those of ``--step``, which then play the same episodes::
 
-    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00
-    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --seed 7 --evaluate 1000
-    python examples/show.py outputs/ddpg/torchrl_her/PointReach-v0/2026-01-31_12-00-00 --step 500 5000 --episodes 2
+    python examples/show.py outputs/ddpg/torchrl_her-PointReach-v0/2026-01-31_12-00-00
+    python examples/show.py outputs/ddpg/torchrl_her-PointReach-v0/2026-01-31_12-00-00 --seed 7 --evaluate 1000
+    python examples/show.py outputs/ddpg/torchrl_her-PointReach-v0/2026-01-31_12-00-00 --step 500 5000 --episodes 2
     MUJOCO_GL=egl python examples/show.py outputs/ddpg/FetchReach-v4/2026-01-31_12-00-00 --render --video
     python examples/show.py outputs/sac/PointMaze_Large-v3/2026-01-31_12-00-00 --goals 10000 50000 200000
 
@@ -35,11 +35,11 @@ from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from training.checkpoints import damage_of
+from training.command import read_settings
 from training.environments import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env
 from training.parts import make_buffer, make_hindsight, make_inputs
 from training.plots import Walls, draw_episodes, draw_frames, draw_goals, draw_step, pixels_of, save
 from training.settings import Env, Settings
-from training.start import read_settings
 
 MAZE_RADIUS = 0.45  # metres; an attribute for it is missing in the mazes of Gymnasium-Robotics
 FRAMES = 6  # per episode of a picture

@@ -6,17 +6,17 @@ replay (Andrychowicz et al. 2017, arXiv:1707.01495)::
     python examples/td3.py
     python examples/td3.py buffer.n_steps=3
     python examples/td3.py env.name=FetchReach-v4
-    python examples/td3.py resume=outputs/td3/torchrl_her/PointReach-v0/2026-01-31_12-00-00
+    python examples/td3.py resume=outputs/td3/torchrl_her-PointReach-v0/2026-01-31_12-00-00
 """
 
-from dataclasses import dataclass
+from training.command import run_command
+
+if __name__ == "__main__":  # before the imports that take seconds
+    run_command("td3")
+
 from functools import partial
 from pathlib import Path
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
-from pydantic import PositiveInt
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.envs import EnvBase
@@ -24,37 +24,22 @@ from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
 from training.run import Run
-from training.settings import LossFunction, NonNegative, Settings
-from training.start import prepare, start
+from training.settings import TD3
+from training.start import prepare
 
 from torchrl_her import NormalizedInputs
-
-# Configuration
-
-
-@dataclass
-class Config(Settings):
-    algorithm: str = "td3"
-    loss_function: LossFunction = LossFunction.smooth_l1
-    target_noise: NonNegative = 0.2  # smooths the target policy
-    target_noise_clip: NonNegative = 0.5
-    actor_interval: PositiveInt = 2  # updates of the critics per update of the actor
-
-
-ConfigStore.instance().store("td3", Config)
-
 
 # Networks
 
 
-def make_policy(config: Config, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
+def make_policy(config: TD3, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     actor = TensorDictModule(MLP(len(inputs.mean), spec.shape[-1], **hidden_layers(config)), ["inputs"], ["action"])
     return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
 
 
-def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
+def make_critic(config: TD3, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
     """Make a critic, which reads normalized inputs and actions."""
     features = len(inputs.mean) + env.action_spec.shape[-1]
     return ValueOperator(MLP(features, 1, **hidden_layers(config)), in_keys=["inputs", "action"])
@@ -63,7 +48,7 @@ def make_critic(config: Config, env: EnvBase, inputs: NormalizedInputs) -> Value
 # Loss
 
 
-def make_loss(config: Config, actor: TensorDictSequential, critic: ValueOperator, env: EnvBase) -> TD3Loss:
+def make_loss(config: TD3, actor: TensorDictSequential, critic: ValueOperator, env: EnvBase) -> TD3Loss:
     loss = TD3Loss(
         actor, critic, action_spec=env.action_spec.to(config.device), policy_noise=config.target_noise,
         noise_clip=config.target_noise_clip, loss_function=config.loss_function.name, delay_actor=True,
@@ -76,7 +61,7 @@ def make_loss(config: Config, actor: TensorDictSequential, critic: ValueOperator
 # Update and loop
 
 
-def train(config: Config, folder: Path) -> Run:
+def train(config: TD3, folder: Path) -> Run:
     """Train an agent, and save the run in a folder."""
     env = prepare(config)
     inputs = make_inputs(config, env)
@@ -115,12 +100,3 @@ def train(config: Config, folder: Path) -> Run:
             actor_is_due = run.updates % config.actor_interval == 0
             run.finish_update(batch, update_all(batch) if actor_is_due else update_critics(batch))
     return run
-
-
-@hydra.main(version_base="1.3", config_path="config", config_name="td3")
-def main(config: DictConfig) -> None:
-    train(*start(config))
-
-
-if __name__ == "__main__":
-    main()

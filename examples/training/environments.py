@@ -23,6 +23,7 @@ from training.settings import Env, Settings
 with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # hides a notice about Adroit
     import gymnasium_robotics  # noqa: F401 (registers Fetch, PointMaze and other robots)
 
+SUCCESS = "is_success"
 EVALUATION_SEED = 1_000_000  # of the first episode
 LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
 PACKAGES = (
@@ -33,10 +34,24 @@ PACKAGES = (
 
 
 class InfoReader(default_info_dict_reader):
-    """Reads entries of info as ``float32``. Some are plain bools, and some are missing after a reset."""
+    """Reads entries of info as ``float32``. Some are plain bools, and some are missing after a reset.
+
+    If ``is_success`` is missing after a step, it is whether the step has the reward of a reached goal.
+    """
+
+    def __init__(self, config: Env, env: GymEnv):
+        super().__init__([key for key in (config.success, *config.info_keys) if key != "terminated"])
+        self.config, self.env = config, env
 
     def __call__(self, info: dict[str, Any], tensordict: TensorDictBase) -> TensorDictBase:  # noqa: D102
-        return super().__call__({key: np.float32(info[key]) for key in self.keys if key in info}, tensordict)
+        found = {key: np.float32(info[key]) for key in self.keys if key in info}
+        is_left_out = self.config.success == SUCCESS and SUCCESS not in info and "reward" in tensordict
+        if is_left_out and self.env.has_wrapper_attr("compute_reward"):
+            goal_fn = load_function(self.config.goal_fn) or nn.Identity()
+            goal = goal_fn(tensordict[self.config.achieved_goal].unsqueeze(0))[0].numpy()
+            reached = self.env.get_wrapper_attr("compute_reward")(goal, goal, info)
+            found[SUCCESS] = np.float32(np.isclose(tensordict["reward"].item(), reached).all())
+        return super().__call__(found, tensordict)
 
 
 def make_env(config: Env, **kwargs: Any) -> EnvBase:
@@ -46,7 +61,7 @@ def make_env(config: Env, **kwargs: Any) -> EnvBase:
     except (gymnasium.error.Error, ImportError) as error:
         message = f"The environment {config.name!r} cannot be made: {str(error).rstrip('.?')}. {PACKAGES}"
         raise SystemExit(message) from None
-    env.set_info_dict_reader(InfoReader([key for key in (config.success, *config.info_keys) if key != "terminated"]))
+    env.set_info_dict_reader(InfoReader(config, env))
     if any(spec.dtype == torch.float64 for spec in env.observation_spec.values(True, True)):
         env = env.append_transform(DoubleToFloat())  # only if needed: transforms take time at every step
     if (limit := config.clip_observation) is not None:

@@ -4,11 +4,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-OmegaConf.register_new_resolver("file_name", lambda text: text.replace(":", "-"), replace=True)
+OmegaConf.register_new_resolver("file_name", lambda text: text.replace(":", "-").replace("/", "-"), replace=True)
 
+STRATEGIES = "current", "future", "final", "episode", "random", "past_desired"
+CHUNK = "collector.steps_per_chunk"
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
 Priority = Enum("Priority", "error movement")
@@ -16,6 +19,7 @@ LossFunction = Enum("LossFunction", "l1 l2 smooth_l1")
 When = Enum("When", "sampling writing")
 Selection = Enum("Selection", "lowest_density uniform")
 LoggerKind = Enum("LoggerKind", "csv tensorboard wandb")
+Loss = Enum("Loss", "sac tqc")
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -25,13 +29,42 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Names = Annotated[list[str], Field(min_length=1)]
 
 
+def check_strategy(strategy: Any) -> Any:
+    """Return the name of a strategy, or the shares of a mixture, or raise a ValueError."""
+    shares = strategy if isinstance(strategy, dict) else {str(strategy): 1.0}
+    for name in shares:
+        if name not in STRATEGIES:
+            raise ValueError(f"Unknown strategy {name!r}: use one of {', '.join(STRATEGIES)}")
+    if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in shares.values()):
+        raise ValueError("Shares must be numbers from 0 to 1")
+    if abs(sum(shares.values()) - 1) > 1e-6:
+        raise ValueError("Shares must sum to 1")
+    return strategy
+
+
+Strategy = Annotated[Any, AfterValidator(check_strategy)]
+
+
+def hydra_settings(script: str, folder: str) -> dict[str, Any]:
+    """Return Hydra's settings: a run is in ``outputs/script/folder/time``, and a sweep in ``script/multirun/time``."""
+    now = "${now:%Y-%m-%d_%H-%M-%S}"
+    return {
+        "job": {"name": script},
+        "run": {"dir": f"outputs/{script}/{folder}/{now}"},
+        "sweep": {"dir": f"outputs/{script}/multirun/{now}"},
+        "callbacks": {"folder": {"_target_": "training.command.FolderOfRun"}},
+        "output_subdir": None,  # the settings of the run are in config.yaml
+        "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
+    }
+
+
 @dataclass
 class Env:
     name: str = "torchrl_her/PointReach-v0"  # a Gymnasium id, or module:id
     kwargs: dict[str, Any] = field(default_factory=dict)  # for gymnasium.make: +env.kwargs.max_episode_steps=100
     num_envs: PositiveInt = 1
     parallel: bool = False  # a process for each environment
-    success: str = "is_success"  # the entry of info that is true at the goal, or terminated
+    success: str = "is_success"  # the entry of info that is true at the goal (or a sparse reward), or terminated
     clip_observation: Positive | None = None  # bound of the absolute values of the entry `observation`
     achieved_goal: str = "achieved_goal"
     desired_goal: str = "desired_goal"
@@ -73,7 +106,7 @@ class Buffer:
 class Hindsight:
     enabled: bool = True
     when: When = When.sampling  # writing: stores k relabelled copies of each transition
-    strategy: Any = "future"  # or final, episode, random, past_desired, or a mixture: {future: 0.5, past_desired: 0.5}
+    strategy: Strategy = "future"  # one of STRATEGIES, or a mixture: {future: 0.5, past_desired: 0.5}
     her_ratio: Share = 0.8  # k / (k + 1) for the paper's k
 
 
@@ -144,12 +177,59 @@ class Settings:
     evaluation: Evaluating = field(default_factory=Evaluating)
     logger: Logging = field(default_factory=Logging)
     checkpoint: Saving = field(default_factory=Saving)
-    hydra: Any = field(
-        default_factory=lambda: {
-            "run": {"dir": "outputs/${hydra.job.name}/${file_name:${env.name}}/${now:%Y-%m-%d_%H-%M-%S}"},
-            "sweep": {"dir": "outputs/${hydra.job.name}/multirun/${now:%Y-%m-%d_%H-%M-%S}"},
-            "callbacks": {"folder": {"_target_": "training.start.FolderOfRun"}},
-            "output_subdir": None,  # the settings of the run are in config.yaml
-            "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
-        }
-    )
+    hydra: Any = field(default_factory=lambda: hydra_settings("${algorithm}", "${file_name:${env.name}}"))
+
+
+# Algorithms
+
+
+@dataclass
+class DQN(Settings):
+    algorithm: str = "dqn"
+    double: bool = False
+    gamma: Share = 0.98
+    batch_size: PositiveInt = 128
+    hidden: list[PositiveInt] = field(default_factory=lambda: [256])
+    inputs: Names = field(default_factory=lambda: ["observation", "desired_goal"])  # observation = achieved goal
+    env: Env = field(default_factory=lambda: Env(name="torchrl_her/BitFlipping-v0"))  # 30 bits: +env.kwargs.n_bits=30
+    collector: Collection = field(default_factory=lambda: Collection(steps_per_chunk=25, random_steps=0))
+    normalization: Normalizing = field(default_factory=lambda: Normalizing(enabled=False))
+
+
+@dataclass
+class DDPG(Settings):
+    algorithm: str = "ddpg"
+    clip_target: bool = True  # to [-1 / (1 - gamma), 0]: for rewards from -1 to 0
+    action_penalty: NonNegative = 0.0  # weight of the mean square of the actor's actions in its loss
+    average: Decay = 0.0  # of the moving average of the actor's weights, which is evaluated; 0: the actor itself
+
+
+@dataclass
+class TD3(Settings):
+    algorithm: str = "td3"
+    loss_function: LossFunction = LossFunction.smooth_l1
+    target_noise: NonNegative = 0.2  # smooths the target policy
+    target_noise_clip: NonNegative = 0.5
+    actor_interval: PositiveInt = 2  # updates of the critics per update of the actor
+
+
+@dataclass
+class SAC(Settings):
+    algorithm: str = "sac"
+    loss: Loss = Loss.sac
+    loss_function: LossFunction = LossFunction.smooth_l1  # TQC has its own
+    num_critics: PositiveInt = 2
+    alpha_init: Positive = 0.1  # initial weight of the entropy, which is then learned
+    quantiles: PositiveInt = 25  # of each critic (TQC)
+    dropped_quantiles: NonNegativeInt = 2  # per critic; the highest quantiles of all critics together are dropped (TQC)
+    exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
+    buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
+
+    def __post_init__(self) -> None:
+        if self.dropped_quantiles >= self.quantiles:
+            raise ValueError(f"dropped_quantiles must be less than quantiles={self.quantiles}")
+
+
+ALGORITHMS: dict[str, type[Settings]] = {"dqn": DQN, "ddpg": DDPG, "td3": TD3, "sac": SAC}
+for name, kind in ALGORITHMS.items():
+    ConfigStore.instance().store(name, kind)

@@ -22,7 +22,11 @@ def run_script(monkeypatch, capsys, tmp_path):
 
     def run(script, *arguments):
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
-        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+        try:
+            runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+        except SystemExit as error:
+            if error.code:
+                raise
         return capsys.readouterr().out
 
     return run

@@ -10,9 +10,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from torch.utils._pytree import keystr, tree_leaves_with_path
-from training.start import check
+from training.command import check
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = [
@@ -25,8 +24,7 @@ NOT_COMPARED = ("second", "hindsight_stamp", "traj_ids")  # times, and numbers o
 
 
 def compose_settings(script, *overrides):
-    """The settings of a script before they are checked. A script that a test ran has stored a class that is gone."""
-    ConfigStore.instance().store(script, importlib.import_module(script).Config)
+    """The settings of a script before they are checked."""
     with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
         return compose(script, overrides=list(overrides))
 

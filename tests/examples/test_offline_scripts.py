@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hydra.core.config_store import ConfigStore
 from script_runs import compose_settings
 from tensordict import TensorDict
 
@@ -85,7 +84,6 @@ def test_states_are_normalized(path):
 
 
 def configure(path, *overrides):
-    ConfigStore.instance().store("offline", offline.Config)  # a script that ran as __main__ has stored its own
     return offline.check(compose_settings("offline", f"data={path}", *SMALL, *overrides))
 
 

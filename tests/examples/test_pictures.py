@@ -112,6 +112,9 @@ def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):
     assert is_picture(tmp_path / "sweep" / "comparison.png")
     with pytest.raises(SystemExit, match=r"No run has a setting 'hindsight\.stragety'"):
         run_script("compare", "sweep", "--by", "hindsight.stragety")
+    for given, closest in {"her_ratio": "hindsight.her_ratio", "n_bits": "env.kwargs.n_bits"}.items():
+        with pytest.raises(SystemExit, match=rf"No run has a setting '{given}'\. Did you mean {closest}\?"):
+            run_script("compare", "sweep", "--by", given)
 
 
 def test_the_table_has_medians_and_the_range_of_success_at_a_step_and_the_curves_common_steps():

@@ -80,7 +80,7 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
         ("sac", "algorithm=td3", "sac.py cannot train with algorithm=td3: use td3.py"),
         ("sac", "+hiden=[64,64]", "There is no setting hiden. Did you mean hidden"),
         ("sac", "+buffer.siz=600", "There is no setting buffer.siz. Did you mean buffer.size"),
-        ("sac", "hindsight.strategy=futur", "hindsight.strategy=futur: Unknown strategy 'futur': use one of 'current'"),
+        ("sac", "hindsight.strategy=futur", "hindsight.strategy=futur: Unknown strategy 'futur': use one of current"),
     ):
         with pytest.raises(SystemExit, match=message):
             run_script(script, *given.split())
@@ -93,6 +93,27 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     os.truncate(folder / "config.yaml", 400)
     with pytest.raises(SystemExit, match=r"config\.yaml is incomplete or damaged: .* or start a new run"):
         run_script("dqn", f"resume={folder}")
+
+
+@pytest.mark.parametrize("script", ["dqn", "ddpg", "td3", "sac", "offline"])
+def test_settings_are_refused_before_the_slow_imports(script, tmp_path):
+    for module in ("torch", "gymnasium", "mujoco", "matplotlib"):
+        (tmp_path / f"{module}.py").write_text(f"raise AssertionError('imports {module}')")
+    command = [sys.executable, EXAMPLES / f"{script}.py", "batch_size=-1"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr.partition("=-1")[0]) == (1, "batch_size"), done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_sweep_says_which_run_is_refused_and_continues(run_script, tmp_path, capsys):
+    sweep = ["total_steps=100", "batch_size=32,200,16", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    with pytest.raises(SystemExit, match=r"^Refused runs of the sweep: 1\.$"):
+        run_script("dqn", "--multirun", *SMALL, *BITS, *sweep)
+    assert sorted(path.parent.name for path in (tmp_path / "sweep").rglob("config.yaml")) == ["0", "2"]
+    assert "Run 1 of the sweep is refused: buffer.size=150 must be at least 200" in capsys.readouterr().err
 
 
 def test_a_damaged_or_interrupted_run_goes_on_from_the_previous_checkpoint_and_logs_no_step_twice(tmp_path):

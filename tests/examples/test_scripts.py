@@ -19,10 +19,11 @@ from torch import nn
 from torchrl.data import Bounded
 from training import environments, parts
 from training.record import Recorded
-from training.settings import Settings
+from training.settings import STRATEGIES, Settings
 
 from support.pages import DOCS, python_blocks
 from torchrl_her.envs import BitFlipping
+from torchrl_her.goals import strategies
 
 REFUSED = {
     "td3 gamma=2 seed=-1": r"seed=-1: Input should be .*\ngamma=2\.0: Input should be less than or equal to 1\.",
@@ -208,10 +209,72 @@ def test_components_of_actions_are_random_for_a_share_of_the_steps_and_repeated(
     assert (explore(given.copy())["action"] == 7).all()
 
 
-def test_the_folder_of_a_run_has_no_colon():
-    pattern = Settings().hydra["run"]["dir"].replace("${hydra.job.name}", "td3").partition("/${now")[0]
-    config = OmegaConf.create({"dir": pattern, "env": {"name": "panda:PandaReachFixed-v3"}})
-    assert config.dir == "outputs/td3/panda-PandaReachFixed-v3"
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("panda:PandaReachFixed-v3", "panda-PandaReachFixed-v3"),
+        ("torchrl_her/PointReach-v0", "torchrl_her-PointReach-v0"),
+        ("torchrl_her.envs:torchrl_her/PointReach-v0", "torchrl_her.envs-torchrl_her-PointReach-v0"),
+    ],
+)
+def test_the_folder_of_a_run_has_neither_colon_nor_slash(name, folder):
+    pattern = Settings().hydra["run"]["dir"].partition("/${now")[0]
+    config = OmegaConf.create({"dir": pattern, "algorithm": "td3", "env": {"name": name}})
+    assert config.dir == f"outputs/td3/{folder}"
+
+
+def test_the_settings_know_the_strategies_of_the_package():
+    assert set(STRATEGIES) == set(strategies.STRATEGIES)
+
+
+class Line(gymnasium.Env):
+    """A point on a line, whose info says nothing. The reward has two values, or is the negative distance."""
+
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+    observation_space = gymnasium.spaces.Dict(
+        {key: gymnasium.spaces.Box(-1, 1, (1,)) for key in ("observation", "achieved_goal", "desired_goal")}
+    )
+
+    def __init__(self, values=None):
+        self.values = values
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.goal = self.np_random.uniform(-1, 1, (2, 1)).astype(np.float32)
+        return self.observe(), {}
+
+    def observe(self):
+        return {"observation": self.place, "achieved_goal": self.place, "desired_goal": self.goal}
+
+    def step(self, action):
+        self.place = (self.place + 0.5 * action).clip(-1, 1).astype(np.float32)
+        return self.observe(), float(self.compute_reward(self.place, self.goal, {})), False, False, {}
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        distance = np.abs(achieved_goal - desired_goal).squeeze(-1)
+        return -distance if self.values is None else np.where(distance < 0.3, self.values[1], self.values[0])
+
+
+for kind, values in {"Sparse": (-1, 0), "Positive": (0, 10), "Dense": None}.items():
+    gymnasium.register(f"{kind}-v0", Line, kwargs={"values": values})
+
+
+@pytest.mark.parametrize("kind", ["Sparse", "Positive"])
+@pytest.mark.parametrize("more", ["", "env.num_envs=5"])
+def test_a_sparse_reward_says_whether_a_goal_is_reached_if_info_does_not(kind, more, tmp_path):
+    run = train(f"td3 env.name={__name__}:{kind}-v0 {more}", tmp_path)
+    stored = run.buffer.storage[:]
+    reached = (stored["next", "achieved_goal"] - stored["desired_goal"]).abs() < 0.3
+    assert 0 < reached.sum() < len(reached)
+    assert torch.equal(stored["next", "is_success"].reshape(-1, 1).bool(), reached)
+    outcomes = run.evaluate(run.policy)
+    assert torch.equal(outcomes["success"].bool(), outcomes["distance"] < 0.3)
+
+
+def test_a_dense_reward_does_not_say_whether_a_goal_is_reached(tmp_path):
+    message = r'no info\["is_success"\], and its reward is not sparse, .*: return is_success in info'
+    with pytest.raises(SystemExit, match=message):
+        train(f"td3 env.name={__name__}:Dense-v0", tmp_path)
 
 
 def test_inputs_are_normalized_alike_when_acting_and_at_both_ends_of_sampled_transitions():
