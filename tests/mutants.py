@@ -365,7 +365,7 @@ MUTANTS = [
         "pass\n        else:\n            read", "tests/packed_storage/test_packed_storage.py -k do_not_fit"),
     Mutant("an interrupted save is loaded", "packed_storage/checkpointer.py",
         "metadata.unlink(missing_ok=True)", "pass", "tests/packed_storage/test_checkpointer.py -k interrupted"),
-    Mutant("the files of a checkpoint are not synced", "packed_storage/checkpointer.py", "_sync(each)", "pass",
+    Mutant("the files of a checkpoint are not synced", "packed_storage/checkpointer.py", "sync(each)", "pass",
         "tests/packed_storage/test_checkpointer.py -k metadata"),
     Mutant("space of the overwritten checkpoint is not counted", "packed_storage/checkpointer.py",
         "shutil.disk_usage(path).free + overwritten", "shutil.disk_usage(path).free",
