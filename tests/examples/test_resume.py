@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import show
@@ -93,6 +94,13 @@ def test_the_command_line_trains_resumes_and_shows(run_script, tmp_path):
     os.truncate(folder / "config.yaml", 400)
     with pytest.raises(SystemExit, match=r"config\.yaml is incomplete or damaged: .* or start a new run"):
         run_script("dqn", f"resume={folder}")
+
+
+def test_a_run_whose_checkpoint_does_not_fit_on_the_disk_ends_with_a_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=1000))
+    message = rf"The checkpoint takes .* MB free.* Continue from the previous checkpoint with resume={tmp_path}\."
+    with pytest.raises(SystemExit, match=message):
+        train("dqn", tmp_path)
 
 
 def test_a_damaged_or_interrupted_run_goes_on_from_the_previous_checkpoint_and_logs_no_step_twice(tmp_path):
