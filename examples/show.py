@@ -34,12 +34,13 @@ from torch import Tensor
 from torchrl import torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
-from training.checkpoints import damage_of
 from training.command import read_settings
 from training.environments import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env
 from training.parts import make_buffer, make_hindsight, make_inputs
 from training.plots import Walls, draw_episodes, draw_frames, draw_goals, draw_step, pixels_of, save
 from training.settings import Env, Settings
+
+from torchrl_her.checkpoints import damage_of
 
 MAZE_RADIUS = 0.45  # metres; an attribute for it is missing in the mazes of Gymnasium-Robotics
 FRAMES = 6  # per episode of a picture

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 NEEDED = ("torchrl_her", "tests", "docs", "examples", "benchmarks", "conftest.py", "pyproject.toml")
 MACHINE = "tests/test_state_machine.py"
 SELECTION = "tests/test_goal_selection.py"
+CHECKPOINTS = "tests/test_checkpoints.py"
 TIMEOUT = 600  # seconds; a mutant can loop for ever
 
 
@@ -365,11 +366,31 @@ MUTANTS = [
         "pass\n        else:\n            read", "tests/packed_storage/test_packed_storage.py -k do_not_fit"),
     Mutant("an interrupted save is loaded", "packed_storage/checkpointer.py",
         "metadata.unlink(missing_ok=True)", "pass", "tests/packed_storage/test_checkpointer.py -k interrupted"),
-    Mutant("the files of a checkpoint are not synced", "packed_storage/checkpointer.py", "_sync(each)", "pass",
+    Mutant("the files of a checkpoint are not synced", "packed_storage/checkpointer.py", "sync(each)", "pass",
         "tests/packed_storage/test_checkpointer.py -k metadata"),
     Mutant("space of the overwritten checkpoint is not counted", "packed_storage/checkpointer.py",
         "shutil.disk_usage(path).free + overwritten", "shutil.disk_usage(path).free",
         "tests/packed_storage/test_checkpointer.py -k full_disk"),
+    Mutant("episodes run on after loading", "checkpoints.py", "transform.flush()", "pass",
+        f"{CHECKPOINTS} -k episodes"),
+    Mutant("the members of an ensemble are not flushed", "checkpoints.py",
+        "for each in with_members(replay_buffer):", "for each in [replay_buffer]:", f"{CHECKPOINTS} -k episodes"),
+    Mutant("a checkpoint is named before it is synced", "checkpoints.py", "sync(each)", "pass",
+        f"{CHECKPOINTS} -k on_the_disk"),
+    Mutant("the name of a checkpoint is not synced", "checkpoints.py", "sync(folder)", "pass",
+        f"{CHECKPOINTS} -k on_the_disk"),
+    Mutant("a damaged checkpoint is loaded", "checkpoints.py", "if found.get(name) != size", "if name not in found",
+        f"{CHECKPOINTS} -k set_aside"),
+    Mutant("a damaged checkpoint stays", "checkpoints.py", "path.rename(set_aside)", "pass",
+        f"{CHECKPOINTS} -k set_aside"),
+    Mutant("incomplete checkpoints stay", "checkpoints.py", "shutil.rmtree(unfinished)", "pass",
+        f"{CHECKPOINTS} -k killed_processes_left"),
+    Mutant("the space of priorities is not counted", "checkpoints.py", "needed += PRIORITY * storage.max_size", "pass",
+        f"{CHECKPOINTS} -k full_disk"),
+    Mutant("only written rows of a storage are counted", "checkpoints.py",
+        "stored * storage.max_size // len(storage)", "stored", f"{CHECKPOINTS} -k full_disk"),
+    Mutant("an earlier step replaces a checkpoint", "checkpoints.py", "if step <= step_of(newest):",
+        "if step < 0:", f"{CHECKPOINTS} -k not_larger"),
     Mutant("a NaN is named by its place in the piece", "offline/adopt.py",
         "RowNames(range(rows.start, rows.stop), self.data.batch_size)",
         "RowNames(range(rows.stop - rows.start), self.data.batch_size)",

@@ -43,7 +43,7 @@ TIERS = [
     {"offline"},
     {"transform", "augmentation"},
     {"goal_selectors", "goal_selection"},
-    {"goal_env_check", "envs", "__main__"},
+    {"goal_env_check", "envs", "checkpoints", "__main__"},
 ]
 ALONE = {  # the only modules and folders that these import
     "envs": {"envs"},

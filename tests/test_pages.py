@@ -58,8 +58,11 @@ def test_the_example_of_the_readme_relabels_and_learns(frames, capsys):
     assert 0.6 <= relabelled <= 0.95
     # Without hindsight, a random policy reaches its goal in well under 5% of its steps.
     assert (names["batch"]["next", "reward"] == 0).float().mean() > 0.05
-    report, success = capsys.readouterr().out.rsplit("success ", 1)
+    printed, bar = capsys.readouterr()
+    report, success = printed.rsplit("success ", 1)
     assert "relabelled" in report
+    assert f"{frames}/4000" in bar
+    assert "success=" in bar
     assert frames < 4_000 or float(success) >= 0.9
 
 

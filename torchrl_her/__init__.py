@@ -1,6 +1,7 @@
 """Hindsight Experience Replay for TorchRL, as a transform of the replay buffer."""
 
 from torchrl_her.augmentation import HindsightAugmentation
+from torchrl_her.checkpoints import Checkpoints
 from torchrl_her.compact import CompactGoals
 from torchrl_her.goal_env_check.check import check_goal_env
 from torchrl_her.goal_env_check.finding import Finding, GoalEnvReport
@@ -34,6 +35,7 @@ from torchrl_her.transform import HERTransform
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoints",
     "CompactGoals",
     "Current",
     "EnvReward",

@@ -16,7 +16,7 @@ import torch
 import torchrl
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torchrl.data import TensorStorage
+from torchrl.data import ReplayBuffer, ReplayBufferEnsemble, TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 from torchrl.envs import Compose, EnvBase, MultiStepTransform, Transform
 
@@ -156,6 +156,12 @@ def call_with_buffer(function: Callable[..., Any], replay_buffer: Any, *args: An
     if getattr(replay_buffer, "service_backend", None) == "ray":
         raise RuntimeError("The RayReplayBuffer is closed, so its transform no longer exists.")
     return function(replay_buffer, *args)
+
+
+def with_members(replay_buffer: ReplayBuffer) -> list[ReplayBuffer]:
+    """Return a buffer and, if it is a ``ReplayBufferEnsemble``, its members; it has no public list of them."""
+    members = replay_buffer._rbs if isinstance(replay_buffer, ReplayBufferEnsemble) else ()
+    return [replay_buffer, *members]
 
 
 def manages_its_memory(checkpointer: type[TensorStorageCheckpointer]) -> Callable[[StorageClass], StorageClass]:

@@ -16,7 +16,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
-from training.checkpoints import Checkpoints
+from training.checkpoints import SavedRun
 from training.environments import Evaluation
 from training.plots import draw_training
 from training.settings import LoggerKind, Priority, Settings
@@ -45,11 +45,11 @@ class Run:
         self.counts: dict[str, Any] = {"steps": 0, "updates": 0, "seconds": 0.0}
         self.history: dict[str, list[list[float]]] = {}  # of each metric: [step, value]
         self.hindsight, self.policy, self.evaluate = hindsight, policy, Evaluation(config)
-        self.checkpoints = Checkpoints(
+        self.saved = SavedRun(
             config, folder, collector, hindsight, policy=policy, buffer=buffer, log=self.history, progress=self.counts,
             **components,
         )  # fmt: skip
-        self.components = self.checkpoints.components
+        self.components = self.saved.components
         self._losses: dict[str, Tensor] = {}  # of the last update
         self._successes: list[Tensor] = []  # of the episodes since the last log
         self._start = time.perf_counter()
@@ -68,7 +68,7 @@ class Run:
         """Yield chunks of transitions, from the last checkpoint on. Between chunks, log, evaluate and save."""
         config = self.config
         with self._paused():
-            self.checkpoints.resume_or_start()
+            self.saved.resume_or_start()
             self._start_logs()
             if not self.steps:
                 self._evaluate()
@@ -84,7 +84,7 @@ class Run:
                 if self._due(config.evaluation.interval):
                     self._evaluate()
                 if self._due(config.checkpoint.interval):
-                    self.checkpoints.save(self.steps)
+                    self.saved.save(self.steps)
         self._close()
 
     def batches(self) -> Iterator[TensorDictBase]:

@@ -19,9 +19,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
 import torchrl_her
-from support import tape
 from support.factories import make_augmentation, make_transform, start_processes_from_a_server
-from support.pages import run_block
 from support.traffic import Source, check, make_buffer
 from support.world import Goals, World
 
@@ -161,21 +159,6 @@ def steps(world, moves, env=0):
 def cells(rb, rows):
     """Return the cells of the goals that are drawn for stored rows."""
     return {int(cell) for cell in rb[[*range(len(rb))[rows]] * 50]["desired_goal"][:, 1]}
-
-
-def test_the_code_of_the_page_saves_and_resumes(tmp_path):
-    for count in (20, 40):
-        rb, loss = make_small(), torch.nn.Linear(2, 2)
-        names = {"rb": rb, "hindsight": rb.transform[0], "loss": loss, "directory": tmp_path}
-        names |= {"optimizer": torch.optim.Adam(loss.parameters()), "data": tape.collected(20)}
-        run_block("how-to/checkpoints", 0, names)
-        run_block("how-to/checkpoints", 1, names)
-        assert len(rb) == names["progress"]["frames"] == count - 20
-        rb.extend(names["data"])
-        run_block("how-to/checkpoints", 2, names)
-        run_block("how-to/checkpoints", 3, names)
-        assert names["progress"]["frames"] == count
-    assert len(names["rotation"].checkpoints()) == 2
 
 
 # Interrupts

@@ -25,7 +25,7 @@ from torchrl.envs import SerialEnv
 
 from support.factories import make_augmentation, make_transform
 from support.tape import RELABELLED, check, check_nothing_is_lost, collected, make_tape
-from torchrl_her import EnvReward, PackedStorage, call_transform
+from torchrl_her import Checkpoints, EnvReward, PackedStorage, call_transform
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'torchrl_her[ray]'")
 
@@ -214,6 +214,18 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
         buffer.extend(rest.clone())
         check_nothing_is_lost(buffer[:], environments=1)
         assert goals_of_the_second_episode(buffer, step=2) == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_checkpoints_restore_a_buffer_and_end_its_running_episode(at_the_end, tmp_path):
+    buffer, (first, rest) = make_buffer(at_the_end), collected(16).split(8)
+    buffer.extend(first)
+    checkpoints = Checkpoints(tmp_path, buffer=buffer)
+    checkpoints.save(8)
+    assert call_transform(buffer, "report").running == 1
+    buffer.extend(rest)
+    assert checkpoints.load() == 8
+    assert len(buffer) == 8
+    assert call_transform(buffer, "report").running == 0
 
 
 # The example

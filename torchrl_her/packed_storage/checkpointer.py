@@ -46,17 +46,18 @@ class PackedStorageCheckpointer(TensorStorageCheckpointer):
         path = Path(path)
         path.mkdir(exist_ok=True)
         stored, metadata, unfinished = storage[:], path / METADATA, path / f".{METADATA}"
-        _check_space(path, stored.bytes())
+        overwritten = 512 * sum(getattr(file.stat(), "st_blocks", 0) for file in path.rglob("*.memmap"))
+        check_space(path, "The transitions take", stored.bytes(), overwritten)
         metadata.unlink(missing_ok=True)
-        _sync(path)
+        sync(path)
         entries_of(storage).memmap_like(path, copy_existing=True)  # full size, sparse
         for piece in storage.pieces(len(storage)):
             _load(path)[piece].update_(stored[piece])
         unfinished.write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": len(storage)}))
         for each in path.rglob("*"):
-            _sync(each)
+            sync(each)
         unfinished.replace(metadata)
-        _sync(path)
+        sync(path)
 
     def loads(self, storage: Any, path: str | Path) -> None:
         """Load a PackedStorage from a directory.
@@ -94,19 +95,18 @@ def _load(path: Path) -> Any:
         ) from None
 
 
-def _check_space(path: Path, needed: int) -> None:
+def check_space(path: Path, subject: str, needed: int, overwritten: int = 0) -> None:
     """Raise an error if ``needed`` bytes do not fit on the disk: a memory-mapped file would then end the process."""
-    overwritten = 512 * sum(getattr(file.stat(), "st_blocks", 0) for file in path.rglob("*.memmap"))
     free = shutil.disk_usage(path).free + overwritten
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"The transitions take {needed / 1e6:,.1f} MB, and the disk of {path} has {free / 1e6:,.1f} MB free: free "
+            f"{subject} {needed / 1e6:,.1f} MB, and the disk of {path} has {free / 1e6:,.1f} MB free: free "
             f"{(needed - free) / 1e6:,.1f} MB more, or save to another disk. Nothing was written.",
         )
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the list of files in a directory, is on the disk."""
     if os.name == "nt":
         return  # Windows cannot open directories
