@@ -86,7 +86,7 @@ def test_the_table_takes_56_bytes_and_the_goal_for_each_transition_whatever_is_w
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("strategy", "least"), [("future", 1.0), ("final", 1.0), ("episode", 0.3)])
 def test_an_endless_episode_has_no_more_memory_than_others_and_all_of_its_newest_goals(strategy, least):
-    """Earlier steps have left the table; at least half of those in the window have not."""
+    """Earlier steps have left the table. At worst, two thirds of those in the window have left it, too."""
     recorded = Recorded(
         make_buffer(50, her_ratio=1.0, strategy=strategy), Oracle({strategy: 1.0}, 50), World(1, Goals())
     )
@@ -95,16 +95,13 @@ def test_an_endless_episode_has_no_more_memory_than_others_and_all_of_its_newest
         assert recorded.check() >= least * len(recorded.rb)
 
 
-def test_an_episode_that_pauses_again_and_again_keeps_its_goals():
-    """Meanwhile, another environment takes nearly all places of the index."""
+def test_an_episode_that_is_much_slower_than_another_keeps_its_goals():
+    """Its window has room for a long time, while the other episode takes all other places of the index."""
     world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
-    lost = 0
-    for _ in range(60):
-        rb.extend(world.tensordict(world.play(1, ["go"])))
-        for _ in range(90):
-            rb.extend(world.tensordict(world.play(0, ["go"])))
-        lost += int((~rb[:][RELABELLED]).sum())
-    assert lost <= 0.01 * 60 * 100
+    for _ in range(200):
+        for number, steps in ((1, 1), (0, 9)):
+            rb.extend(world.tensordict(world.play(number, ["go"] * steps)))
+        assert rb[:][RELABELLED].all()
 
 
 def test_the_transitions_of_an_unknown_episode_keep_their_goals():
