@@ -85,7 +85,7 @@ class Relabelling:
     def keep_first_goals(self, table: GoalTable, episodes: np.ndarray, first: TensorDictBase) -> None:
         """Keep goals apart, given the first transitions ``[n]`` of episodes, whose ids are ``int64 [n]``."""
         table.keep_apart(episodes, DESIRED_STEP, first.get(self.keys.desired_goal))
-        if self.apart > 1:
+        if "initial" in self.apart:
             initial = map_goals(first.get(self.keys.achieved_goal), self.goal_fn).detach()
             table.keep_apart(episodes, INITIAL_STEP, initial.to(table.dtype))
 

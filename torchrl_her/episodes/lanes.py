@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrl_her.episodes.matching import chain_heads, first_in_first_out, hash_goals, queue_sizes, rank_goals
+from torchrl_her.episodes.matching import (
+    Runs,
+    chain_heads,
+    cut_into_runs,
+    first_in_first_out,
+    hash_goals,
+    queue_sizes,
+    rank_goals,
+)
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.names import MOST_STEPS, name_of
 from torchrl_her.goals.table import Steps, spread
@@ -57,25 +65,6 @@ class Running(NamedTuple):
     def without_lanes(self) -> Running:
         """Return the state without running episodes, with the same counters."""
         return self._replace(lanes=self.lanes[:0], arrived=self.arrived[:0], rows=0, rows_are_lanes=False, loaded=0)
-
-
-class Runs(NamedTuple):
-    """The runs of a write: transitions that continue each other, in the order of writing."""
-
-    order: np.ndarray  # int64 [n], the positions of the transitions in the write, ordered by trajectory id
-    begin: np.ndarray  # int64 [runs], the place of the first transition of each run in `order`
-    end: np.ndarray  # int64 [runs], the place after its last transition
-    has_one_run_per_id: bool  # whether each run is the only one with its trajectory id
-
-    @property
-    def first(self) -> np.ndarray:
-        """The positions of the first transitions in the write."""
-        return self.order[self.begin]
-
-    @property
-    def last(self) -> np.ndarray:
-        """The positions of the last transitions in the write."""
-        return self.order[self.end - 1]
 
 
 @dataclass(frozen=True)
@@ -179,7 +168,7 @@ class Lanes:
     def _track_runs(self, written: Write, old: Running, first_episode: int) -> Tracked:
         """Track any write."""
         lane_of_row, rows_are_lanes = _match_rows(written, old, self.max_episode_steps)
-        runs = _cut_into_runs(written, at_rows=rows_are_lanes)
+        runs = cut_into_runs(written, at_rows=rows_are_lanes)
         source, ambiguous = self._find_sources(written, runs, old, lane_of_row, rows_are_lanes)
         parts = self._make_parts(written, runs, source, old, first_episode)
         breaks, to_begin = _find_breaks(written, runs, source, old, parts)
@@ -456,36 +445,6 @@ def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[n
     needed = len(lane) if old.rows_are_lanes else rows
     are_lanes = 2 * int(matches.sum()) > needed or (old.rows_are_lanes and not len(lane))
     return (lane_of_row, True) if are_lanes else (none, False)
-
-
-def _cut_into_runs(written: Write, *, at_rows: bool) -> Runs:
-    """Return the runs of a write.
-
-    A run ends before a transition that does not continue the previous one and, if ``at_rows``, at the end of a row.
-    """
-    trajectory, order = written.trajectory, np.arange(len(written.done))
-    start, outcome, done, begins = written.start, written.outcome, written.done, written.begins.copy()
-    if at_rows:
-        begins[:: written.row_length] = True
-    is_ordered = True
-    if trajectory is not None:
-        by_id = np.argsort(trajectory, kind="stable")
-        is_ordered = bool((by_id == order).all())
-        begins[0], begins[1:] = True, np.diff(trajectory[by_id]) != 0
-        if begins.all():  # a frame: one transition of each environment
-            return Runs(order, order, order + 1, has_one_run_per_id=True)
-        if not is_ordered:
-            order, start, outcome, done = by_id, start[by_id], outcome[by_id], done[by_id]
-    begins[0] = True
-    trajectories = 1 if trajectory is None else np.count_nonzero(begins)
-    begins[1:] |= done[:-1]
-    begins[1:] |= start[1:] != outcome[:-1]
-    begin = np.flatnonzero(begins)
-    end = np.append(begin[1:], len(order))
-    if not is_ordered:
-        in_order = np.argsort(order[begin])
-        begin, end = begin[in_order], end[in_order]
-    return Runs(order, begin, end, len(begin) == trajectories)
 
 
 def _find_breaks(written: Write, runs: Runs, source: np.ndarray, old: Running, parts: Parts) -> tuple[np.ndarray, int]:

@@ -1,10 +1,63 @@
-"""Finds which running episode each run of written transitions continues."""
+"""Cuts a write into runs, and finds which running episode each run continues."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from torchrl_her.episodes.write import Write
+
 _FACTORS = np.random.default_rng().integers(0, 2**62, 64) * 2 + 1
+
+
+class Runs(NamedTuple):
+    """The runs of a write: transitions that continue each other, in the order of writing."""
+
+    order: np.ndarray  # int64 [n], the positions of the transitions in the write, ordered by trajectory id
+    begin: np.ndarray  # int64 [runs], the place of the first transition of each run in `order`
+    end: np.ndarray  # int64 [runs], the place after its last transition
+    has_one_run_per_id: bool  # whether each run is the only one with its trajectory id
+
+    @property
+    def first(self) -> np.ndarray:
+        """The positions of the first transitions in the write."""
+        return self.order[self.begin]
+
+    @property
+    def last(self) -> np.ndarray:
+        """The positions of the last transitions in the write."""
+        return self.order[self.end - 1]
+
+
+def cut_into_runs(written: Write, *, at_rows: bool) -> Runs:
+    """Return the runs of a write.
+
+    A run ends before a transition that does not continue the previous one and, if ``at_rows``, at the end of a row.
+    """
+    trajectory, order = written.trajectory, np.arange(len(written.done))
+    start, outcome, done, begins = written.start, written.outcome, written.done, written.begins.copy()
+    if at_rows:
+        begins[:: written.row_length] = True
+    is_ordered = True
+    if trajectory is not None:
+        by_id = np.argsort(trajectory, kind="stable")
+        is_ordered = bool((by_id == order).all())
+        begins[0], begins[1:] = True, np.diff(trajectory[by_id]) != 0
+        if begins.all():  # a frame: one transition of each environment
+            return Runs(order, order, order + 1, has_one_run_per_id=True)
+        if not is_ordered:
+            order, start, outcome, done = by_id, start[by_id], outcome[by_id], done[by_id]
+    begins[0] = True
+    trajectories = 1 if trajectory is None else np.count_nonzero(begins)
+    begins[1:] |= done[:-1]
+    begins[1:] |= start[1:] != outcome[:-1]
+    begin = np.flatnonzero(begins)
+    end = np.append(begin[1:], len(order))
+    if not is_ordered:
+        in_order = np.argsort(order[begin])
+        begin, end = begin[in_order], end[in_order]
+    return Runs(order, begin, end, len(begin) == trajectories)
 
 
 def hash_goals(goals: np.ndarray, trajectory: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -88,7 +88,7 @@ class Episodes:
 
     Args:
         capacity (int): the number of goals in the table.
-        apart (int): the goals that the table keeps apart; see `GoalTable`.
+        apart (Sequence[str]): the goals that the table keeps apart; see `GoalTable`.
 
     Keyword Args:
         goal_spec (TensorSpec, optional): the spec of a goal. By default, the first write determines it.
@@ -96,7 +96,12 @@ class Episodes:
     """
 
     def __init__(
-        self, capacity: int, apart: int, *, goal_spec: TensorSpec | None = None, max_episode_steps: int | None = None
+        self,
+        capacity: int,
+        apart: Sequence[str],
+        *,
+        goal_spec: TensorSpec | None = None,
+        max_episode_steps: int | None = None,
     ):
         self.capacity, self.apart, self.max_episode_steps = capacity, apart, max_episode_steps
         self.lanes = Lanes(max_episode_steps, patience=capacity - 1)

@@ -127,10 +127,10 @@ def select_goals(strategy: GoalStrategy, transitions: Transitions) -> Goal:
     return goal
 
 
-def goals_apart(strategies: Iterable[GoalStrategy]) -> int:
+def goals_apart(strategies: Iterable[GoalStrategy]) -> tuple[str, ...]:
     """Return the ``apart`` of a `GoalTable` for strategies."""
     needs = {kind for strategy in strategies for kind in strategy.needs}
-    return 2 if "initial" in needs else 1 if needs else 0
+    return ("desired", "initial") if "initial" in needs else tuple(needs)
 
 
 def uniform(low: Tensor, high: Tensor) -> Tensor:

@@ -75,14 +75,19 @@ class GoalTable:
         goal_shape (Sequence[int]): the shape of a goal.
         dtype (torch.dtype): the dtype of goals.
         device (torch.device): the device of the table.
-        apart (int): the goals that are kept apart from the ring: 0 for none, 1 for desired goals, 2 for these and the
-            goals of first states.
+        apart (Sequence[str]): the goals that are kept apart from the ring: ``"desired"``, the desired goals of
+            episodes, then ``"initial"``, the goals of their first states.
     """
 
     def __init__(
-        self, capacity: int, goal_shape: Sequence[int], dtype: torch.dtype, device: torch.device, apart: int = 0
+        self,
+        capacity: int,
+        goal_shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        apart: Sequence[str] = (),
     ):
-        self.capacity, self.apart, self.places = capacity, apart, PLACES_PER_GOAL * capacity
+        self.capacity, self.apart, self.places = capacity, tuple(apart), PLACES_PER_GOAL * capacity
         self.goal_shape, self.dtype = tuple(goal_shape), dtype
         name_bytes = max(WORD.itemsize, dtype.itemsize)  # the goal that follows must be aligned
         size = name_bytes + math.prod(goal_shape) * dtype.itemsize
@@ -90,10 +95,10 @@ class GoalTable:
         self._first = name_bytes // dtype.itemsize  # the offset of the goal in a row, in elements of its dtype
         self._strides = torch.empty(self.goal_shape, device="meta").stride()
         if device.type == "cuda":
-            size = capacity * ((1 + apart) * words * WORD.itemsize + 4 * PLACES_PER_GOAL + 4 * WORD.itemsize)
+            size = capacity * ((1 + len(apart)) * words * WORD.itemsize + 4 * PLACES_PER_GOAL + 4 * WORD.itemsize)
             self._check_room(size, torch.cuda.mem_get_info(device)[0], f"on {device}")
         # The names and goals of all rows, side by side, so that one gather reads both.
-        self.matrix = _zeros((capacity * (1 + apart), words), np.int64, device)
+        self.matrix = _zeros((capacity * (1 + len(apart)), words), np.int64, device)
         self.index = _zeros((self.places,), np.int32 if capacity < 2**31 else np.int64, device)
         # The columns: the episode, the place of its step 0, its number of steps, and the first step of its window.
         self.episodes = _zeros((capacity, 4), np.int64, device)
@@ -106,7 +111,7 @@ class GoalTable:
         self._make_views()
 
     @classmethod
-    def of_spec(cls, capacity: int, spec: TensorSpec, apart: int = 0) -> GoalTable:
+    def of_spec(cls, capacity: int, spec: TensorSpec, apart: Sequence[str] = ()) -> GoalTable:
         """Create a table for goals of a spec."""
         if not isinstance(spec, TensorSpec) or isinstance(spec, Composite):
             raise TypeError(
@@ -116,7 +121,7 @@ class GoalTable:
         return cls(capacity, spec.shape, spec.dtype, spec.device or torch.device("cpu"), apart)
 
     @classmethod
-    def like(cls, goals: Tensor, capacity: int, apart: int = 0) -> GoalTable:
+    def like(cls, goals: Tensor, capacity: int, apart: Sequence[str] = ()) -> GoalTable:
         """Create a table for goals like ``[n, *goal]``."""
         return cls(capacity, goals.shape[1:], goals.dtype, goals.device, apart)
 
@@ -289,7 +294,7 @@ class GoalTable:
         row = self.index.index_select(0, (found.base + step) % self.places)
         name = (episode << STEP_BITS) + step
         if self.apart:
-            apart = episode % self.capacity + (-step).clamp_max(self.apart) * self.capacity
+            apart = episode % self.capacity + (-step).clamp_max(len(self.apart)) * self.capacity
             row, name = torch.where(step < 0, apart, row), name_of(episode, step)
         matrix = self.matrix.index_select(0, row)
         later = self.names.index_select(0, row)
@@ -369,11 +374,12 @@ class GoalTable:
         first, last = self.episode_ids
         episodes = min(last - first + 2, self.capacity)
         state: dict[str, Any] = {"rows0": self._part(0)[:rows].clone()}
-        state |= {f"rows{number}": self._part(number)[:episodes].clone() for number in range(1, 1 + self.apart)}
+        state |= {f"rows{number}": self._part(number)[:episodes].clone() for number in range(1, 1 + len(self.apart))}
         state |= {"index": self.index[:places].clone(), "episodes": self.episodes[:episodes].clone()}
         state |= {"size": self.size.clone(), "counters": self.counters.clone()}
         state["counters"][GENERATION] = 0
-        return state | {"capacity": self.capacity, "dtype": str(self.dtype), "goal_shape": list(self.goal_shape)}
+        form = {"dtype": str(self.dtype), "goal_shape": list(self.goal_shape)}
+        return state | form | {"capacity": self.capacity, "apart": list(self.apart)}
 
     def _part(self, number: int) -> Tensor:
         """Return the ring (0), or the rows of desired goals (1) or of first states (2), ``int64 [capacity, words]``."""
@@ -390,10 +396,14 @@ class GoalTable:
                 f"The saved goal table holds {state['capacity']} goals, but this one holds {self.capacity}. "
                 f"Create the transform with capacity={state['capacity']}, then load."
             )
-        if (apart := sum(name.startswith("rows") for name in state) - 1) != self.apart:
-            kinds = "no further goals", "desired goals", "desired goals and goals of first states"
+        if tuple(state["apart"]) != self.apart:
+            kinds = {"desired": "desired goals", "initial": "goals of first states"}
+            theirs, ours = (
+                " and ".join(kinds[each] for each in apart) or "no further goals"
+                for apart in (state["apart"], self.apart)
+            )
             raise ValueError(
-                f"The saved goal table keeps {kinds[apart]}, and this one {kinds[self.apart]}. Create the transform "
+                f"The saved goal table keeps {theirs}, and this one {ours}. Create the transform "
                 "with strategies that need the same goals (see GoalStrategy.needs), then load."
             )
         saved, own = (state["dtype"], tuple(state["goal_shape"])), (str(self.dtype), self.goal_shape)
@@ -405,7 +415,7 @@ class GoalTable:
         generation = self.generation
         self.matrix.zero_()
         self.episodes.zero_()
-        for number in range(1 + self.apart):
+        for number in range(1 + len(self.apart)):
             rows = state[f"rows{number}"]
             self._part(number)[: len(rows)] = rows
         for tensor, name in ((self.index, "index"), (self.episodes, "episodes")):
@@ -428,7 +438,9 @@ class GoalTable:
             warn_user(message)
 
 
-def load_table(table: GoalTable | None, state: dict[str, Any] | None, capacity: int, apart: int) -> GoalTable | None:
+def load_table(
+    table: GoalTable | None, state: dict[str, Any] | None, capacity: int, apart: Sequence[str]
+) -> GoalTable | None:
     """Return a table with a saved state, the result of `GoalTable.state_dict`, or an empty one for None.
 
     ``table`` is the present one, if any; a new one has ``capacity`` rows and keeps the goals ``apart``.
