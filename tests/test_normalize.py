@@ -439,6 +439,9 @@ WRONG = {
     "NaN": ({"observation": FULL(torch.nan)}, ValueError, r"'observation'\) has NaN or infinite.*left unchanged"),
     "finite values beyond float32": ({"observation": torch.full((60, 3), 1e200, dtype=torch.float64)}, ValueError,
         r"'observation'\) has values beyond the range of float32.*left unchanged"),
+    "values beyond float32 with a mean of 0": (
+        {"observation": torch.tensor([1e39, -1e39], dtype=torch.float64).repeat(30)[:, None].expand(60, 3)},
+        ValueError, r"'observation'\) has values beyond the range of float32.*left unchanged"),
     "infinite goals": ({"achieved_goal": FULL(torch.inf)}, ValueError, r"'achieved_goal'\) has NaN or infinite"),
 }  # fmt: skip
 
