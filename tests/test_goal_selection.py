@@ -562,6 +562,29 @@ def test_a_collector_of_another_process_needs_a_shared_goal_table(shared):
     assert selected[-1]
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_workers_of_a_batched_environment_need_a_shared_goal_table(shared, capfd):
+    spec = {"goal_spec": point().observation_spec["achieved_goal"]} if shared else {}
+    hindsight = HERTransform(EnvReward(POINT), capacity=1000, **spec)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(1000, shared_init=shared), transform=hindsight, shared=shared, batch_size=32
+    )
+    env = ParallelEnv(1, partial(_in_worker, hindsight), mp_start_method="fork")
+    if not shared:
+        with pytest.raises(RuntimeError, match="worker"):
+            env.reset()
+        assert "their goal table is not shared" in capfd.readouterr().err
+        return
+    first = env.rollout(50)
+    rb.extend(first.reshape(-1))
+    second = env.rollout(3)
+    env.close()
+    assert not first["goal_selection", "selected"].any()
+    assert second["goal_selection", "selected"].all()
+    goals = {tuple(goal) for goal in first["next", "achieved_goal"].reshape(-1, 2).tolist()}
+    assert {tuple(goal) for goal in second["desired_goal"].reshape(-1, 2).tolist()} <= goals
+
+
 def test_other_transforms_come_after():
     hindsight, _ = make_hindsight(goals=600)
     env = TransformedEnv(point(), Compose(GoalSelection(hindsight, Uniform(), share=1.0, start=1), StepCounter(7)))

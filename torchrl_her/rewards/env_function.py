@@ -47,7 +47,7 @@ class EnvFunction:
 
     def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
         """Return the values, ``[batch]`` or ``[batch, 1]``, for goals ``[batch, *goal]``."""
-        arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
+        arrays = (to_numpy(achieved), to_numpy(desired), info or {})
         could_be_batched = self.batched is not False
         if self.batched is None:
             self.batched = self._is_batched(*arrays)
@@ -125,6 +125,11 @@ class EnvFunction:
                 "categorical_action_encoding=True."
             )
         return [goal.reshape(reached.shape) for goal in goals]
+
+
+def to_numpy(values: Tensor) -> np.ndarray:
+    """Return an array with the values of a tensor. NumPy has no bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)
 
 
 def find_function(env: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv
 
 from torchrl_her.keys import get_entry, path_of
-from torchrl_her.rewards.env_function import EnvFunction, find_function, name_of
+from torchrl_her.rewards.env_function import EnvFunction, find_function, name_of, to_numpy
 from torchrl_her.rewards.goal_reward import GoalFunction, GoalReward
 
 
@@ -76,7 +76,7 @@ class EnvReward(GoalReward):
         info = {}
         for key in self.info_keys:
             value = get_entry(tensordict, key, "info_keys")
-            info[path_of(key)[-1]] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
+            info[path_of(key)[-1]] = to_numpy(value.reshape(len(desired), *value.shape[tensordict.ndim :]))
         return [
             function(achieved, desired, info) if isinstance(function, EnvFunction) else function(achieved, desired)
             for function in self.functions
