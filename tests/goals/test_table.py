@@ -95,6 +95,15 @@ def test_an_endless_episode_has_no_more_memory_than_others_and_all_of_its_newest
         assert recorded.check() >= least * len(recorded.rb)
 
 
+def test_the_window_of_an_endless_episode_has_no_step_that_has_left_the_table_just_after_it_has_moved():
+    world, rb = World(1, Goals()), make_buffer(50, her_ratio=1.0, strategy="episode")
+    shares = []
+    for _ in range(20):
+        rb.extend(world.written(["go"] * 17))
+        shares.append(float(rb.transform(rb.storage[:].repeat(20))[RELABELLED].double().mean()))
+    assert max(shares[5:]) == 1.0 > min(shares)
+
+
 def test_an_episode_that_pauses_again_and_again_keeps_its_goals():
     """Meanwhile, another environment takes nearly all places of the index."""
     world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
