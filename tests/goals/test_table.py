@@ -116,6 +116,19 @@ def test_an_episode_that_pauses_again_and_again_keeps_its_goals():
     assert lost <= 0.01 * 60 * 100
 
 
+def test_an_episode_that_goes_on_after_a_long_pause_keeps_its_newest_goal():
+    """Each pause may be twice as long as the last one. Meanwhile, most places of the index are taken by others."""
+    world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
+    for pause in (10, 20, 40, 80, 150):
+        rows = world.play(1, ["go"])
+        rb.extend(world.tensordict(rows))
+        for written in range(5, pause + 5, 5):
+            rb.extend(world.tensordict(world.play(0, ["go"] * 5)))
+            if written <= 95:
+                batch = rb[:]
+                assert batch[RELABELLED][batch["uid"] == rows[0].uid].item()
+
+
 def test_the_transitions_of_an_unknown_episode_keep_their_goals():
     """A new episode takes the place of the one that began ``capacity`` episodes before it."""
     world, rb = World(1, Goals()), make_buffer(100, capacity=10, strategy="random", her_ratio=1.0)
