@@ -154,6 +154,18 @@ def test_steps_that_were_written_after_the_loaded_state_keep_their_goals():
     assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 3 + [False] * 4
 
 
+@pytest.mark.parametrize(("pauses", "episodes"), [([60] * 8 + [110], 2), ([90, 150], 3)])
+def test_an_episode_may_pause_nearly_twice_as_long_as_usual_even_if_that_exceeds_the_capacity(pauses, episodes):
+    """A single long pause does not count as usual."""
+    recorded = record(envs=2, capacity=100)
+    for pause in pauses:
+        recorded.play([[], ["go"]])
+        for _ in range(pause // 5):
+            recorded.play([["go"] * 5])
+    recorded.play([[], ["go"]])
+    assert recorded.rb.transform[0].report().episodes == episodes
+
+
 def test_an_episode_that_nothing_continues_for_the_capacity_is_closed():
     recorded = record(envs=2, capacity=10)
     recorded.play([[], ["go"]])

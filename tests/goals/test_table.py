@@ -117,7 +117,7 @@ def test_an_episode_that_pauses_again_and_again_keeps_its_goals():
 
 
 def test_an_episode_that_goes_on_after_a_long_pause_keeps_its_newest_goal():
-    """Each pause may be twice as long as the last one. Meanwhile, most places of the index are taken by others."""
+    """Meanwhile, another environment has taken most places of the index."""
     world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
     for pause in (10, 20, 40, 80, 150):
         rows = world.play(1, ["go"])
