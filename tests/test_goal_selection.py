@@ -154,6 +154,16 @@ def test_candidates_are_in_the_goal_table_and_observations_belong_to_the_reset()
     assert len(selector.fitted) == 1
 
 
+def test_environments_that_reset_together_share_a_limited_number_of_candidates(monkeypatch):
+    monkeypatch.setattr("torchrl_her.goal_selection.MOST_CANDIDATES", 50)
+    hindsight, _ = make_hindsight(goals=100)
+    selector = Seen()
+    env = TransformedEnv(SerialEnv(3, point), GoalSelection(hindsight, selector, start=1, candidates=20))
+    td = env.reset()
+    env.reset(td.set("_reset", torch.tensor([[True], [False], [False]])))
+    assert [candidates.shape for candidates, _ in selector.given] == [(3, 16, 2), (1, 20, 2)]
+
+
 def test_only_environments_that_reset_get_a_new_goal():
     hindsight, _ = make_hindsight(goals=300)
     lengths = [3, 5]
@@ -187,6 +197,28 @@ def test_a_collector_that_resets_in_place_gets_the_selected_goal():
     assert not first[0]["goal_selection", "selected"].any()
     assert second[0]["goal_selection", "selected"].all()
     assert second[0]["desired_goal"][0].tolist() in first[0]["next", "achieved_goal"].tolist()
+
+
+class Here(GoalSelector):
+    """Selects the goal that an environment has achieved at its reset."""
+
+    def select(self, candidates, observation):
+        return observation["achieved_goal"]
+
+
+def test_a_goal_is_reached_in_its_own_episode_even_if_the_next_one_is_reset_before_its_first_step():
+    hindsight, _ = make_hindsight(goals=100)
+    selection = GoalSelection(hindsight, Here(), share=1.0, start=1)
+    env = TransformedEnv(SerialEnv(2, point), selection)
+    td = env.step(env.reset().set("action", torch.zeros(2, 2)))["next"]
+    for _ in range(2):
+        td = env.reset(td.set("_reset", torch.tensor([[True], [False]])))
+    report = selection.report()
+    assert (report.selected, report.reached) == (2, 1)
+    assert td["goal_selection", "steps_at_goal"].tolist() == [[0], [1]]
+    env.reset()
+    report = selection.report()
+    assert (report.episodes, report.selected, report.reached) == (6, 4, 2)
 
 
 def _limited(steps):
@@ -314,6 +346,32 @@ def test_candidates_beyond_the_environments_goals_or_the_agents_reach_are_left_o
         allowed = ((candidates >= low - margin) & (candidates <= high + margin)).all(-1)
         assert number < 3 or (allowed & (candidates[..., 0] <= 0)).all()
     assert selection.report().selected > 0
+
+
+class OnALine(torchrl_her.envs.PointReach):
+    """Has goals at the ends of a line from (-0.5, 0) to (0.5, 0), by turns."""
+
+    turns = 0
+
+    def reset(self, **arguments):
+        super().reset(**arguments)
+        self.turns += 1
+        self.goal[:] = (-1) ** self.turns / 2, 0
+        return self._observation(), self._info()
+
+
+def test_candidates_may_be_a_twentieth_of_the_largest_side_outside_the_box():
+    inside = [(0.0, 0.0), (0.54, 0.0), (-0.54, 0.04), (0.3, -0.04)]
+    hindsight, rb = make_hindsight(SparseReward(0.05))
+    data = point().rollout(8)
+    data["next", "achieved_goal"] = torch.tensor([*inside, (0.56, 0.0), (-0.56, 0.0), (0.0, 0.06), (0.3, -0.06)])
+    rb.extend(hindsight.reward(data))
+    selector = Seen()
+    env = TransformedEnv(GymWrapper(OnALine()), GoalSelection(hindsight, selector, start=1, within_desired=True))
+    for _ in range(2):
+        env.reset()
+    candidates, _ = selector.given[-1]
+    assert {*map(tuple, candidates[0].tolist())} == {*map(tuple, data["next", "achieved_goal"][:4].tolist())}
 
 
 def test_a_selector_learns_from_goals_within_the_box_of_the_environments_goals():
@@ -502,6 +560,29 @@ def test_a_collector_of_another_process_needs_a_shared_goal_table(shared):
     collector.shutdown()
     assert not selected[0]
     assert selected[-1]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_workers_of_a_batched_environment_need_a_shared_goal_table(shared, capfd):
+    spec = {"goal_spec": point().observation_spec["achieved_goal"]} if shared else {}
+    hindsight = HERTransform(EnvReward(POINT), capacity=1000, **spec)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(1000, shared_init=shared), transform=hindsight, shared=shared, batch_size=32
+    )
+    env = ParallelEnv(1, partial(_in_worker, hindsight), mp_start_method="fork")
+    if not shared:
+        with pytest.raises(RuntimeError, match="worker"):
+            env.reset()
+        assert "their goal table is not shared" in capfd.readouterr().err
+        return
+    first = env.rollout(50)
+    rb.extend(first.reshape(-1))
+    second = env.rollout(3)
+    env.close()
+    assert not first["goal_selection", "selected"].any()
+    assert second["goal_selection", "selected"].all()
+    goals = {tuple(goal) for goal in first["next", "achieved_goal"].reshape(-1, 2).tolist()}
+    assert {tuple(goal) for goal in second["desired_goal"].reshape(-1, 2).tolist()} <= goals
 
 
 def test_other_transforms_come_after():

@@ -108,6 +108,30 @@ def test_the_window_can_be_changed_while_writing():
     assert len(recorded.rb[0:1, 3:4]) == 1
 
 
+def test_the_discount_can_be_changed_while_writing():
+    """Relabelled returns have the discount of the last write, whenever their steps were written."""
+    recorded = record(2)
+    multi_step, gammas = recorded.rb.transform[0], (0.9, 0.5, 0.99)
+    for gamma in gammas:
+        multi_step.gamma = recorded.oracle.gamma = gamma
+        play(recorded, writes=3)
+        assert recorded.check() > 20
+    multi_step.gamma = 0.1  # without a write
+    assert recorded.check() > 20
+
+
+def test_returns_of_original_goals_keep_the_discount_of_their_write():
+    recorded = record(1, ndim=1, her_ratio=0.5)
+    for gamma in (0.9, 0.5):
+        recorded.rb.transform[0].gamma = gamma
+        recorded.play([["go"] * 30 + ["truncated"]])
+    batch, stored = recorded.rb[:], recorded.rb.storage[:]
+    original = ~batch[RELABELLED].squeeze(-1)
+    assert stored["gamma"][original].max() > 0.7 > 0.5**3 == stored["gamma"][original].min()
+    for key in ("gamma", ("next", "reward")):
+        assert torch.equal(batch[key][original], stored[key][original])
+
+
 def test_a_window_over_the_end_of_an_episode_that_was_cut_is_not_relabelled():
     recorded = record(1, capacity=15, strategy="episode", ndim=1, max_episode_steps=10)
     recorded.play([["go"] * 15])

@@ -59,7 +59,7 @@ def statistics(writes, keys=PLAIN, goal_fn=lambda states: states):
                 if keys.mask != "kept" or step["kept"]:
                     rows.append(step["next", key])
                     rows += [goal_fn(step["next", keys.achieved_goal][None])[0]] if key == keys.desired_goal else []
-        values = np.stack([row.numpy().astype(np.float64).reshape(-1) for row in rows])
+        values = np.stack([row.double().numpy().reshape(-1) for row in rows])
         features.append((values.mean(0), values.std(0).clip(0.01)))
     return [np.concatenate(parts) for parts in zip(*features, strict=True)]
 
@@ -82,7 +82,9 @@ def make_policy(inputs, features=6, actions=2):
 # Statistics
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16, torch.uint8]
+)
 @pytest.mark.parametrize("goal", [(2,), (2, 3)])
 @pytest.mark.parametrize("keys", [PLAIN, NESTED], ids=["default keys", "nested keys and a mask"])
 def test_the_statistics_are_those_of_all_steps_and_goals_also_count_the_achieved_ones(dtype, goal, keys):
@@ -281,6 +283,22 @@ def test_no_loss_holds_the_statistics_and_it_learns_from_samples():
     assert not any("mean" in name or "scale" in name for name in loss.state_dict())
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_ensemble_of_policies_is_evaluated_by_vmap():
+    inputs = NormalizedInputs()
+    inputs.update(collected())
+    policies = [make_policy(inputs) for _ in range(3)]
+    parameters, data = TensorDict.from_modules(*policies, as_module=True), collected().exclude("next", "action")
+    policy = copy.deepcopy(policies[0])
+
+    def act(parameters, data):
+        with parameters.to_module(policy):
+            return policy(data)["action"]
+
+    actions = torch.vmap(act, (0, None))(parameters, data)
+    assert torch.allclose(actions, torch.stack([each(data.copy())["action"] for each in policies]), atol=1e-6)
+
+
 def test_it_compiles_into_one_graph_with_the_hindsight_transform():
     inputs = NormalizedInputs()
     rb = make_buffer(inputs)
@@ -439,6 +457,9 @@ WRONG = {
     "NaN": ({"observation": FULL(torch.nan)}, ValueError, r"'observation'\) has NaN or infinite.*left unchanged"),
     "finite values beyond float32": ({"observation": torch.full((60, 3), 1e200, dtype=torch.float64)}, ValueError,
         r"'observation'\) has values beyond the range of float32.*left unchanged"),
+    "values beyond float32 with a mean of 0": (
+        {"observation": torch.tensor([1e39, -1e39], dtype=torch.float64).repeat(30)[:, None].expand(60, 3)},
+        ValueError, r"'observation'\) has values beyond the range of float32.*left unchanged"),
     "infinite goals": ({"achieved_goal": FULL(torch.inf)}, ValueError, r"'achieved_goal'\) has NaN or infinite"),
 }  # fmt: skip
 

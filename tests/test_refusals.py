@@ -395,6 +395,15 @@ UNACCEPTED = {
         "a flag that is renamed before it is restored": (
             before(lambda: envs.RenameTransform(["done"], ["ended"]), CompactGoals),
             f"RenameTransform {COMES_BEFORE.format('reads .*done.* before relabelling replaces or restores')}"),
+        "a flag that is set before it is restored": (
+            before(lambda: envs.RenameTransform(["observation"], ["done"]), CompactGoals),
+            f"RenameTransform {COMES_BEFORE.format('writes .*done.*, which relabelling then replaces')}"),
+        "a cast under another name": (
+            before(partial(envs.DTypeCastTransform, torch.float32, torch.float64, ["desired_goal"], ["precise_goal"])),
+            f"DTypeCastTransform {COMES_BEFORE.format('reads .*desired_goal')}"),
+        "an achieved goal that is overwritten": (
+            before(lambda: envs.RenameTransform(["observation"], [("next", "achieved_goal")])),
+            f"RenameTransform {COMES_BEFORE.format('writes .*achieved_goal')}"),
         **{f"n steps after it, a write of {count}": ({"after": [n_steps]},
             r"comes after HERTransform.*Place it before HERTransform: Compose\(MultiStepTransform",
             lambda data, count=count: data[:count])

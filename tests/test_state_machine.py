@@ -417,6 +417,7 @@ class AugmentationConfig:
     mask: bool
     storage: str
     max_episode_steps: int
+    capacity: int  # at least `max_episode_steps` goals are kept
     ndim: int = 1
     n_steps: int = 1
     size: int = 10_000
@@ -427,6 +428,7 @@ class AugmentationConfig:
             strategy=self.strategy,
             n_sampled_goal=self.copies,
             max_episode_steps=self.max_episode_steps,
+            capacity=self.capacity,
         )
         storage = named(self.storage)(self.size)
         return TensorDictReplayBuffer(storage=storage, transform=Compose(hindsight), batch_size=12)
@@ -446,6 +448,7 @@ class Augmentation(Writes):
             mask=st.booleans(),
             storage=st.sampled_from(STORAGES),
             max_episode_steps=st.sampled_from([1000, 4]),
+            capacity=st.sampled_from([10_000, 6]),  # the episodes of a write may not fit
         )
     )
     def begin(self, config):

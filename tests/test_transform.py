@@ -17,7 +17,7 @@ from support.goals import reached, reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import FLAGS, Goals, World, transitions, whole_episodes
-from torchrl_her import CompactGoals, GoalReward, HERKeys, HERTransform, SparseReward, Subgoal
+from torchrl_her import CompactGoals, GoalReward, HERKeys, HERTransform, PackedStorage, SparseReward, Subgoal
 
 RELABELLED = ("hindsight", "relabelled")
 hindsight = partial(make_transform, capacity=1000, her_ratio=1.0)
@@ -42,15 +42,27 @@ def record(envs=1, ids=True, strategy="future", capacity=1000, **options):
 GOALS = [((), torch.float64), ((1,), torch.int64), ((3,), torch.bfloat16), ((3, 8, 8), torch.uint8), ((2,), torch.bool)]
 
 
+@pytest.mark.parametrize("way", WAYS_TO_COPY)
 @pytest.mark.parametrize(("goal_shape", "dtype"), GOALS)
-def test_a_goal_is_a_tensor_of_any_shape_and_dtype(goal_shape, dtype):
+def test_a_goal_is_a_tensor_of_any_shape_and_dtype(goal_shape, dtype, way, tmp_path):
+    """A copy of the buffer continues the running episode."""
     goals, td = torch.randint(0, 256, (8, *goal_shape)).to(dtype), transitions(whole_episodes(6))
     td["achieved_goal"], td["next", "achieved_goal"] = goals[:6], goals[1:7]
     td["desired_goal"] = td["next", "desired_goal"] = goals[7:].expand(6, *goal_shape)
     td["next", "reward"].fill_(-1)
-    rb = buffer_with(hindsight(reward=SparseReward(0), strategy="final"), td)
+
+    def make():
+        transform = hindsight(reward=SparseReward(0), strategy="final")
+        return TensorDictReplayBuffer(storage=PackedStorage(20), transform=transform, batch_size=256)
+
+    rb = make()
+    rb.extend(td[:4])
+    rb = WAYS_TO_COPY[way](rb, make(), tmp_path)
+    rb.extend(td[4:])
     sample = rb.sample()
     assert sample[RELABELLED].all()
+    at_goal = (sample["next", "achieved_goal"] == sample["desired_goal"]).reshape(256, -1).all(1)
+    assert torch.equal(sample["next", "reward"].squeeze(-1) == 0, at_goal)
     assert sample["desired_goal"].dtype == dtype
     assert sample["desired_goal"].shape == (256, *goal_shape)
     assert (sample["desired_goal"] == td["next", "achieved_goal"][-1]).all()

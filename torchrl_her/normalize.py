@@ -146,7 +146,7 @@ class NormalizedInputs(Transform):
             inputs = torch.cat([value.to(dtype) for value in values], -1) - mean
             if is_double:
                 inputs = inputs.sub_(self._mean_error.to(inputs.device)).to(scale.dtype)
-            inputs = inputs.div_(scale).clamp_(-self.clip, self.clip)
+            inputs = inputs.div_(scale).clamp(-self.clip, self.clip)
             tensordict.set(unravel_key((*place, *self.out_keys)), inputs)
             if place and not torch.compiler.is_compiling() and self._sampled < SAMPLED_WITHOUT_UPDATE:
                 self._count_sampled(batch.numel())

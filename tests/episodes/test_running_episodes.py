@@ -96,6 +96,18 @@ def test_an_episode_ends_with_its_trajectory_id():
     assert recorded.rb[:]["desired_goal"][:, 1].tolist() == [4] * 4 + [8] * 4
 
 
+def test_an_episode_ends_with_its_trajectory_id_although_the_next_one_is_in_the_same_row():
+    recorded = record(envs=2, ndim=2)
+    for end in ("cut", "go"):
+        rows = [row for env in range(2) for row in recorded.world.play(env, ["go"] * 3 + [end])]
+        data = recorded.world.tensordict(rows).reshape(2, 4)
+        for flag in ("done", "truncated"):
+            data["next", flag].zero_()
+        recorded.rb.extend(data)
+    recorded.rb.transform[0].flush()
+    assert recorded.rb[:]["desired_goal"][..., 1].tolist() == [[4] * 4 + [8] * 4] * 2
+
+
 def test_episodes_enter_the_table_in_the_order_of_writing_whatever_their_ids():
     """So the goals of all transitions in the storage are in a table of the same size."""
     recorded = record(size=75, capacity=75)
@@ -129,6 +141,29 @@ def test_the_state_of_a_transform_without_transitions_drops_running_episodes_and
         each.load_state_dict(make_buffer().transform[0].state_dict())
         assert each.report().running == 0
     assert not recorded.rb[:][RELABELLED].any()
+
+
+def test_steps_that_were_written_after_the_loaded_state_keep_their_goals():
+    """Their episode is known, but only its first steps."""
+    recorded = record()
+    hindsight = recorded.rb.transform[0]
+    recorded.play([["go"] * 3])
+    state = hindsight.state_dict()
+    recorded.play([["go"] * 4])
+    hindsight.load_state_dict(state)
+    assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 3 + [False] * 4
+
+
+@pytest.mark.parametrize(("pauses", "episodes"), [([60] * 8 + [110], 2), ([90, 150], 3)])
+def test_an_episode_may_pause_nearly_twice_as_long_as_usual_even_if_that_exceeds_the_capacity(pauses, episodes):
+    """A single long pause does not count as usual."""
+    recorded = record(envs=2, capacity=100)
+    for pause in pauses:
+        recorded.play([[], ["go"]])
+        for _ in range(pause // 5):
+            recorded.play([["go"] * 5])
+    recorded.play([[], ["go"]])
+    assert recorded.rb.transform[0].report().episodes == episodes
 
 
 def test_an_episode_that_nothing_continues_for_the_capacity_is_closed():

@@ -95,6 +95,15 @@ def test_an_endless_episode_has_no_more_memory_than_others_and_all_of_its_newest
         assert recorded.check() >= least * len(recorded.rb)
 
 
+def test_the_window_of_an_endless_episode_has_no_step_that_has_left_the_table_just_after_it_has_moved():
+    world, rb = World(1, Goals()), make_buffer(50, her_ratio=1.0, strategy="episode")
+    shares = []
+    for _ in range(20):
+        rb.extend(world.written(["go"] * 17))
+        shares.append(float(rb.transform(rb.storage[:].repeat(20))[RELABELLED].double().mean()))
+    assert max(shares[5:]) == 1.0 > min(shares)
+
+
 def test_an_episode_that_is_much_slower_than_another_keeps_its_goals():
     """Its window has room for a long time, while the other episode takes all other places of the index."""
     world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
@@ -102,6 +111,19 @@ def test_an_episode_that_is_much_slower_than_another_keeps_its_goals():
         for number, steps in ((1, 1), (0, 9)):
             rb.extend(world.tensordict(world.play(number, ["go"] * steps)))
         assert rb[:][RELABELLED].all()
+
+
+def test_an_episode_that_goes_on_after_a_long_pause_keeps_its_newest_goal():
+    """Meanwhile, another environment has taken most places of the index."""
+    world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
+    for pause in (10, 20, 40, 80, 150):
+        rows = world.play(1, ["go"])
+        rb.extend(world.tensordict(rows))
+        for written in range(5, pause + 5, 5):
+            rb.extend(world.tensordict(world.play(0, ["go"] * 5)))
+            if written <= 95:
+                batch = rb[:]
+                assert batch[RELABELLED][batch["uid"] == rows[0].uid].item()
 
 
 def test_the_transitions_of_an_unknown_episode_keep_their_goals():

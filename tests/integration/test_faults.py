@@ -122,6 +122,23 @@ def test_goals_are_correct_with_concurrent_writers_and_samplers(start, samplers,
     assert rb.write_count >= 2 * count
 
 
+def test_no_transition_of_processes_that_write_at_the_same_time_is_lost_or_mixed_up():
+    rb = make_buffer(2500, 2500, shared=True)
+    rb.transform[0].her_ratio = 1.0
+    rb.extend(Source(0, 8, 1).next())
+    rb.storage._storage.share_memory_()
+    fork = torch.multiprocessing.get_context("fork")
+    writers = [fork.Process(target=write, args=(rb, first, 3, 1200), daemon=True) for first in (8, 16)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    batch = rb[:]
+    assert check(batch) == len(batch) == 2408
+    assert len({tuple(place) for place in batch["observation"].tolist()}) == 2408
+
+
 # Checkpoints
 
 

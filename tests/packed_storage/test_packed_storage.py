@@ -420,6 +420,7 @@ MISFITS = {  # key, new value (None to remove the entry), and message
     "missing, nested": (("next", "deep"), None, "'next', 'deep', 'half'.* is missing"),
     "new": ("loc", torch.zeros(4, 1), "'loc' is new"),
     "new, nested": (("next", "loc"), torch.zeros(4, 1), "'next', 'loc'.* is new"),
+    "new, a tensordict": ("more", {"x": torch.zeros(4)}, "'more', 'x'.* is new"),
     "shape": ("observation", torch.zeros(4, 6), r"'observation' is torch.float32 \[6\] and was torch.float32 \[5\]"),
     "dtype": ("observation", torch.zeros(4, 5).double(),
         r"'observation' is torch.float64 \[5\] and was torch.float32 \[5\]"),

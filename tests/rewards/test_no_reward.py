@@ -1,13 +1,24 @@
 """HERTransform(None) relabels goals, and leaves rewards and done flags as they are stored."""
 
+from functools import partial
+
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
+from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer, TensorStorage
 from torchrl.envs import Compose, MultiStepTransform
 
-from support.factories import same
+from support.factories import same, seeded_sample
+from support.goals import reward_of
 from support.world import Goals, World
-from torchrl_her import Geometric, HERTransform, HindsightAugmentation
+from torchrl_her import (
+    CompactGoals,
+    Geometric,
+    GoalReward,
+    HERTransform,
+    HindsightAugmentation,
+    Mixture,
+    MovementPriority,
+)
 
 REWARD = ("next", "reward")
 GOALS = ["desired_goal", ("next", "desired_goal")]
@@ -43,6 +54,36 @@ def test_only_goals_change(kind, without):
     assert report.relabelled == pytest.approx(relabelled.double().mean().item())
     assert (report.original_reward, report.relabelled_reward, report.relabelled_reached) == (None, None, None)
     assert repr(hindsight).startswith(f"{kind.__name__}(None, strategy=Geometric(0.9)")
+
+
+SLICES = {"slice_len": 4, "traj_key": ("collector", "traj_ids"), "strict_length": True}
+WITH = {  # transforms before, options of HERTransform and of the buffer
+    "infos of a mixture": ([], {"strategy": Mixture({"future": 0.5, "final": 0.5}), "info": True}, {}),
+    "all relabelled": ([], {"her_ratio": 1.0}, {}),
+    "other goals": ([], {"strategy": {"desired_goal": "future", "other_goal": "final"}}, {}),
+    "sequences": ([], {"sequence_length": 4}, {"sampler": partial(SliceSampler, **SLICES)}),
+    "movement": ([partial(MovementPriority, far=6.0)], {}, {}),
+    "compact goals": ([CompactGoals], {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize("without", [[], [REWARD]], ids=["rewards", "no rewards"])
+def test_the_goals_are_those_with_a_reward(name, without):
+    before, options, others = WITH[name]
+    batches = []
+    for reward in (None, GoalReward(reward_of)):
+        transform = Compose(*(make() for make in before), HERTransform(reward, capacity=100, **options))
+        rb = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(100),
+            transform=transform,
+            batch_size=200,
+            **{key: make() for key, make in others.items()},
+        )
+        rb.extend(episodes(*([] if reward else without)))
+        batches.append(seeded_sample(rb).exclude("hindsight_stamp", REWARD))
+    assert same(*batches)
+    assert batches[0]["hindsight", "relabelled"].any()
 
 
 def test_a_data_set_without_goals_and_rewards_is_adopted():

@@ -70,6 +70,18 @@ def test_a_function_that_can_be_called_with_two_arguments_is_not_refused(functio
     GoalReward(function)
 
 
+def test_the_reward_of_an_environment_takes_goals_and_infos_in_bfloat16():
+    class Scaled(PointReach):
+        def compute_reward(self, achieved_goal, desired_goal, info):
+            return super().compute_reward(achieved_goal, desired_goal, info) * info["scale"]
+
+    reward = EnvReward(Scaled(), info_keys=["scale"])
+    given = goals_of(*torch.rand(2, 40, 2, dtype=torch.bfloat16).div(10)).set("scale", torch.rand(40).bfloat16())
+    found, expected = (reward(each)["next", "reward"] for each in (given.clone(), given.float()))
+    assert torch.equal(found, expected)
+    assert found.unique().numel() > 5
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 4, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.bool])
 def test_a_sparse_reward_is_that_of_a_plain_loop(dtype, shape):

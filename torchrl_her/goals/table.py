@@ -303,9 +303,8 @@ class GoalTable:
 
     def read_any(self, episode: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return the goals of any episodes, such as the result of `any_goal`, as `read` does."""
-        found = self.find(episode)
-        goals, is_in_table = self.read(found, episode, step)
-        return goals, is_in_table & found.is_known & (episode > 0)  # empty rows have the name 0, too
+        goals, is_in_table = self.read(self.find(episode), episode, step)
+        return goals, is_in_table & (episode > 0)  # empty rows have the name 0, too
 
     def any_goal(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the episodes and steps of goals in random rows, ``int64 [*shape]`` each. Empty rows give episode 0."""

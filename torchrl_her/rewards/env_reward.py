@@ -52,7 +52,7 @@ class EnvFunction:
 
     def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
         """Return the values, ``[batch]`` or ``[batch, 1]``, for goals ``[batch, *goal]``."""
-        arrays = (achieved.numpy(force=True), desired.numpy(force=True), info or {})
+        arrays = (to_numpy(achieved), to_numpy(desired), info or {})
         could_be_batched = self.batched is not False
         if self.batched is None:
             self.batched = self._is_batched(*arrays)
@@ -144,6 +144,11 @@ def name_of(env: Any) -> str:
     return type(getattr(env, "unwrapped", env)).__name__
 
 
+def to_numpy(values: Tensor) -> np.ndarray:
+    """Return an array with the values of a tensor. NumPy has no bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)
+
+
 class EnvReward(GoalReward):
     """Reward from the environment's own ``compute_reward(achieved_goal, desired_goal, info)``.
 
@@ -205,7 +210,7 @@ class EnvReward(GoalReward):
         info = {}
         for key in self.info_keys:
             value = get_entry(tensordict, key, "info_keys")
-            info[path_of(key)[-1]] = value.reshape(len(desired), *value.shape[tensordict.ndim :]).numpy(force=True)
+            info[path_of(key)[-1]] = to_numpy(value.reshape(len(desired), *value.shape[tensordict.ndim :]))
         return [
             function(achieved, desired, info) if isinstance(function, EnvFunction) else function(achieved, desired)
             for function in self.functions
