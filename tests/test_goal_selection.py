@@ -25,6 +25,7 @@ from torchrl.envs import (
 )
 
 import torchrl_her.envs
+from support.factories import forked
 from torchrl_her import (
     EnvReward,
     Feasible,
@@ -446,17 +447,35 @@ def test_a_copy_reads_the_same_goals():
     assert TransformedEnv(point(), selection).rollout(3)["goal_selection", "selected"].all()
 
 
-def test_an_unpickled_environment_reads_the_goals_of_the_buffer_that_was_pickled_with_it():
+@pytest.mark.parametrize("run", [lambda test: test(), forked], ids=["same process", "another process"])
+def test_an_unpickled_environment_reads_the_goals_of_the_buffer_that_was_pickled_with_it(run):
     hindsight, rb = make_hindsight()
     env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=50))
-    for names in (("env", "rb"), ("rb", "env")):
-        loaded = pickle.loads(pickle.dumps({name: {"env": env, "rb": rb}[name] for name in names}))
-        copied, copied_rb = loaded["env"], loaded["rb"]
-        assert not copied.rollout(50)["goal_selection", "selected"].any()
-        copied_rb.extend(copied.rollout(50))
-        assert copied.rollout(3)["goal_selection", "selected"].all()
-        assert hindsight.table_size == 0, "the original has its own goals"
-    alone = pickle.loads(pickle.dumps(env))
+    pickled = [pickle.dumps({"env": env, "rb": rb}), pickle.dumps({"rb": rb, "env": env})]
+
+    def load_and_collect():
+        for each in pickled:
+            loaded = pickle.loads(each)
+            copied, copied_rb = loaded["env"], loaded["rb"]
+            assert not copied.rollout(50)["goal_selection", "selected"].any()
+            copied_rb.extend(copied.rollout(50))
+            assert copied.rollout(3)["goal_selection", "selected"].all()
+
+    assert not run(load_and_collect)
+    assert hindsight.table_size == 0, "the original has its own goals"
+
+
+def test_an_environment_unpickled_without_its_buffer_is_refused():
+    hindsight, _rb = make_hindsight()
+    env = TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=50))
+    pickled = pickle.dumps(env)
+
+    def load_elsewhere():
+        with pytest.raises(RuntimeError, match="is in another process than the replay buffer"):
+            pickle.loads(pickled).reset()
+
+    assert not forked(load_elsewhere)
+    alone = pickle.loads(pickled)
     with pytest.raises(RuntimeError, match=r"unpickled without its replay buffer.*Pickle both together"):
         alone.reset()
     with pytest.raises(RuntimeError, match="unpickled without its replay buffer"):

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_her._private import ids_around
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goal_selectors import FITTED, Density, Feasible, GoalSelector
 from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
@@ -156,7 +155,6 @@ class GoalSelection(Transform):
             )
         super().__init__()
         self._hindsight = (hindsight,)  # a tuple: the transform of the buffer is not a part of this module
-        self._pickled_in: int | None = None  # the process in which this object was pickled
         self.selector, self.feasible = selector, feasible
         self.share, self.candidates, self.start = share, candidates, start
         self.within_desired, self.towards_desired = within_desired, towards_desired
@@ -234,20 +232,21 @@ class GoalSelection(Transform):
         return tensordict_reset.set(SELECTION, TensorDict(selection, batch_size=batch, device=tensordict_reset.device))
 
     def _check_process(self) -> None:
-        if not self.hindsight.is_up_to_date:
-            raise RuntimeError(
-                "GoalSelection is in another process than the replay buffer, and their goal table is not shared, so no "
-                "goal that the agent achieves would arrive. Create the buffer with shared=True, a storage that is "
-                'shared, and HERTransform(..., goal_spec=env.observation_spec["achieved_goal"]), before the '
-                "collector. Or append GoalSelection to the batched environment, TransformedEnv(ParallelEnv(...), "
-                "GoalSelection(...)), in the process of the buffer."
-            )
-        if self._pickled_in == os.getpid() and not ids_around(self.hindsight):
+        if self.hindsight.is_up_to_date:
+            return
+        if self.hindsight.pickled_in == os.getpid():
             raise RuntimeError(
                 "GoalSelection was unpickled without its replay buffer, so no goal that the agent achieves would "
                 "arrive in its copy of the goal table. Pickle both together, pickle.dumps((env, replay_buffer)), or "
                 "create GoalSelection again with the HERTransform of the buffer."
             )
+        raise RuntimeError(
+            "GoalSelection is in another process than the replay buffer, and their goal table is not shared, so no "
+            "goal that the agent achieves would arrive. Create the buffer with shared=True, a storage that is "
+            'shared, and HERTransform(..., goal_spec=env.observation_spec["achieved_goal"]), before the '
+            "collector. Or append GoalSelection to the batched environment, TransformedEnv(ParallelEnv(...), "
+            "GoalSelection(...)), in the process of the buffer."
+        )
 
     def _count_ended(self, resets: Tensor) -> None:
         """Count the episodes that end because their environments reset, ``bool [n]``."""
@@ -407,9 +406,6 @@ class GoalSelection(Transform):
         memo[id(self.hindsight)] = self.hindsight  # a copy reads the same goal table
         state: Any = super().__getstate__()
         return deep_copy(self, state, memo)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_pickled_in": os.getpid()}
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the desired goals and counts so far for ``state_dict``."""

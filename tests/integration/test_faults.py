@@ -19,7 +19,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
 import torchrl_her
-from support.factories import make_augmentation, make_transform, start_processes_from_a_server
+from support.factories import forked, make_augmentation, make_transform, start_processes_from_a_server
 from support.traffic import Source, check, make_buffer
 from support.world import Goals, World
 
@@ -263,18 +263,6 @@ def test_an_interrupted_write_does_not_undo_the_write_of_a_waiting_thread(make):
 
 
 # Between processes
-
-
-def forked(function):
-    """Run a function in a fork of this process, and return the fork's exit status."""
-    process = os.fork()
-    if process == 0:
-        try:
-            function()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(process, 0)[1]
 
 
 @pytest.fixture

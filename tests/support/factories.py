@@ -133,3 +133,15 @@ def start_processes_from_a_server() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server does not get sys.path itself
         yield
     multiprocessing.set_start_method(before, force=True)
+
+
+def forked(function: Callable[[], object]) -> int:
+    """Run a function in a fork of this process, and return the fork's exit status."""
+    process = os.fork()
+    if process == 0:
+        try:
+            function()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(process, 0)[1]

@@ -174,9 +174,9 @@ class Episodes:
     # Sampling
 
     @property
-    def is_up_to_date(self) -> bool:
-        """Whether goals that are written now reach this object: not in a copy for another process."""
-        return self.lock.is_shared or self._process == os.getpid()
+    def is_in_its_process(self) -> bool:
+        """Whether this process owns the running episodes. A forked process does not."""
+        return self._process == os.getpid()
 
     @property
     def table_size(self) -> int:
@@ -232,6 +232,10 @@ class Episodes:
         copied = copy.copy(self)
         copied.lanes = self.lanes.without_episodes()
         return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._process = os.getpid()  # an unpickled copy belongs to the process that unpickles it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the goal table and the running episodes."""
