@@ -235,6 +235,10 @@ class Lanes:
         ids = np.full(len(written.done), NO_ID) if written.trajectory is None else written.trajectory
         if written.trajectory is not None and len(free):
             free = free[_is_in(lanes[free, TRAJECTORY], ids[first[left]])]
+            lane = _match_ids(written, runs, old, free, first[left])
+            if lane is not None:
+                source[left] = lane
+                return source, 0
         # Without ids, no other row of this write may continue the episode of a row.
         are_apart = rows_are_lanes or runs.has_one_run_per_id
         open_runs = np.empty(0, np.int64) if are_apart else np.flatnonzero(~written.done[last])
@@ -414,6 +418,24 @@ def _match_stream(written: Write, old: Running) -> tuple[np.ndarray, np.ndarray]
     lane = np.full(len(first), -1)
     lane[episode] = of_lane
     return first, lane
+
+
+def _match_ids(written: Write, runs: Runs, old: Running, free: np.ndarray, first: np.ndarray) -> np.ndarray | None:
+    """Return the lane that each run continues, or -1, if trajectory ids alone decide and the goals agree, else None.
+
+    ``free`` are the lanes with the ids of runs, and ``first`` are the first positions of the runs, ``int64 [n]`` each.
+    """
+    assert written.trajectory is not None
+    by_id = free[np.argsort(old.lanes[free, TRAJECTORY])]
+    known, ids = old.lanes[by_id, TRAJECTORY], written.trajectory[first]
+    if not (runs.has_one_run_per_id and len(known) and (known[1:] != known[:-1]).all()):
+        return None
+    place = np.searchsorted(known, ids).clip(max=len(known) - 1)
+    lane = by_id[place]
+    is_found = known[place] == ids
+    if (old.arrived[lane[is_found]] != written.start[first[is_found]]).any():
+        return None
+    return np.where(is_found, lane, -1)
 
 
 def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[np.ndarray, bool]:
