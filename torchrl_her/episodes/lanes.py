@@ -10,10 +10,12 @@ import torch
 
 from torchrl_her.episodes.matching import (
     Runs,
+    begin_while_running,
     chain_heads,
     cut_into_runs,
     first_in_first_out,
     hash_goals,
+    is_in,
     queue_sizes,
     rank_goals,
 )
@@ -234,7 +236,7 @@ class Lanes:
         free = np.flatnonzero(is_free)
         ids = np.full(len(written.done), NO_ID) if written.trajectory is None else written.trajectory
         if written.trajectory is not None and len(free):
-            free = free[_is_in(lanes[free, TRAJECTORY], ids[first[left]])]
+            free = free[is_in(lanes[free, TRAJECTORY], ids[first[left]])]
             lane = _match_ids(written, runs, old, free, first[left])
             if lane is not None:
                 source[left] = lane
@@ -382,13 +384,6 @@ class Lanes:
         )
 
 
-def _is_in(values: np.ndarray, few: np.ndarray) -> np.ndarray:
-    """Return which values occur among a few others, ``bool [n]``; faster than ``np.isin``, which sorts all of them."""
-    few = np.sort(few)
-    place = np.searchsorted(few, values).clip(max=len(few) - 1)
-    return few[place] == values
-
-
 def _rows_of(written: Write) -> int:
     """Return the number of rows of a write if each can be an environment, otherwise 0."""
     return len(written.done) // written.row_length if written.row_length else 0
@@ -479,7 +474,7 @@ def _find_breaks(written: Write, runs: Runs, source: np.ndarray, old: Running, p
     to_begin = int(written.begins.sum()) if old.to_begin is None else old.to_begin
     last = parts.last[parts.ended & ~parts.goes_on]
     if written.trajectory is not None:
-        return first[_begin_while_running(written, runs, begins, old)], to_begin + len(last)
+        return first[begin_while_running(written, runs, begins, old.lanes[:, TRAJECTORY])], to_begin + len(last)
     claims = begins & ~(written.begins[first] & (written.row_length > 1))
     if claims.sum() <= to_begin:  # the usual case
         return first[:0], to_begin - int(claims.sum()) + len(last)
@@ -487,18 +482,3 @@ def _find_breaks(written: Write, runs: Runs, source: np.ndarray, old: Running, p
     change = np.append(to_begin, np.column_stack([-claims.astype(np.int64), ends]))
     refused, size = queue_sizes(change, np.arange(len(change)) == 0)
     return first[refused[1::2]], int(size[-1] + change[-1])
-
-
-def _begin_while_running(written: Write, runs: Runs, begins: np.ndarray, old: Running) -> np.ndarray:
-    """Return which of the runs in ``begins`` start while another episode with the same id is running."""
-    assert written.trajectory is not None
-    lanes = len(old.lanes)
-    if not begins.any() or (runs.has_one_run_per_id and (~begins).sum() == lanes):  # all running episodes go on
-        return np.zeros_like(begins)
-    ids = np.concatenate([old.lanes[:, TRAJECTORY], written.trajectory[runs.first]])
-    change = np.concatenate([np.ones(lanes, np.int64), ~written.done[runs.last] - (~begins).astype(np.int64)])
-    event = np.flatnonzero(np.isin(ids, ids[lanes:][begins]))
-    event = event[np.argsort(ids[event], kind="stable")]
-    running = np.zeros(len(ids), np.int64)
-    running[event] = queue_sizes(change[event], np.append(True, ids[event[1:]] != ids[event[:-1]]))[1]
-    return begins & (running[lanes:] > 0)
