@@ -41,7 +41,7 @@ class HindsightAugmentation(Transform):
 
     The transform holds the transitions of an episode back until the episode ends. Then it stores each transition and
     ``n_sampled_goal`` copies of it with other goals, at the root and under ``"next"``, and recomputed rewards. Sampling
-    takes 15% to 19% longer than without hindsight (from a ``LazyTensorStorage``), and prioritized replay keeps a
+    takes 13% to 20% longer than without hindsight (from a ``LazyTensorStorage``), and prioritized replay keeps a
     separate priority for each copy. In comparison, `HERTransform` needs about a quarter of the memory (for
     ``n_sampled_goal=4``), draws new goals in each sample and works with every storage.
 
