@@ -104,6 +104,9 @@ def config_of(cls: type, target: str | None = None) -> type:
     Args:
         cls (type): the class, which ``torchrl_her`` exports.
         target (str, optional): the function of this module that Hydra calls. By default, it calls the class.
+
+    Returns:
+        type: the dataclass, named after the class: ``HERTransformConfig``.
     """
     path = f"torchrl_her.configs.{target}" if target else f"torchrl_her.{cls.__name__}"
     # With "all", Hydra passes dicts and lists instead of OmegaConf's containers.
