@@ -44,6 +44,7 @@ TIERS = [
     {"transform", "augmentation"},
     {"goal_selectors", "goal_selection"},
     {"goal_env_check", "envs", "checkpoints", "__main__"},
+    {"configs"},
 ]
 ALONE = {  # the only modules and folders that these import
     "envs": {"envs"},
@@ -84,6 +85,16 @@ def test_a_module_imports_only_modules_of_earlier_tiers():
             allowed = other in tier_of and other in ALONE.get(folder, tier_of)
             assert allowed, f"{module} imports {imported or 'the package itself'}"
             assert tier_of[other] <= tier_of[folder], f"{module} imports {imported}"
+
+
+def test_only_the_configs_import_hydra():
+    importers = {
+        module
+        for module in MODULES
+        for name in names_imported_by(module)
+        if name.split(".")[0] in ("hydra", "omegaconf")
+    }
+    assert importers == {"configs"}
 
 
 def test_no_module_imports_itself_in_a_circle():

@@ -1,0 +1,200 @@
+"""Hydra configs of the classes of this package, in the form of TorchRL's ``torchrl.trainers.algorithms.configs``.
+
+Importing this module registers them in Hydra's groups: ``transform``, ``storage``, ``reward``, ``strategy``,
+``goal_selector``, ``feasible`` and ``her_keys``. The fields of a config are the arguments of its class, with their
+types, as far as OmegaConf knows them, and their defaults.
+
+YAML has no tuples, so a list of names is a nested key: ``desired_goal: [robot, target]``.
+
+Raises:
+    ImportError: if Hydra is not installed.
+
+Examples:
+    >>> from hydra.utils import instantiate
+    >>> from torchrl_her.configs import HERTransformConfig, SparseRewardConfig
+    >>> instantiate(HERTransformConfig(reward=SparseRewardConfig(threshold=0.05), capacity=1000))
+    HERTransform(SparseReward, capacity=1000)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, field, make_dataclass
+from functools import partial
+from types import NoneType
+from typing import Any, get_args
+
+from torchrl_her.augmentation import HindsightAugmentation
+from torchrl_her.compact import CompactGoals
+from torchrl_her.goal_selection import GoalSelection
+from torchrl_her.goal_selectors import Feasible, LowestDensity, Uniform
+from torchrl_her.goals.strategies import (
+    Current,
+    Episode,
+    Final,
+    Future,
+    Geometric,
+    Mixture,
+    PastDesired,
+    Random,
+    Subgoal,
+)
+from torchrl_her.keys import HERKeys
+from torchrl_her.movement import MovementPriority
+from torchrl_her.normalize import NormalizedInputs
+from torchrl_her.packed_storage.packed_storage import PackedStorage
+from torchrl_her.rewards.env_reward import EnvReward
+from torchrl_her.rewards.goal_reward import GoalReward, ReachedReward, SparseReward
+from torchrl_her.transform import HERTransform
+
+try:
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import MISSING
+except ImportError as error:
+    raise ImportError(
+        "torchrl_her.configs needs Hydra: pip install hydra-core, or install torchrl_her with the extra `trainers`."
+    ) from error
+
+CHECKED_TYPES = (bool, int, float, str, NoneType)  # OmegaConf converts values to these types, and to unions of them
+
+
+# Targets of classes whose arguments YAML cannot write
+
+
+def her_keys(**keys: Any) -> HERKeys:
+    """Return `HERKeys`; a nested key can be a list."""
+    return HERKeys(**{name: _nested(key) for name, key in keys.items()})
+
+
+def normalized_inputs(in_keys: Sequence[Any] | None, out_key: Any, **options: Any) -> NormalizedInputs:
+    """Return `NormalizedInputs`; a nested key can be a list."""
+    return NormalizedInputs(_all_nested(in_keys), _nested(out_key), **options)
+
+
+def env_reward(env: Any, info_keys: Sequence[Any], **options: Any) -> EnvReward:
+    """Return an `EnvReward`; a nested key can be a list."""
+    return EnvReward(env, info_keys=_all_nested(info_keys), **options)
+
+
+def subgoal(steps: int, limit: Any) -> Subgoal:
+    """Return a `Subgoal`; a nested key can be a list."""
+    return Subgoal(steps, limit=_nested(limit))
+
+
+def mixture(members: Mapping[Any, float] | Iterable[tuple[Any, float]]) -> Mixture:
+    """Return a `Mixture`, given names and their probabilities, or pairs of a strategy and its probability."""
+    return Mixture(dict(members))
+
+
+def _nested(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key
+
+
+def _all_nested(keys: Any) -> Any:
+    return [_nested(key) for key in keys] if isinstance(keys, list) else keys
+
+
+# Configs
+
+
+def config_of(cls: type, target: str | None = None) -> type:
+    """Return a dataclass whose fields are the arguments of a class.
+
+    Args:
+        cls (type): the class, which ``torchrl_her`` exports.
+        target (str, optional): the function of this module that Hydra calls. By default, it calls the class.
+
+    Returns:
+        type: the dataclass, named after the class: ``HERTransformConfig``.
+    """
+    path = f"torchrl_her.configs.{target}" if target else f"torchrl_her.{cls.__name__}"
+    # With "all", Hydra passes dicts and lists instead of OmegaConf's containers.
+    fields: list[Any] = [("_target_", str, path), ("_partial_", bool, False), ("_convert_", str, "all")]
+    for name, parameter in inspect.signature(cls, eval_str=True).parameters.items():
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            fields.append((name, _type_of(parameter.annotation), _default_of(parameter)))
+    doc = f"Hydra config of `{cls.__name__}`."
+    return make_dataclass(f"{cls.__name__}Config", fields, namespace={"__module__": __name__, "__doc__": doc})
+
+
+def _type_of(annotation: Any) -> Any:
+    """Return the type of a field: Any for types that OmegaConf cannot check."""
+    types = get_args(annotation) or (annotation,)
+    return annotation if all(each in CHECKED_TYPES for each in types) else Any
+
+
+def _default_of(parameter: inspect.Parameter) -> Any:
+    if parameter.default is parameter.empty:
+        return MISSING
+    if parameter.default == HERKeys():
+        # A dict, because OmegaConf does not replace a typed default with a reference such as ${keys}.
+        return field(default_factory=partial(asdict, HERKeysConfig()))
+    return parameter.default
+
+
+HERKeysConfig = config_of(HERKeys, "her_keys")
+
+HERTransformConfig = config_of(HERTransform)
+HindsightAugmentationConfig = config_of(HindsightAugmentation)
+NormalizedInputsConfig = config_of(NormalizedInputs, "normalized_inputs")
+GoalSelectionConfig = config_of(GoalSelection)
+CompactGoalsConfig = config_of(CompactGoals)
+MovementPriorityConfig = config_of(MovementPriority)
+
+PackedStorageConfig = config_of(PackedStorage)
+
+EnvRewardConfig = config_of(EnvReward, "env_reward")
+GoalRewardConfig = config_of(GoalReward)
+SparseRewardConfig = config_of(SparseReward)
+ReachedRewardConfig = config_of(ReachedReward)
+
+CurrentConfig = config_of(Current)
+FutureConfig = config_of(Future)
+GeometricConfig = config_of(Geometric)
+FinalConfig = config_of(Final)
+EpisodeConfig = config_of(Episode)
+RandomConfig = config_of(Random)
+PastDesiredConfig = config_of(PastDesired)
+SubgoalConfig = config_of(Subgoal, "subgoal")
+MixtureConfig = config_of(Mixture, "mixture")
+
+LowestDensityConfig = config_of(LowestDensity)
+UniformConfig = config_of(Uniform)
+FeasibleConfig = config_of(Feasible)
+
+CONFIGS: dict[str, dict[str, type]] = {  # by group and name
+    "transform": {
+        "her": HERTransformConfig,
+        "hindsight_augmentation": HindsightAugmentationConfig,
+        "normalized_inputs": NormalizedInputsConfig,
+        "goal_selection": GoalSelectionConfig,
+        "compact_goals": CompactGoalsConfig,
+        "movement_priority": MovementPriorityConfig,
+    },
+    "storage": {"packed": PackedStorageConfig},
+    "reward": {
+        "env": EnvRewardConfig,
+        "goal": GoalRewardConfig,
+        "sparse": SparseRewardConfig,
+        "reached": ReachedRewardConfig,
+    },
+    "strategy": {
+        "current": CurrentConfig,
+        "future": FutureConfig,
+        "geometric": GeometricConfig,
+        "final": FinalConfig,
+        "episode": EpisodeConfig,
+        "random": RandomConfig,
+        "past_desired": PastDesiredConfig,
+        "subgoal": SubgoalConfig,
+        "mixture": MixtureConfig,
+    },
+    "goal_selector": {"lowest_density": LowestDensityConfig, "uniform": UniformConfig},
+    "feasible": {"base": FeasibleConfig},
+    "her_keys": {"base": HERKeysConfig},
+}
+
+for _group, _configs in CONFIGS.items():
+    for _name, _config in _configs.items():
+        ConfigStore.instance().store(group=_group, name=_name, node=_config, provider="torchrl_her")
