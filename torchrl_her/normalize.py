@@ -88,6 +88,7 @@ class NormalizedInputs(Transform):
         (torch.Size([32, 6]), torch.Size([32, 6]))
     """
 
+    writes_next = True  # it sets its entry under "next", too
     requires_shared_write_state = True  # TorchRL then calls share_memory_ for buffers that processes share
 
     def __init__(

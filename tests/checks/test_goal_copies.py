@@ -1,6 +1,7 @@
 """A warning names entries that contain a copy of the desired goal, which relabelling does not replace."""
 
 import functools
+import math
 
 import gymnasium
 import numpy as np
@@ -24,7 +25,7 @@ from support import tape
 from support.factories import make_augmentation, make_transform, seeded_sample
 from support.goals import reward_of
 from support.tape import collected, image_reward, in_double_precision, make_tape, with_images
-from torchrl_her import GoalReward, GoalSelection, HERTransform, SparseReward, Uniform
+from torchrl_her import GoalReward, GoalSelection, HERTransform, NormalizedInputs, SparseReward, Uniform
 
 FRAMES = 60
 POINT = "torchrl_her.envs:torchrl_her/PointReach-v0"
@@ -101,6 +102,9 @@ def test_a_copy_may_be_rewritten_or_renamed_or_removed_or_kept_without_relabelli
         got = seeded_sample(buffer(transform, concatenated()))
         assert tape.check(got).share > 0.6
         assert all(torch.equal(place["both"], both(place)) for place in (got, got["next"]))
+    inputs = NormalizedInputs(normalize=False, clip=math.inf)
+    got = buffer(Compose(hindsight(), inputs), inputs(collected(FRAMES).clone())).sample()
+    assert torch.equal(got["next", "inputs"][:, -3:], got["desired_goal"])
     data = with_entry("target", goal)
     keys, new_keys = ["target", ("next", "target")], ["given_goal", ("next", "given_goal")]
     for later in (ExcludeTransform(*keys), RenameTransform(keys, new_keys)):

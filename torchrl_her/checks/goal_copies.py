@@ -124,7 +124,10 @@ def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
     keys: set[NestedKey] = set()
     for transform in transforms:
         # A transform that reads and writes an entry keeps the goal in it.
-        keys.update(set(transform.out_keys or ()) - set(transform.in_keys or ()))
+        written = set(transform.out_keys or ()) - set(transform.in_keys or ())
+        if getattr(transform, "writes_next", False):
+            written |= {unravel_key(("next", key)) for key in written}
+        keys.update(written)
         if isinstance(transform, RenameTransform):
             keys.update(transform.in_keys)
         if isinstance(transform, ExcludeTransform):
