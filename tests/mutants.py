@@ -110,7 +110,7 @@ MUTANTS = [
         "if (old.arrived[lane[is_found]] != written.start[first[is_found]]).any():", "if False:",
         "tests/episodes/test_running_episodes.py"),
     Mutant("a frame of two environments is one run", "episodes/lanes.py",
-        "may_be_environments = ids is None and 1 < _rows_of(written) == old.rows", "may_be_environments = False",
+        "may_be_environments = ids is None and 1 < written.rows == old.rows", "may_be_environments = False",
         "tests/episodes/test_running_episodes.py -k same_row"),
     Mutant("rows continue episodes that are too long", "episodes/lanes.py",
         "    matches &= lanes[lane, STEPS] < max_episode_steps\n", "",

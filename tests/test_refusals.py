@@ -197,6 +197,12 @@ with_whole_outcomes = changed(torch.Tensor.long, ROOT_ACHIEVED, ACHIEVED)
 with_fractions = each(changed(torch.Tensor.float, ROOT_ACHIEVED, ACHIEVED), at(5, 0.5, ACHIEVED))
 
 
+def with_a_large_goal(kind):
+    """Return achieved goals of a dtype, one of which is 2 ** 24 + 1."""
+    convert = partial(torch.Tensor.to, dtype=getattr(torch, kind))
+    return each(changed(convert, ROOT_ACHIEVED, ACHIEVED), at(5, 2**24 + 1, ACHIEVED))
+
+
 class Refusal(NamedTuple):
     """A write that is refused. In the words, {row} is the damaged transition, and {n} the batch size in a shape."""
 
@@ -237,6 +243,10 @@ DAMAGED = {
         "a goal that cannot be converted": (with_fractions,
             r"Achieved goals are torch\.float32 and desired goals torch\.int64: .*of {row}.*with goal_fn",
             {"row": 5, "goals": Goals(dtype=torch.int64)}),
+        **{f"a goal that {dtype} cannot represent": (with_a_large_goal(kind),
+            rf"Achieved goals are torch\.{kind} and desired goals torch\.{dtype}: .*of {{row}}.*with goal_fn",
+            {"row": 5, "goals": Goals(dtype=getattr(torch, dtype))})
+           for kind, dtype in (("int64", "uint8"), ("float32", "float16"), ("int64", "float32"))},
         **{f"two values under {key}": (change,
             rf"{key}'\) has the shape \({{n}}2,?\) for \d+ transitions.*HERKeys\({name}=")
            for key, change, name in (
@@ -482,7 +492,7 @@ def test_a_write_is_refused_wherever_it_is_made_and_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize("how", ALL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_a_nan_in_any_goal_of_any_transition_is_refused_in_any_write(how, dtype):
     nan, goals, kinds = torch.tensor([0, math.nan]), Goals(dtype=dtype), ("achieved", "achieved", "desired", "desired")
     places = [(row, key, kind) for row in range(10) for key, kind in zip(GOALS, kinds, strict=True)]

@@ -65,7 +65,7 @@ class Relabelling:
             )
 
     def make_checks(self, *, compares: bool = True) -> Checks:
-        """Return checks of a transform; ``compares`` tells whether samples contain stored and computed rewards."""
+        """Return checks of a transform. If samples contain stored and computed rewards, ``compares`` is True."""
         extra = [key for key, _ in self.extra_keys]
         compares = compares and not self.one_step.recompute_all
         return Checks(self.one_step, self.keys, self.goal_fn, extra, self.extra_replaced, compares=compares)

@@ -575,7 +575,8 @@ class HERTransform(Transform):
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HERTransform:
-        return deep_copy(self, state_of_copy(super().__getstate__()), memo)  # with the running episodes
+        with self._writing():
+            return deep_copy(self, state_of_copy(super().__getstate__()), memo)  # with the running episodes
 
     def __getstate__(self) -> dict[str, Any]:
         state = state_of_copy(super().__getstate__()) | {"pickled_in": os.getpid()}

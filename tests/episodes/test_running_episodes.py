@@ -1,5 +1,6 @@
 """Which running episode a transition continues, and when an episode that nothing continues counts as ended."""
 
+import copy
 import itertools
 import sys
 
@@ -13,7 +14,7 @@ from support.factories import make_transform
 from support.goals import reward_of
 from support.oracle import Oracle
 from support.recorded import Recorded
-from support.world import Goals, World
+from support.world import Goals, World, whole_episodes
 from torchrl_her.episodes import lanes
 
 RELABELLED = ("hindsight", "relabelled")
@@ -260,3 +261,84 @@ def test_an_episode_is_not_continued_across_a_silent_reset_although_its_id_occur
         hindsight.inv(world.tensordict([row for number, each in enumerate(moves) for row in world.play(number, each)]))
     report = hindsight.report()
     assert (report.episodes, report.transitions, report.discontinuous) == (4, 12, 1 / 12)
+
+
+def stays_or_goes(episode, steps, states=3):
+    """Return where an environment is before each step of an episode and after it. Each episode starts at 0."""
+    random = np.random.default_rng(episode)
+    at = [0]
+    for move in random.integers(-1, 2, steps):
+        at.append(int(np.clip(at[-1] + move, 0, states - 1)))
+    return at
+
+
+def walks(episodes, steps=8):
+    """Return the transitions of episodes, one after the other, whose goals are the same again and again."""
+    at = [stays_or_goes(episode, steps) for episode in episodes]
+    rows = [(episode, at[n][step], at[n][step + 1]) for n, episode in enumerate(episodes) for step in range(steps)]
+    episode, start, outcome = (torch.tensor(column)[:, None] for column in zip(*rows, strict=True))
+    done = (torch.arange(len(rows)) % steps == steps - 1)[:, None]
+    goal = torch.full_like(start, 9)
+    return TensorDict(
+        {
+            "episode": episode,
+            "achieved_goal": start,
+            "desired_goal": goal,
+            "next": {
+                "achieved_goal": outcome,
+                "desired_goal": goal,
+                "reward": torch.zeros(len(rows), 1),
+                "done": done,
+                "terminated": torch.zeros_like(done),
+                "truncated": done,
+            },
+        },
+        [len(rows)],
+    )
+
+
+@pytest.mark.parametrize("ids", ["of the environment", "of episodes", None])
+def test_an_environment_that_starts_its_episodes_in_one_state_is_followed_through_writes_of_equal_size(ids):
+    """A write often ends with the first step of an episode, at the goals at which the last write ended."""
+    data = walks(range(60))
+    if ids is not None:
+        episodes = data["episode"].flatten()
+        data["collector", "traj_ids"] = episodes if ids == "of episodes" else torch.zeros_like(episodes)
+    hindsight = make_transform(lambda achieved, desired: -(achieved != desired).any(-1).float())
+    for rows in (data[:1], *data[1:].split(8)):
+        hindsight.inv(rows)
+    report = hindsight.report()
+    assert (report.episodes, report.min_length, report.max_length) == (60, 8, 8)
+
+
+def test_the_rows_of_the_first_write_are_environments_although_one_starts_where_another_arrived():
+    data = walks(range(20))
+    hindsight = make_transform(lambda achieved, desired: -(achieved != desired).any(-1).float())
+    rows = data.reshape(20, 8)
+    for part in (rows[:, :3], rows[:, 3:]):
+        hindsight.inv(part.clone())
+    report = hindsight.report()
+    assert (report.episodes, report.min_length, report.max_length, report.ambiguous) == (20, 8, 8, 0.0)
+
+
+def test_no_episode_is_used_twice_although_the_transform_loads_an_earlier_state():
+    rb = make_buffer()
+    rb.transform[0].her_ratio = 1.0
+    world = World(1, Goals())
+    rb.extend(world.written(whole_episodes(5, 5)))
+    state = copy.deepcopy(rb.transform[0].state_dict())
+    rb.extend(world.written(whole_episodes(5, 5)))
+    rb.transform[0].load_state_dict(state)
+    rb.extend(world.written(whole_episodes(5, 5)))
+    assert rb[:]["hindsight", "relabelled"].flatten().tolist() == [True] * 10 + [False] * 10 + [True] * 10
+
+
+def test_goals_of_another_size_than_those_of_running_episodes_are_refused():
+    hindsight, data = make_transform(), World(1, Goals()).written(["go"] * 6)
+    hindsight.inv(data[:3])
+    for key in ("achieved_goal", ("next", "achieved_goal")):
+        data[key] = data[key].double()
+    with pytest.raises(ValueError, match=r"take 24 bytes per transition, and those of the running episodes 16.*flush"):
+        hindsight.inv(data[3:])
+    hindsight.flush()
+    hindsight.inv(data[3:])

@@ -10,7 +10,7 @@ from support.world import Goals, World, whole_episodes
 
 CASES = {
     "trajectory ids": ({}, 1),
-    "goals of two dtypes": ({"dtype": torch.float64}, 1),
+    "goals of two dtypes": ({"dtype": torch.float64}, 2),  # the conversion
     "padding": ({"mask": True}, 1),
     "goal_fn": ({"goal_fn": torch.Tensor.clone}, 2),  # NaN in mapped goals
 }
@@ -42,9 +42,10 @@ def test_a_write_waits_once_for_the_device(options, expected):
     assert sorted(waits)[30] == expected
 
 
-def test_goals_on_the_device_are_those_that_were_written():
+@pytest.mark.parametrize("rows", [60, 1])
+def test_goals_on_the_device_are_those_that_were_written(rows):
     hindsight = make_transform(capacity=1000, her_ratio=1.0)
     with Device():
-        stored = hindsight.inv(on_device(collected(60)))
+        stored = torch.cat([hindsight.inv(on_device(data)) for data in collected(60).split(rows)])
         sample = hindsight(stored).apply(lambda entry: entry.cpu())
     assert check(sample).share == 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
@@ -11,6 +10,7 @@ from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.names import split_name
+from torchrl_her.goals.table import to_device
 from torchrl_her.keys import HERKeys
 
 JUDGED_EPISODES = 20  # that are judged
@@ -44,13 +44,12 @@ class TimeLimitCheck:
         self._is_over = self._length == 1 or bool((lengths != self._length).any())
         if self._is_over:
             return
-        rows = written.rows_of(tensordict.select(self._keys.next_terminated, self._keys.next_reward, strict=False))
-        rows = rows[torch.from_numpy(ends).to(written.goals.device)]
-        terminated, reward = rows.get(self._keys.next_terminated, None), rows.get(self._keys.next_reward, None)
-        if terminated is None or reward is None or not terminated.all():
+        rows = written.rows_of(tensordict.select(self._keys.next_terminated, strict=False))
+        terminated = rows[to_device(ends, written.goals.device)].get(self._keys.next_terminated, None)
+        if terminated is None or written.rewards is None or not terminated.all():
             self._is_over = True
             return
-        self._last.append(reward.reshape(len(ends), -1).double().numpy(force=True))
+        self._last.append(written.rewards.double().numpy()[ends])
         if sum(map(len, self._last)) >= JUDGED_EPISODES:
             self._judge(self._rewards.reached_reward)
 

@@ -159,6 +159,7 @@ class Lanes:
         old = self.running or Running(np.empty((0, COLUMNS), np.int64), written.outcome[:0])
         if not len(old.lanes):  # the goals can have another dtype than earlier ones
             old = old._replace(arrived=written.outcome[:0])
+        written.check_like(old.arrived)
         if not len(written.done):
             none = np.empty(0, np.int64)
             return Tracked(old, Steps(none, none, none, none, none, none, none.reshape(0, 3)), none, none)
@@ -174,7 +175,7 @@ class Lanes:
         source, ambiguous = self._find_sources(written, runs, old, lane_of_row, rows_are_lanes)
         parts = self._make_parts(written, runs, source, old, first_episode)
         breaks, to_begin = _find_breaks(written, runs, source, old, parts)
-        rows = _rows_of(written)
+        rows = written.rows
         if written.trajectory is None and len(runs.begin) != rows:
             rows = 0
         old = old._replace(rows=rows, rows_are_lanes=rows_are_lanes, to_begin=to_begin)
@@ -191,7 +192,7 @@ class Lanes:
         if matched is None:
             return None
         first, lane = matched
-        count, rows, is_new = len(written.done), _rows_of(written), lane < 0
+        count, rows, is_new = len(written.done), written.rows, lane < 0
         counts = np.append(first[1:], count) - first
         before = np.zeros((len(first), COLUMNS), np.int64)
         before[~is_new] = old.lanes[lane[~is_new]]
@@ -233,6 +234,8 @@ class Lanes:
             return source, 0
         is_free = lanes[:, STEPS] < self.max_episode_steps  # after loading, an episode can be longer
         is_free[source[source >= 0]] = False
+        if rows_are_lanes:  # no row continues the episode of another one
+            is_free &= lanes[:, ROW] < 0
         free = np.flatnonzero(is_free)
         ids = np.full(len(written.done), NO_ID) if written.trajectory is None else written.trajectory
         if written.trajectory is not None and len(free):
@@ -384,11 +387,6 @@ class Lanes:
         )
 
 
-def _rows_of(written: Write) -> int:
-    """Return the number of rows of a write if each can be an environment, otherwise 0."""
-    return len(written.done) // written.row_length if written.row_length else 0
-
-
 def _match_stream(written: Write, old: Running) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the first positions of the episodes of a stream, and the lane that each continues, or -1: ``int64 [n]``.
 
@@ -398,7 +396,7 @@ def _match_stream(written: Write, old: Running) -> tuple[np.ndarray, np.ndarray]
     start, ids, ends = written.start, written.trajectory, written.done[:-1]
     if written.begins[1:].any() or not (ends | (start[1:] == written.outcome[:-1])).all():
         return None
-    may_be_environments = ids is None and 1 < _rows_of(written) == old.rows
+    may_be_environments = ids is None and 1 < written.rows == old.rows
     if may_be_environments or len(old.lanes) > FEW_LANES:
         return None
     if ids is not None and not (ends | (ids[1:] == ids[:-1])).all():
@@ -409,6 +407,8 @@ def _match_stream(written: Write, old: Running) -> tuple[np.ndarray, np.ndarray]
     if len(episode) > 1 or episode.any():
         return None
     if ids is not None and ((ids[first, None] == old.lanes[:, TRAJECTORY]) != matches).any():
+        return None
+    if ids is None and (old.lanes[of_lane, TRAJECTORY] != NO_ID).any():
         return None
     lane = np.full(len(first), -1)
     lane[episode] = of_lane
@@ -436,18 +436,19 @@ def _match_ids(written: Write, runs: Runs, old: Running, free: np.ndarray, first
 def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[np.ndarray, bool]:
     """Return the lane that each row of a write continues, and whether the rows are known to be environments.
 
-    Without trajectory ids, only goals identify an episode, and they can be ambiguous: one environment can start where
-    another one has just arrived. But consecutive writes ``[environments, steps]`` have the same environments in the
+    Goals can be ambiguous: one environment, or a new episode with the same trajectory id, can start where another one
+    has just arrived. But consecutive writes ``[environments, steps]`` have the same environments in the
     same rows. So if most rows start where the same row of the last write ended, each of these rows continues its
     episode. In a one-dimensional write, each row is one step.
 
     Returns:
         tuple[np.ndarray, bool]: for each row, its lane or -1, ``int64 [rows]``, or ``[0]`` if there is none.
     """
-    rows, none = _rows_of(written), np.empty(0, np.int64)
+    lanes, ids, rows, none = old.lanes, written.trajectory, written.rows, np.empty(0, np.int64)
+    if old.to_begin is None and ids is None and written.row_length > 1:
+        return none, True  # in the first write, rows are environments
     if not rows or rows != old.rows:
         return none, False
-    lanes, ids = old.lanes, written.trajectory
     lane = np.flatnonzero(lanes[:, ROW] >= 0)
     row = lanes[lane, ROW]
     start = row * written.row_length
@@ -456,11 +457,11 @@ def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[n
     matches &= lanes[lane, TRAJECTORY] == (NO_ID if ids is None else ids[start])
     lane_of_row = np.full(rows, -1)
     lane_of_row[row[matches]] = lane[matches]
-    if ids is not None:
-        return lane_of_row, False
     # A single environment of a one-dimensional write leaves one episode open, so at most one row matches.
     needed = len(lane) if old.rows_are_lanes else rows
     are_lanes = 2 * int(matches.sum()) > needed or (old.rows_are_lanes and not len(lane))
+    if ids is not None:
+        return (lane_of_row if are_lanes or written.row_length > 1 else none), False
     return (lane_of_row, True) if are_lanes else (none, False)
 
 

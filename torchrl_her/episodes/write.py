@@ -115,6 +115,20 @@ class Write(NamedTuple):
         _check_representable(exact, written)
         return written
 
+    @property
+    def rows(self) -> int:
+        """The number of rows if each can be an environment, otherwise 0."""
+        return len(self.done) // self.row_length if self.row_length else 0
+
+    def check_like(self, arrived: np.ndarray) -> None:
+        """Check that goals have as many bytes as those at which running episodes arrived, ``void [lanes]``."""
+        if self.outcome.dtype != arrived.dtype:
+            raise ValueError(
+                f"The goals of this write take {self.outcome.itemsize} bytes per transition, and those of the running "
+                f"episodes {arrived.itemsize}, so steps cannot be compared. Convert achieved and desired goals to the "
+                "dtypes and shapes of earlier writes, or call flush() first."
+            )
+
     def name(self, position: int) -> str:
         """Return the name of a transition in error messages, given its position among the transitions."""
         return self.names.name(position if self.mask is None else int(self.mask.nonzero()[0][position]))
@@ -220,7 +234,8 @@ def _to_host(entries: list[Tensor]) -> list[Tensor]:
         rows = [entries[place].contiguous().view(torch.uint8) for place in away]
         copied = torch.cat(rows, dim=1).cpu().split([row.shape[1] for row in rows], dim=1)
         for place, row in zip(away, copied, strict=True):
-            entries[place] = row.contiguous().view(entries[place].dtype)
+            row = row.clone(memory_format=torch.contiguous_format)  # a slice of one row counts as contiguous
+            entries[place] = row.view(entries[place].dtype)
     return entries
 
 
@@ -267,10 +282,16 @@ def _check_shapes(
 
 
 def _check_representable(exact: Tensor, written: Write) -> None:
-    """Check that the dtype of desired goals can represent the achieved goals."""
+    """Check that the dtype of desired goals can represent the achieved goals, but for the precision of floats."""
     goals = written.goals
-    if exact.is_floating_point() and not goals.is_floating_point() and not torch.equal(goals.to(exact.dtype), exact):
-        row = _first_row(goals.to(exact.dtype) != exact)
+    if exact.dtype == goals.dtype:
+        return
+    if all(each.is_floating_point() or each.is_complex() for each in (exact, goals)):
+        differs = goals.isinf() & ~exact.isinf()
+    else:
+        differs = goals.to(exact.dtype) != exact
+    if bool(differs.any()):
+        row = _first_row(differs)
         raise ValueError(
             f"Achieved goals are {exact.dtype} and desired goals {goals.dtype}: the conversion would change achieved "
             f"goals, for example of {written.name(row)}. Nothing was stored. Store both goals in one dtype, or map the "
@@ -295,7 +316,7 @@ def _has_nan(goals: Tensor) -> bool:
     """Return whether a goal is NaN. NumPy is faster, but lacks some dtypes."""
     if goals.is_cpu and goals.dtype in (torch.float32, torch.float64):
         return bool(np.isnan(goals.numpy(force=True)).any())
-    return goals.is_floating_point() and bool(goals.isnan().any())
+    return (goals.is_floating_point() or goals.is_complex()) and bool(goals.isnan().any())
 
 
 def _first_row(where: Tensor) -> int:

@@ -411,6 +411,7 @@ class GoalTable:
                 f"The saved goals are {saved[0]} {saved[1]}, but goals of this transform are {own[0]} {own[1]}. Load "
                 "into a transform for the same goals."
             )
+        before_first, last = self._counts[[BEFORE_FIRST, LAST]]
         generation = self.generation
         self.matrix.zero_()
         self.episodes.zero_()
@@ -422,6 +423,8 @@ class GoalTable:
         self.size.copy_(state["size"])
         self.counters.copy_(state["counters"])
         self._counts[GENERATION] = generation + 1
+        if self._counts[BEFORE_FIRST] == before_first:  # no episode is used twice, although the state is older
+            self._counts[LAST] = max(last, self._counts[LAST])
         self._make_views()
 
     def _check_room(self, size: int, free: int, place: str) -> None:
