@@ -58,7 +58,8 @@ def check_example(wheel: Path) -> None:
         python = folder / "venv" / "bin" / "python"
         venv.create(folder / "venv", with_pip=True)
         quiet = ["--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-        run(python, "-m", "pip", "install", *quiet, "-c", ROOT / "constraints.txt", wheel.resolve(), cwd=folder)
+        packages = (wheel.resolve(), "tqdm")  # as the README says
+        run(python, "-m", "pip", "install", *quiet, "-c", ROOT / "constraints.txt", *packages, cwd=folder)
         example = folder / "example.py"
         blocks = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
         example.write_text(blocks[1])  # the complete example
