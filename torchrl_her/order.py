@@ -19,30 +19,26 @@ class Neighbours(NamedTuple):
     before: list[Transform]
     after: list[Transform]
     ids: list[int]  # of all transforms in the containers
+    multi_step: MultiStepTransform | None  # makes n-step transitions
+    compact_goals: Any  # the `CompactGoals`, which leaves redundant entries out of the storage, or None
+    movement_priority: Any  # the `MovementPriority`, or None
 
     @classmethod
     def of(cls, transform: Transform) -> Neighbours:
         """Return the neighbours of a transform."""
-        return cls(*transforms_around(transform), ids_around(transform))
+        before, after = transforms_around(transform)
+        return cls(
+            before,
+            after,
+            ids_around(transform),
+            multi_step=_first(_of_kind(MultiStepTransform, before)),
+            compact_goals=_first(_marked("leaves_out_entries", before)),
+            movement_priority=_first(_marked("sets_movement", before)),
+        )
 
     def are_those_of(self, transform: Transform) -> bool:
         """Return whether these are still the neighbours of a transform."""
         return ids_around(transform) == self.ids
-
-    @property
-    def multi_step(self) -> MultiStepTransform | None:
-        """The transform that makes n-step transitions, or None."""
-        return next(iter(_of_kind(MultiStepTransform, self.before)), None)
-
-    @property
-    def compact_goals(self) -> Any:
-        """The `CompactGoals` that leaves redundant entries out of the storage, or None."""
-        return next(iter(_marked("leaves_out_entries", self.before)), None)
-
-    @property
-    def movement_priority(self) -> Any:
-        """The `MovementPriority`, or None."""
-        return next(iter(_marked("sets_movement", self.before)), None)
 
     def check_write(self, tensordict: TensorDictBase) -> None:
         """Check that transforms before, which see written transitions later, will accept transitions ``[*batch]``."""
@@ -139,3 +135,7 @@ def _of_kind(kind: type[Kind], transforms: list[Transform]) -> list[Kind]:
 def _marked(attribute: str, transforms: list[Transform]) -> list[Transform]:
     """Return the transforms of this package whose class sets an attribute to True. This module imports none of them."""
     return [transform for transform in transforms if getattr(transform, attribute, False)]
+
+
+def _first(transforms: list[Any]) -> Any:
+    return transforms[0] if transforms else None
