@@ -10,8 +10,8 @@ import sys
 
 import pytest
 import torch
-import torchrl.trainers.algorithms.configs  # noqa: F401 (registers TorchRL's configs)
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
@@ -22,6 +22,7 @@ import torchrl_her.envs
 from support.pages import DOCS, python_blocks
 from torchrl_her import Current, Geometric, HERKeys, HERTransform, Mixture, PackedStorage, Random, configs
 
+REGISTERED: dict = {}  # the groups of Hydra with those of TorchRL
 NODES = [(group, name) for group, nodes in configs.CONFIGS.items() for name in nodes]
 GET_METHOD = {"_target_": "hydra.utils.get_method", "path": "support.goals.reward_of"}
 REQUIRED = {  # values of the arguments without a default
@@ -80,6 +81,20 @@ replay_buffer:
   transform: {transforms: ["${compact}", "${her}", "${root}", "${next}"]}
   batch_size: 500
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchrl_configs():
+    """Register TorchRL's configs for these tests alone: in other tests, settings have the names of these groups."""
+    repo = ConfigStore.instance().repo
+    before = {*repo, "hydra"}
+    import torchrl.trainers.algorithms.configs  # noqa: F401
+
+    repo.update(REGISTERED)
+    REGISTERED.update(repo)
+    yield
+    for group in {*repo} - before:
+        del repo[group]
 
 
 def node_of(group, name, **values):
