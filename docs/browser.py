@@ -65,7 +65,7 @@ def serve(site: Path) -> str:
 
 def search(page: Page, address: str, query: str) -> list[str]:
     """Return the addresses of the first three results of a search, relative to the site."""
-    page.goto(address)
+    page.goto(address, wait_until="networkidle")  # until the search hears what is typed
     page.fill("input[name=query]", query)
     page.wait_for_selector("a.md-search-result__link")
     links = page.eval_on_selector_all("a.md-search-result__link", "links => links.map(link => link.href)")
