@@ -13,7 +13,7 @@ from torchrl_her.goals.names import split_name
 from torchrl_her.goals.table import to_device
 from torchrl_her.keys import HERKeys
 
-JUDGED_EPISODES = 20  # that are judged
+JUDGED_EPISODES = 20  # the first ones
 
 
 class TimeLimitCheck:

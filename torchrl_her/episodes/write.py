@@ -282,7 +282,7 @@ def _check_shapes(
 
 
 def _check_representable(exact: Tensor, written: Write) -> None:
-    """Check that the dtype of desired goals can represent the achieved goals, but for the precision of floats."""
+    """Check that the dtype of desired goals can represent the achieved goals. Floats may be rounded."""
     goals = written.goals
     if exact.dtype == goals.dtype:
         return
