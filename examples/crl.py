@@ -198,7 +198,6 @@ def main() -> None:
     seconds, began = 0.0, time.process_time()
     for data in collector:
         rb.extend(data)
-        inputs.update(data)
         bar.update(len(data))
         due += len(data) * config.updates_per_step if bar.n > config.random_steps else 0
         while due >= 1:

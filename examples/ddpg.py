@@ -122,7 +122,6 @@ def train(config: DDPG, folder: Path) -> Run:
     run = Run(config, folder, collector, hindsight, replay_buffer, policy=averaged, loss=loss, **optimizers)
     for data in run.collect():  # between chunks of steps, it logs, evaluates and saves
         replay_buffer.extend(data)
-        inputs.update(data)
         for batch in run.batches():  # of the updates that are due
             run.finish_update(batch, fast_update(batch))
     return run

@@ -77,7 +77,6 @@ def train(config: DQN, folder: Path) -> Run:
     run = Run(config, folder, collector, hindsight, replay_buffer, policy=policy, loss=loss, optimizer=optimizer)
     for data in run.collect():  # between chunks of steps, it logs, evaluates and saves
         replay_buffer.extend(data)
-        inputs.update(data)
         for batch in run.batches():  # of the updates that are due
             run.finish_update(batch, fast_update(batch))
     return run

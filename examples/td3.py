@@ -95,7 +95,6 @@ def train(config: TD3, folder: Path) -> Run:
     run = Run(config, folder, collector, hindsight, replay_buffer, policy=policy, loss=loss, **optimizers)
     for data in run.collect():  # between chunks of steps, it logs, evaluates and saves
         replay_buffer.extend(data)
-        inputs.update(data)
         for batch in run.batches():  # of the updates that are due
             actor_is_due = run.updates % config.actor_interval == 0
             run.finish_update(batch, update_all(batch) if actor_is_due else update_critics(batch))

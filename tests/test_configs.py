@@ -1,5 +1,6 @@
 """Hydra configs: what a YAML file composes, and what reaches the classes."""
 
+import gc
 import inspect
 import os
 import pickle
@@ -41,6 +42,7 @@ REQUIRED = {  # values of the arguments without a default
     "gamma": 0.99,
     "episode_steps": 50,
 }
+TARGET = "torchrl_her.NormalizedInputs"
 NO_CONFIG = {  # public classes that are not part of a buffer, or only base classes
     "Checkpoints", "Finding", "GoalEnvReport", "GoalSelector", "GoalStrategy", "Transitions",
 }  # fmt: skip
@@ -251,6 +253,20 @@ def test_a_buffer_of_a_yaml_file_relabels(composed):
             assert place["inputs"].equal(torch.cat([place["observation"], goal]))
         assert row["next", "reward"].item() == -float(missed)
         assert is_relabelled or ahead == -1
+
+
+def test_a_shared_object_is_the_same_at_each_reference_of_a_run():
+    node = {"_target_": "torchrl_her.configs.shared", "name": "inputs", "value": {"_target_": TARGET, "clip": 3.0}}
+    config = OmegaConf.create({"inputs": node, "places": ["${inputs}", "${inputs}"], "other": "${inputs}"})
+    config["other"] = node | {"name": "other"}
+    objects = instantiate(config)
+    first, second = objects["places"]
+    assert first is second is objects["inputs"]
+    assert first is not objects["other"]
+    assert first.clip == objects["other"].clip == 3
+    del objects, first, second
+    gc.collect()
+    assert instantiate(node | {"value": {"_target_": TARGET, "clip": 4.0}}).clip == 4
 
 
 def test_the_script_of_the_page_runs_with_its_yaml_file(tmp_path):

@@ -35,6 +35,7 @@ from torchrl_her import (
     HERKeys,
     HERTransform,
     LowestDensity,
+    NormalizedInputs,
     ReachedReward,
     SparseReward,
     Uniform,
@@ -541,6 +542,12 @@ def test_misuse_in_an_environment_is_refused():
         env.step(TensorDict({"action": torch.zeros(2)}))
     with pytest.raises(KeyError, match="has no desired goal 'desired_goal'"):
         check_env_specs(TransformedEnv(GymEnv("Pendulum-v1"), GoalSelection(hindsight, Uniform())))
+    selection = GoalSelection(hindsight, Uniform(), start=1)
+    with pytest.raises(ValueError, match="NormalizedInputs comes before GoalSelection"):
+        TransformedEnv(point(), Compose(NormalizedInputs(), selection)).reset()
+    data = TransformedEnv(point(), Compose(selection, inputs := NormalizedInputs(clip=math.inf))).rollout(5)
+    assert torch.equal(data["inputs"], torch.cat([data["observation"], data["desired_goal"]], -1))
+    assert not inputs.mean.any()
 
 
 def test_an_environment_that_changes_its_goal_within_an_episode_is_refused():

@@ -52,7 +52,7 @@ ALONE = {  # the only modules and folders that these import
     "goal_env_check": {"goal_env_check", "rewards", "keys", "_private"},  # HERKeys is an argument of check_goal_env
 }
 # Names with an underscore that are public API: methods of NamedTuple and extension points of transforms.
-PUBLIC = {"_replace", "_asdict", "_fields", "_inv_call", "_reset", "_step"}
+PUBLIC = {"_replace", "_asdict", "_fields", "_call", "_inv_call", "_reset", "_step"}
 PRIVATE = re.compile(r"_[a-z]")
 
 

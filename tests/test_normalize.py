@@ -3,18 +3,21 @@
 import copy
 import math
 import pickle
+import time
+import warnings
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, unravel_key
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import multiprocessing
 from torch._dynamo.testing import CompileCounter
-from torchrl.collectors import Collector, MultiSyncCollector
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
 from torchrl.envs import Compose, GymEnv, MultiStepTransform, ParallelEnv, TransformedEnv
+from torchrl.envs.utils import check_env_specs
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import DDPGLoss
 
@@ -70,7 +73,9 @@ def check(inputs, writes, keys=PLAIN, **options):
 
 
 def make_buffer(*after, before=(), storage=LazyTensorStorage, size=1000, **options):
-    hindsight = make_transform(capacity=1000, **{name: options.pop(name) for name in ("goal_spec",) if name in options})
+    hindsight = make_transform(
+        capacity=1000, **{name: options.pop(name) for name in ("goal_spec", "her_ratio") if name in options}
+    )
     transform = Compose(*before, hindsight, *after)
     return TensorDictReplayBuffer(storage=storage(size), transform=transform, batch_size=200, **options)
 
@@ -167,9 +172,9 @@ def test_samples_have_normalized_and_clipped_inputs_of_relabelled_goals_as_the_p
     before = [MultiStepTransform(n_steps, 0.9)] if n_steps > 1 else []
     rb = make_buffer(inputs, before=before, storage=storage)
     data = collected(300)
-    rb.extend(data)
     for write in (data[:100], data[100:]):
-        inputs.update(write)
+        rb.extend(write)
+    check(inputs, [data])
     batch = rb.sample()
     assert 0.5 < batch["hindsight", "relabelled"].float().mean() < 1
     check_inputs(inputs, batch, [data])
@@ -192,19 +197,22 @@ def test_before_the_first_update_inputs_are_concatenated_and_clipped():
 UNCHANGED = "without an update, so its inputs are not normalized"
 
 
-def sample_often(inputs):
-    rb = make_buffer(inputs)
-    rb.extend(collected())
-    return [rb.sample() for _ in range(100)]  # of 200
+def sample_often(inputs, adopts=False):
+    her = make_transform(capacity=1000)
+    storage = TensorStorage(her.adopt(collected())) if adopts else LazyTensorStorage(1000)
+    rb = TensorDictReplayBuffer(storage=storage, transform=Compose(her, inputs), batch_size=200)
+    if not adopts:
+        rb.extend(collected())
+    return [rb.sample() for _ in range(100)]
 
 
 def test_samples_without_any_update_warn_once():
     with pytest.warns(UserWarning, match=f"10,000 transitions were sampled.*{UNCHANGED}") as caught:
-        sample_often(NormalizedInputs())
+        sample_often(NormalizedInputs(), adopts=True)
     assert len([each for each in caught if UNCHANGED in str(each.message)]) == 1
 
 
-@pytest.mark.parametrize("kind", ["updated", "loaded", "normalize=False", "acting"])
+@pytest.mark.parametrize("kind", ["written", "updated", "loaded", "normalize=False", "acting"])
 def test_inputs_that_are_normalized_or_need_not_be_do_not_warn(kind, recwarn):
     inputs = NormalizedInputs(normalize=kind != "normalize=False")
     if kind == "acting":
@@ -212,10 +220,11 @@ def test_inputs_that_are_normalized_or_need_not_be_do_not_warn(kind, recwarn):
             inputs(collected().exclude("next"))
     else:
         source = NormalizedInputs() if kind == "loaded" else inputs
-        source.update(collected())
+        if kind in ("updated", "loaded"):
+            source.update(collected())
         if kind == "loaded":
             inputs.load_state_dict(source.state_dict())
-        sample_often(inputs)
+        sample_often(inputs, adopts=kind in ("updated", "loaded"))
     assert not [each for each in recwarn if UNCHANGED in str(each.message)]
 
 
@@ -250,11 +259,73 @@ def test_a_collector_of_several_environments_acts_with_it(kind, recwarn):
         scale = 1 if inputs.scale is None else inputs.scale
         torch.testing.assert_close(data["inputs"], ((acting - inputs.mean) / scale).clamp(-1.5, 1.5))
         rb.extend(data.reshape(-1))
-        inputs.update(data)
         writes.append(data)
     check(inputs, writes)
     check_inputs(inputs, rb.sample(), writes)
     assert not [each for each in recwarn if "copy of the desired goal" in str(each.message)]
+
+
+def check_acting(inputs, data):
+    """Check that the environment's data ``[*batch, T]`` have the inputs of the present statistics.
+
+    The first state of the data was observed before the last update.
+    """
+    for place in (data[..., 1:], data["next"]):
+        raw = torch.cat([place["observation"], place["desired_goal"]], -1)
+        torch.testing.assert_close(
+            place["inputs"], ((raw - inputs.mean) / inputs.scale).clamp(-inputs.clip, inputs.clip)
+        )
+
+
+@pytest.mark.parametrize("out_key", ["inputs", ("agent", "inputs")])
+@pytest.mark.parametrize("batched", [False, True])
+def test_environments_give_normalized_inputs_and_the_buffer_updates_the_statistics(batched, out_key):
+    inputs = NormalizedInputs(out_key=out_key, clip=1.5)
+    env = TransformedEnv(make_serial(0, 1) if batched else make_tape(), inputs)
+    check_env_specs(env)
+    assert env.observation_spec[out_key].shape == (*env.batch_size, 6)
+    rb, writes = make_buffer(inputs), []
+    for data in Collector(env, None, frames_per_batch=100, total_frames=400):
+        if isinstance(out_key, str):
+            check_acting(inputs, data)
+        rb.extend(data.reshape(-1))
+        writes.append(data)
+        check(inputs, writes)
+    assert not {out_key, unravel_key(("next", out_key))} & {*rb.storage[:].keys(True, True)}, "samples compute it"
+    batch = rb.sample()
+    if out_key == "inputs":
+        check_inputs(inputs, batch, writes)
+    assert out_key in batch.keys(True, True)
+
+
+def test_an_environment_that_resets_alone_has_inputs_of_its_new_goal():
+    inputs = NormalizedInputs(clip=math.inf)
+    env = TransformedEnv(make_serial(0, 1), inputs)
+    inputs.update(collected())
+    data = env.rollout(30, break_when_any_done=False)
+    assert data["next", "done"][0].sum() != data["next", "done"][1].sum()
+    check_acting(inputs, data)
+
+
+@pytest.mark.parametrize("ratio", [0.8, 0.0])
+def test_single_transitions_count_as_they_are_added(ratio):
+    inputs = NormalizedInputs()
+    rb = make_buffer(inputs, her_ratio=ratio)
+    for step in collected():
+        rb.add(step)
+    check(inputs, [collected()])
+
+
+def test_a_loss_and_a_collector_have_the_same_actor():
+    inputs = NormalizedInputs()
+    env = TransformedEnv(make_tape(), inputs)
+    actor = TensorDictModule(MLP(6, 2, num_cells=[]), ["inputs"], ["action"])
+    critic = ValueOperator(MLP(8, 1, num_cells=[]), in_keys=["inputs", "action"])
+    loss = DDPGLoss(actor, critic, delay_actor=True)
+    assert not any(isinstance(each, NormalizedInputs) for each in loss.modules())
+    collector = Collector(env, actor, frames_per_batch=10, total_frames=10, auto_register_policy_transforms=False)
+    collector.update_policy_weights_(loss.actor_network_params.data)
+    assert [data["action"].shape for data in collector] == [(10, 2)]
 
 
 def test_samples_of_stored_copies_have_inputs():
@@ -263,7 +334,6 @@ def test_samples_of_stored_copies_have_inputs():
         storage=LazyTensorStorage(1000), transform=Compose(make_augmentation(), inputs), batch_size=200
     )
     rb.extend(collected())
-    inputs.update(collected())
     check_inputs(inputs, rb.sample(), [collected()])
 
 
@@ -272,7 +342,6 @@ def test_no_loss_holds_the_statistics_and_it_learns_from_samples():
     inputs = NormalizedInputs()
     rb, policy = make_buffer(inputs), make_policy(inputs)
     rb.extend(collected())
-    inputs.update(collected())
     critic = ValueOperator(MLP(8, 1, num_cells=[]), in_keys=["inputs", "action"])
     loss = DDPGLoss(policy[1], critic, delay_actor=True, delay_value=True)
     batch = rb.sample()
@@ -303,7 +372,6 @@ def test_it_compiles_into_one_graph_with_the_hindsight_transform():
     inputs = NormalizedInputs()
     rb = make_buffer(inputs)
     rb.extend(collected())
-    inputs.update(collected())
     counter, rows = CompileCounter(), rb.storage[:]
     compiled = torch.compile(rb.transform, backend=counter, fullgraph=True)
     for update in range(3):  # statistics are not constants of the graph
@@ -323,8 +391,7 @@ def test_it_compiles_into_one_graph_with_the_hindsight_transform():
 def test_copies_of_a_buffer_continue_its_statistics(way, called, tmp_path):
     inputs, twin_inputs = NormalizedInputs(), NormalizedInputs()
     rb, twin = make_buffer(inputs), make_buffer(twin_inputs)
-    rb.extend(collected())
-    inputs.update(collected()[:20])
+    rb.extend(collected()[:20])
     if called:
         twin_inputs.update(collected()[:7])
     twin = WAYS_TO_COPY[way](rb, twin, tmp_path)
@@ -355,7 +422,6 @@ def test_copies_of_a_policy_do_not_contain_the_buffer():
     inputs = NormalizedInputs()
     policy, rb = make_policy(inputs), make_buffer(inputs, size=100_000)
     rb.extend(collected())
-    inputs.update(collected())
     assert len(pickle.dumps(policy)) < 10_000
     twin = copy.deepcopy(policy)
     twin[0].update(collected()[:20])
@@ -370,7 +436,7 @@ def update_often(inputs, data, times):
 
 def test_processes_share_the_statistics_of_a_shared_buffer(processes_from_a_server):
     inputs = NormalizedInputs()
-    with pytest.raises(RuntimeError, match=r"only after its first call.*fake_tensordict"):
+    with pytest.raises(RuntimeError, match=r"only after its first use.*fake_tensordict"):
         make_buffer(inputs, shared=True, goal_spec=make_tape().observation_spec["achieved_goal"])
     inputs(make_tape().fake_tensordict())
     rb = make_buffer(inputs, shared=True, goal_spec=make_tape().observation_spec["achieved_goal"])
@@ -387,9 +453,9 @@ def test_processes_share_the_statistics_of_a_shared_buffer(processes_from_a_serv
     assert inputs.get_extra_state()["moments"][0].tolist() == 3 * [20_000] + 3 * [40_000]
 
 
-def test_processes_cannot_get_it_before_its_first_call(processes_from_a_server):
+def test_processes_cannot_get_it_before_its_first_use(processes_from_a_server):
     policy = make_policy(NormalizedInputs())
-    with pytest.raises(RuntimeError, match=r"before its first call.*fake_tensordict\(\)\) before you create the coll"):
+    with pytest.raises(RuntimeError, match=r"after its first use.*fake_tensordict\(\)\) before you create the coll"):
         MultiSyncCollector([make_tape] * 2, policy, frames_per_batch=40, total_frames=120)
     process = multiprocessing.get_context("forkserver").Process(
         target=update_often, args=(NormalizedInputs(normalize=False), collected(), 1)
@@ -414,6 +480,63 @@ def test_collectors_in_other_processes_get_the_statistics_with_the_weights():
         collector.update_policy_weights_()
     assert number == 2
     collector.shutdown()
+
+
+def make_env_in_a_worker(inputs):
+    return TransformedEnv(make_tape(), inputs)
+
+
+@pytest.mark.slow
+def test_environments_in_other_processes_have_the_statistics_of_the_buffer():
+    inputs = NormalizedInputs(clip=math.inf)
+    rb, writes = make_buffer(inputs), []
+    inputs(make_tape().fake_tensordict())
+    collector = MultiSyncCollector([partial(make_env_in_a_worker, inputs)] * 2, frames_per_batch=40, total_frames=120)
+    for data in collector:
+        for of_worker in data.split(20):
+            check_acting(inputs, of_worker)
+        rb.extend(data)
+        writes.append(data)
+        check(inputs, writes)
+    assert len(writes) == 3
+    collector.shutdown()
+
+
+@pytest.mark.slow
+def test_workers_that_write_to_a_shared_buffer_update_the_statistics_of_all_processes():
+    inputs = NormalizedInputs(clip=1.5)
+    inputs(make_tape().fake_tensordict())
+    spec = make_tape().observation_spec["achieved_goal"]
+    rb = make_buffer(inputs, goal_spec=spec, shared=True)
+    envs = [partial(make_env_in_a_worker, inputs)] * 2
+    collector = MultiAsyncCollector(envs, frames_per_batch=20, total_frames=400, replay_buffer=rb)
+    collector.start()
+    while rb.write_count < 400:
+        time.sleep(0.1)
+    collector.async_shutdown()
+    check(inputs, [rb.storage[:]])
+    check_inputs(inputs, rb.sample(), [rb.storage[:]])
+
+
+def collect_in_a_copy(env, results):
+    with warnings.catch_warnings(record=True) as caught:
+        for _ in range(2):
+            env.rollout(5)
+    results.put([str(each.message) for each in caught])
+
+
+def test_a_process_without_the_statistics_says_so():
+    inputs = NormalizedInputs()
+    env = TransformedEnv(make_tape(), inputs)
+    env.rollout(5)
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=collect_in_a_copy, args=(env, results))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    (message,) = results.get()
+    assert "a copy of NormalizedInputs that receives no updates" in message
 
 
 # Refusals
@@ -479,6 +602,24 @@ def test_a_refused_update_changes_nothing(name):
     check(inputs, [collected()])
 
 
+@pytest.mark.filterwarnings("ignore:The reward module gives inf")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_refused_write_changes_neither_statistics_nor_buffer(name):
+    changed, error, _ = WRONG[name]
+    inputs, data = NormalizedInputs(), collected().exclude(*(("next", key) for key in changed))
+    for key, values in changed.items():
+        if values is not None:
+            data["next", key] = values
+    rb = make_buffer(inputs)
+    rb.extend(collected())
+    before = inputs.get_extra_state()
+    with pytest.raises(error):
+        rb.extend(data)
+    assert same(inputs.get_extra_state(), before)
+    assert len(rb) == 60
+    assert rb.transform[0].report().transitions == 60
+
+
 def test_extreme_achieved_goals_are_refused_when_they_are_also_inputs():
     inputs, data = NormalizedInputs(["achieved_goal", "desired_goal"], goal_fn=torch.zeros_like), collected().clone()
     data["next", "achieved_goal"] = torch.full((60, 3), torch.inf)
@@ -512,21 +653,18 @@ def test_it_must_come_after_the_hindsight_transform():
     check_refused(rb, lambda: rb.extend(collected()), ValueError, r"NormalizedInputs comes before .* Place it after")
 
 
-def test_it_is_no_transform_of_an_environment():
-    with pytest.raises(ValueError, match="NormalizedInputs is a transform of replay buffers"):
-        TransformedEnv(make_tape(), NormalizedInputs())
-
-
-def test_one_object_serves_several_buffers():
-    env = GymEnv("torchrl_her/PointReach-v0")
-    inputs, data = NormalizedInputs(), env.rollout(50)
+def test_one_object_serves_several_environments_and_buffers():
+    inputs = NormalizedInputs()
+    envs = [TransformedEnv(GymEnv("torchrl_her/PointReach-v0"), inputs) for _ in range(2)]
     buffers = [
         TensorDictReplayBuffer(
-            storage=LazyTensorStorage(100), transform=Compose(HERTransform(EnvReward(env), capacity=100), inputs)
+            storage=LazyTensorStorage(100), transform=Compose(HERTransform(EnvReward(envs[0]), capacity=100), inputs)
         )
         for _ in range(2)
     ]
-    inputs.update(data)
-    for rb in buffers:
+    writes = [env.rollout(50) for env in envs]
+    for rb, data in zip(buffers, writes, strict=True):
         rb.extend(data)
         assert rb.sample(8)["inputs"].shape == (8, 6)
+    check(inputs, writes)
+    check_acting(inputs, envs[1].rollout(5))

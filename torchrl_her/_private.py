@@ -32,14 +32,14 @@ for package in (torchrl, tensordict):  # in older versions, private methods that
 
 
 def transforms_around(transform: Transform) -> tuple[list[Transform], list[Transform]]:
-    """Return the transforms that come before and after ``transform`` in the containers of its buffer.
+    """Return the transforms that come before and after ``transform`` in the containers of its buffer or environment.
 
     A nested ``Compose`` is replaced with its transforms. The public ``Transform.container`` raises an error if the
     transform does not belong to an environment.
     """
     before: list[Transform] = []
     after: list[Transform] = []
-    while (reference := transform._container) is not None and (container := reference()) is not None:
+    while (reference := transform._container) is not None and isinstance(container := reference(), Compose):
         listed = list(container)
         before[:0] = listed[: listed.index(transform)]
         after += listed[listed.index(transform) + 1 :]

@@ -171,6 +171,7 @@ class HindsightAugmentation(Transform):
             self._checks.on_write(tensordict, written, neighbours.before + neighbours.after)
             neighbours.check_write(tensordict)
             is_dummy = self._first_goal is None and written.is_dummy
+            tensordict = neighbours.count_write(tensordict, is_dummy)
             if is_dummy:  # a collector's dummy must be stored immediately
                 written = written._replace(done=np.ones_like(written.done))
         with self._writing():

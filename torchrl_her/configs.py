@@ -24,6 +24,7 @@ from dataclasses import asdict, field, make_dataclass
 from functools import partial
 from types import NoneType
 from typing import Any, get_args
+from weakref import WeakValueDictionary
 
 from torchrl_her.augmentation import HindsightAugmentation
 from torchrl_her.compact import CompactGoals
@@ -50,6 +51,7 @@ from torchrl_her.transform import HERTransform
 
 try:
     from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import MISSING
 except ImportError as error:
     raise ImportError(
@@ -57,6 +59,31 @@ except ImportError as error:
     ) from error
 
 CHECKED_TYPES = (bool, int, float, str, NoneType)  # OmegaConf converts values to these types, and to unions of them
+
+
+_SHARED: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()  # by run and name
+
+
+def shared(name: str, value: Any) -> Any:
+    """Return one object for all references to a config. Without this target, Hydra creates one at each ``${...}``.
+
+    Args:
+        name (str): the name of the object, one for each in a run of Hydra.
+        value (Any): the object, which is dropped if another one has the name.
+
+    Returns:
+        Any: the first object with this name that still exists.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> inputs = {"_target_": "torchrl_her.NormalizedInputs"}
+        >>> inputs = {"_target_": "torchrl_her.configs.shared", "name": "inputs", "value": inputs}
+        >>> objects = instantiate({"environment": inputs, "buffer": inputs})
+        >>> objects["environment"] is objects["buffer"]
+        True
+    """
+    run = HydraConfig.get().runtime.output_dir if HydraConfig.initialized() else ""
+    return _SHARED.setdefault((run, name), value)
 
 
 # Targets of classes whose arguments YAML cannot write

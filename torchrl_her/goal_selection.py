@@ -13,9 +13,11 @@ from torch import Tensor
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
+from torchrl_her._private import transforms_around
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goal_selectors import FITTED, Density, Feasible, GoalSelector
 from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
+from torchrl_her.normalize import NormalizedInputs
 from torchrl_her.relabel import deep_copy
 from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.returns import where
@@ -193,6 +195,11 @@ class GoalSelection(Transform):
         spec = observation_spec.get(key, None) if isinstance(observation_spec, Composite) else None
         if spec is None:
             raise KeyError(f"The environment has no desired goal {key!r}: pass its key to the HERTransform.")
+        if any(isinstance(each, NormalizedInputs) for each in transforms_around(self)[0]):
+            raise ValueError(
+                "NormalizedInputs comes before GoalSelection, so networks would not read the selected goals. Place it "
+                "after GoalSelection: Compose(GoalSelection(...), inputs)."
+            )
         shape, device = observation_spec.shape, observation_spec.device
         goal = Unbounded(spec.shape, dtype=spec.dtype, device=device)
         observation_spec[key] = goal  # an achieved goal can be outside the bounds of desired goals

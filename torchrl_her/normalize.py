@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
+from torchrl.data import TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import refuse_environment, warn_user
+from torchrl_her._private import warn_user
 from torchrl_her.episodes.memory import WriteLock
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.keys import MASK, HERKeys, check_keys, get_entry, is_key
@@ -24,18 +27,20 @@ SAMPLED_WITHOUT_UPDATE = 10_000  # transitions
 class NormalizedInputs(Transform):
     """Concatenate, normalize and clip the inputs of networks.
 
-    One object is used in two places: as the first layer of the policy, which reads raw observations and goals, and as a
-    transform of the buffer, after `HERTransform`. It sets ``out_key`` at the root and, in sampled transitions, also
-    under ``"next"``: ``(entries - mean) / scale``, between ``-clip`` and ``clip``, ``[*batch, features]``. Actor and
-    critic read ``out_key``. Pass a loss the actor alone, without this layer: a loss copies statistics that it contains.
+    One object is used in two places: as a transform of the environments, and as a transform of the buffer, after
+    `HERTransform` or `HindsightAugmentation`. It sets ``out_key``, which actor and critic read, at the root and under
+    ``"next"``: ``(entries - mean) / scale``, between ``-clip`` and ``clip``, ``[*batch, features]``.
 
-    Call `update` with each write. Environment and buffer keep the raw entries, from which rewards are computed, so each
-    sample is normalized with the statistics of the moment. Achieved goals count as desired goals, because relabelling
-    makes them desired goals. The method is described by
+    Each write to the buffer updates the statistics. The buffer stores the raw entries, from which rewards are computed,
+    and leaves ``out_key`` out: each sample is normalized with the statistics of the moment. Achieved goals count as
+    desired goals, because relabelling makes them desired goals. The method is described by
     [Plappert et al. (2018)](https://arxiv.org/abs/1802.09464).
 
-    The first call sets the sizes of the entries. Call the object once before processes share it, and before you read
-    ``len(inputs.mean)``, the number of features: ``inputs(env.fake_tensordict())``.
+    The object can also be the first layer of a policy: ``TensorDictSequential(inputs, actor)`` reads raw observations
+    and goals, for example on a robot. Pass a loss the actor alone, because a loss copies statistics that it contains.
+
+    Its first use sets the sizes of the entries. Processes that collect share the statistics if the object was used
+    before they start: create an environment with it, or call ``inputs(env.fake_tensordict())``.
 
     Keyword Args:
         in_keys (list of NestedKey, optional): the entries to concatenate, without ``"next"``. They must include the
@@ -53,42 +58,43 @@ class NormalizedInputs(Transform):
             update, so until then, inputs are only concatenated and clipped.
 
     Raises:
-        ValueError: if an argument is out of range, if the sizes of entries differ from those of the first call, if
-            entries of an update are NaN, infinite or beyond the range of ``float32`` (the statistics do not change), if
-            statistics are loaded with ``normalize=False``, if the object is added to an environment, or if it comes
-            before `HERTransform` in a buffer (raised by the first write).
+        ValueError: if an argument is out of range, if the sizes of entries differ from those of the first use, if
+            entries of an update are NaN, infinite or beyond the range of ``float32`` (the statistics do not change, and
+            nothing is written), if statistics are loaded with ``normalize=False``, or if it comes before the hindsight
+            transform in a buffer (raised by the first write).
         TypeError: if an argument has the wrong type.
         KeyError: if an entry is missing.
-        RuntimeError: if processes share the buffer, or the object is sent to a new process, before the first call.
+        RuntimeError: if processes share the buffer, or the object is sent to a new process, before its first use.
 
     Warns:
-        UserWarning: if 10,000 transitions were sampled without an update.
+        UserWarning: if 10,000 transitions were sampled without an update, or if the environments of another process
+            use a copy that receives no updates.
 
     Examples:
         >>> import torch
-        >>> from tensordict.nn import TensorDictModule, TensorDictSequential
+        >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-        >>> from torchrl.envs import Compose, GymEnv
+        >>> from torchrl.envs import Compose, GymEnv, TransformedEnv
         >>> import torchrl_her.envs
         >>> from torchrl_her import EnvReward, HERTransform, NormalizedInputs
-        >>> env = GymEnv("torchrl_her/PointReach-v0")
         >>> inputs = NormalizedInputs()
-        >>> actor = TensorDictModule(torch.nn.Linear(4 + 2, 2), in_keys=["inputs"], out_keys=["action"])
-        >>> policy = TensorDictSequential(inputs, actor)  # for the collector; the loss gets the actor
+        >>> env = TransformedEnv(GymEnv("torchrl_her/PointReach-v0"), inputs)
+        >>> env.observation_spec["inputs"].shape
+        torch.Size([6])
+        >>> actor = TensorDictModule(torch.nn.Linear(6, 2), in_keys=["inputs"], out_keys=["action"])
         >>> rb = TensorDictReplayBuffer(
         ...     storage=LazyTensorStorage(1000),
         ...     transform=Compose(HERTransform(EnvReward(env), capacity=1000), inputs),
         ...     batch_size=32,
         ... )
-        >>> data = env.rollout(50, policy)
-        >>> _ = rb.extend(data)
-        >>> inputs.update(data)
+        >>> _ = rb.extend(env.rollout(50, actor))
         >>> batch = rb.sample()
         >>> batch["inputs"].shape, batch["next", "inputs"].shape
         (torch.Size([32, 6]), torch.Size([32, 6]))
     """
 
     writes_next = True  # it sets its entry under "next", too
+    counts_writes = True  # the hindsight transform calls count_write
     requires_shared_write_state = True  # TorchRL then calls share_memory_ for buffers that processes share
 
     def __init__(
@@ -122,15 +128,43 @@ class NormalizedInputs(Transform):
         self.register_buffer("scale", None, persistent=False)
         # Not a buffer, so that casts of the policy do not change its dtype.
         self._moments = torch.zeros(3, 0, dtype=torch.float64)  # see moments_of
-        self._sizes: list[int] = []  # of the entries; empty before the first call
+        self._sizes: list[int] = []  # of the entries; empty before the first use
         self._sampled = 0  # transitions, until the check for a missing update
+        self._process = os.getpid()  # the process that created it
         self._lock = WriteLock()
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Check that the container is no environment, and forget it: a copy of a policy does not copy the buffer."""
-        super().set_container(container)
-        refuse_environment(self)
-        self.reset_parent()
+        """Do not remember the container: there are several, and a copy of the object does not copy the buffer."""
+
+    def clone(self) -> NormalizedInputs:
+        """Return the same object, which belongs to no container."""
+        return self
+
+    # In environments
+
+    def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
+        """Add the spec of the inputs."""
+        batch = observation_spec.shape
+        shapes = [observation_spec[key].shape[len(batch) :] for key in self.in_keys]
+        self._set_sizes([shape.numel() for shape in shapes], observation_spec.device)
+        spec = Unbounded((*batch, len(self.mean)), device=observation_spec.device, dtype=self.mean.dtype)
+        observation_spec[self.out_keys[0]] = spec
+        return observation_spec
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.forward(next_tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        if self._process != os.getpid() and not self._lock.is_shared and self.normalize:
+            self._process = os.getpid()
+            warn_user(
+                "The environments of this process use a copy of NormalizedInputs that receives no updates of the "
+                "statistics. Start the process with the method 'spawn'; with Ray, leave NormalizedInputs out of the "
+                "environment, and make it the first layer of the policy."
+            )
+        return self.forward(tensordict_reset)
+
+    # In policies and buffers
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Set the inputs at the root and, in transitions ``[*batch]``, under ``"next"``; return the same object."""
@@ -159,14 +193,26 @@ class NormalizedInputs(Transform):
         if self._sampled >= SAMPLED_WITHOUT_UPDATE and self.normalize and not self._moments[0].any():
             warn_user(
                 f"{self._sampled:,} transitions were sampled from NormalizedInputs without an update, so its inputs "
-                "are not normalized. Call update(data) with each write, or pass NormalizedInputs(normalize=False), "
-                "which only concatenates and clips."
+                "are not normalized. Write through a buffer in which NormalizedInputs comes after HERTransform, or "
+                "call update(data) once for a data set. NormalizedInputs(normalize=False) only concatenates and clips."
             )
+
+    def count_write(self, tensordict: TensorDictBase, is_dummy: bool) -> TensorDictBase:
+        """Update the statistics with transitions ``[*batch]`` of a write, and return them without the inputs.
+
+        The hindsight transform of the buffer calls this method. The dummy with which collectors set up a shared buffer
+        does not count.
+        """
+        if not is_dummy:
+            self.update(tensordict)
+        key = self.out_keys[0]
+        return tensordict.exclude(key, unravel_key(("next", key)))
 
     @torch.no_grad()
     def update(self, data: TensorDictBase) -> None:
-        """Update the statistics with collected transitions ``[*batch]``; without effect if ``normalize=False``.
+        """Update the statistics with transitions ``[*batch]``; without effect if ``normalize=False``.
 
+        Call it only for transitions that are not written to a buffer with this object, such as an adopted data set.
         The entries under ``"next"`` are counted, without padding. The statistics of the desired goal also count the
         achieved goals.
         """
@@ -200,7 +246,7 @@ class NormalizedInputs(Transform):
             self._compute()
 
     def _set_sizes(self, sizes: list[int], device: torch.device | None = None) -> None:
-        """Set the sizes of the entries in the first call, and check them in later ones."""
+        """Set the sizes of the entries in the first use, and check them in later ones."""
         if not self._sizes:
             self._sizes, features = sizes, sum(sizes)
             with torch.inference_mode(False):  # an evaluation may come first, and later updates are in place
@@ -209,7 +255,7 @@ class NormalizedInputs(Transform):
                 self._mean_error = torch.zeros(features, device=device)
         elif sizes != self._sizes:
             raise ValueError(
-                f"The entries {self.in_keys} have {sizes} features, but {self._sizes} in the first call of this "
+                f"The entries {self.in_keys} have {sizes} features, but {self._sizes} in the first use of this "
                 "NormalizedInputs. Create one object for each kind of environment."
             )
 
@@ -221,22 +267,25 @@ class NormalizedInputs(Transform):
         scale = (squares / count.clamp_min(1)).sqrt().clamp_min(SMALLEST_SCALE)
         self.scale.copy_(torch.where(count > 0, scale, 1.0))
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.normalize and not self._sizes and get_spawning_popen() is not None:
-            raise RuntimeError(
-                "NormalizedInputs is sent to another process before its first call, which sets the number of features. "
-                "The other process would never receive the statistics: call inputs(env.fake_tensordict()) before you "
-                "create the collector or start the process."
-            )
+    def __getstate__(self) -> dict[str, Any] | bytes:
         state: dict[str, Any] = super().__getstate__()
-        return state
+        # Collectors send the weights of a policy on their own, and its modules on the device "meta".
+        is_without_weights = self.mean is not None and self.mean.is_meta
+        if get_spawning_popen() is None or not self.normalize or is_without_weights:
+            return state
+        self.share_memory_()
+        # Collectors pickle environments with cloudpickle, which would copy shared tensors.
+        return bytes(ForkingPickler.dumps(state))
+
+    def __setstate__(self, state: dict[str, Any] | bytes) -> None:
+        super().__setstate__(ForkingPickler.loads(state) if isinstance(state, bytes) else state)
 
     def share_memory_(self) -> NormalizedInputs:
         """Move the statistics into shared memory. TorchRL calls this method for buffers shared between processes."""
         if not self._sizes:
             raise RuntimeError(
-                "Processes can share NormalizedInputs only after its first call, which sets the number of features: "
-                "call inputs(env.fake_tensordict()) before you create the buffer."
+                "Processes can share NormalizedInputs only after its first use, which sets the number of features: "
+                "call inputs(env.fake_tensordict()) before you create the collector or a buffer with shared=True."
             )
         if not self._lock.is_shared:
             for tensor in (self._moments, self.mean, self._mean_error, self.scale):
@@ -261,7 +310,7 @@ class NormalizedInputs(Transform):
             with self._lock:
                 self._moments.copy_(state["moments"])
                 self._compute()
-        elif self._sizes:  # it was saved before its first call
+        elif self._sizes:  # it was saved before its first use
             self._moments.zero_()
             self._compute()
 

@@ -22,6 +22,7 @@ class Neighbours(NamedTuple):
     multi_step: MultiStepTransform | None  # makes n-step transitions
     compact_goals: Any  # the `CompactGoals`, which leaves redundant entries out of the storage, or None
     movement_priority: Any  # the `MovementPriority`, or None
+    counting: list[Any]  # the `NormalizedInputs`, which count written transitions
 
     @classmethod
     def of(cls, transform: Transform) -> Neighbours:
@@ -34,6 +35,7 @@ class Neighbours(NamedTuple):
             multi_step=_first(_of_kind(MultiStepTransform, before)),
             compact_goals=_first(_marked("leaves_out_entries", before)),
             movement_priority=_first(_marked("sets_movement", before)),
+            counting=_marked("counts_writes", after),
         )
 
     def are_those_of(self, transform: Transform) -> bool:
@@ -45,6 +47,12 @@ class Neighbours(NamedTuple):
         for transform in (self.compact_goals, self.movement_priority):
             if transform is not None:
                 transform.check_write(tensordict)
+
+    def count_write(self, tensordict: TensorDictBase, is_dummy: bool) -> TensorDictBase:
+        """Let later transforms count transitions ``[*batch]``; return them without the entries that these compute."""
+        for transform in self.counting:
+            tensordict = transform.count_write(tensordict, is_dummy)
+        return tensordict
 
     def check_hindsight(self, replaced: set[NestedKey], keys: HERKeys) -> None:
         """Check that ``HERTransform`` and the other transforms do not undo each other's work.

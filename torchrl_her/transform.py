@@ -176,6 +176,8 @@ class HERTransform(Transform):
             written = Write.read(tensordict, self.keys, self.goal_fn, self._episodes.goals)
             self._checks.on_write(tensordict, written, later)
             neighbours.check_write(tensordict)
+        is_dummy = written is not None and written.is_dummy and not self.table_size  # a collector's dummy
+        tensordict = neighbours.count_write(tensordict, is_dummy)
         n_step = None if neighbours.multi_step is None else self._n_step
         if n_step is not None:
             n_step.keep_flags(tensordict)
