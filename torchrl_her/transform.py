@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase, Transform
 from torchrl_her._private import ids_around, refuse_environment
 from torchrl_her.checks.checks import Checks
 from torchrl_her.checks.report import Report
-from torchrl_her.checks.sample import Sample
+from torchrl_her.checks.samples import Sample
 from torchrl_her.episodes.memory import Episodes
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal

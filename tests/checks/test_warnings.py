@@ -287,7 +287,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(
     ("cause", "size"),
-    [*((cause, size) for cause in BROKEN for size in (30, 10_000)), *((cause, 1) for cause in [*BROKEN][:3])],
+    [*((cause, size) for cause in BROKEN for size in (30, 10_000)), *((cause, 1) for cause in [*BROKEN][:1])],
 )
 def test_transitions_that_do_not_continue_an_episode_warn_with_the_likely_cause(cause, size):
     data = BROKEN[cause]()[: 250 if size == 1 else 500]

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
 from torchrl_her._private import warn_user
-from torchrl_her.episodes.write import Write
 from torchrl_her.keys import SELECTION, HERKeys
 
 OWN_GOAL = (SELECTION, "desired_goal")
@@ -44,12 +43,6 @@ class GoalCopiesCheck:
         # object until a goal is replaced. None when the search is over.
         start = GoalCopies()
         self._copies: tuple[GoalCopies | None, GoalCopies | None] = start, start
-
-    def on_write(  # noqa: D102
-        self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None
-    ) -> None:
-        if later is not None:
-            self.search(tensordict, later)
 
     def search(self, tensordict: TensorDictBase, later: Iterable[Transform]) -> None:
         """Search transitions ``[*batch]`` for entries that contain the desired goal.
