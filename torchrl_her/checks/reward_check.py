@@ -15,7 +15,7 @@ from torchrl_her._private import warn_user
 from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
-from torchrl_her.rewards.comparisons import agree
+from torchrl_her.rewards.comparisons import agree, are_discrete
 from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import ReachedReward
 
@@ -26,7 +26,6 @@ DISTANCES = 2**22  # distances of one write are computed for at most this many c
 TRIED_GOALS, TRIED_TRANSITIONS = 8, 2000
 ENOUGH_MOVED = 32  # transitions that move the achieved goal are judged together when there are this many
 PART = 100  # a goal at this part of a step should be reached
-REPEATED = 3  # goals are discrete if their values occur this many times on average
 GOAL_CHANGES = (
     "Its desired goal differs at the root and under 'next', so the two rewards are for different goals. A desired goal "
     "must be constant within an episode: draw it in reset, before the observation is built, and end the episode "
@@ -138,7 +137,7 @@ class RewardCheck:
         """
         before, after = (torch.cat([each[place] for each in kept]).double() for place in (1, 2))
         steps = (after - before).reshape(len(before), -1)
-        if _are_discrete(steps, after.view_as(steps)):
+        if are_discrete(steps, after.view_as(steps)):
             return
         missed = near_missed = 0
         for rows, start, outcome in kept:
@@ -361,12 +360,3 @@ def is_better(reward: Tensor, other: Tensor) -> Tensor:
     Both are ``[n, agents]``; one agent is enough.
     """
     return ((reward > other) & ~torch.isclose(reward, other, rtol=1e-6, atol=0.0)).any(1)
-
-
-def _are_discrete(steps: Tensor, goals: Tensor) -> bool:
-    """Return whether goals ``[n, features]`` are on a grid or repeat, given the steps that lead to them."""
-    sizes = steps.abs()
-    units = sizes.where(sizes > 0, torch.inf).amin(0)  # of the grid, [features]
-    parts = sizes / units
-    moved = goals[sizes > 0]
-    return bool(((parts - parts.round()).abs() < 0.05).all()) or REPEATED * moved.unique().numel() <= moved.numel()
