@@ -248,7 +248,7 @@ def test_the_reward_of_hand_manipulate_pen_is_called_row_by_row():
     assert set(expected) == {0.0, -1.0}
 
 
-def test_the_probe_does_not_change_the_environments_random_state():
+def test_comparing_calls_does_not_change_the_environments_random_state():
     env, twin = PointReach(), PointReach()
     for each in (env, twin):
         each.reset(seed=0)
@@ -276,7 +276,7 @@ class ObservesAlone(gymnasium.Env, Plain):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float64])
 @pytest.mark.parametrize("env", [Plain(), ObservesAlone(), Plain, Scalar()])
-def test_an_environment_without_a_goal_space_is_probed_with_goals_near_those_stored(env, dtype):
+def test_an_environment_without_a_goal_space_may_be_a_class_or_no_gymnasium_environment(env, dtype):
     goals = goals_of(torch.tensor([[0, 1], [1, 1]]).to(dtype), torch.tensor([[0, 1], [0, 1]]).to(dtype))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
