@@ -226,6 +226,12 @@ def test_an_unbatched_function_is_called_row_by_row_with_one_warning(env_class):
     assert "terminated_fn" in warning
 
 
+def test_one_verdict_for_a_batch_is_found_although_no_goal_of_the_batch_is_reached():
+    one_verdict = point_reach_with("OneVerdict", compute_reward=lambda a, d, i: (np.linalg.norm(a - d) <= 0.05) - 1.0)
+    with pytest.warns(UserWarning, match="compute_reward of OneVerdict .* row by row"):
+        EnvReward(one_verdict())(goals_of(torch.zeros(40, 2), torch.ones(40, 2)))
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_flag_that_is_the_same_for_all_goals_is_used_for_the_batch():
     like_fetch = point_reach_with("LikeFetch", compute_terminated=lambda achieved, desired, info: False)
