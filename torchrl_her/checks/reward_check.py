@@ -16,7 +16,6 @@ from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
 from torchrl_her.rewards.comparisons import agree, are_discrete
-from torchrl_her.rewards.env_reward import EnvReward
 from torchrl_her.rewards.goal_reward import ReachedReward
 
 COMPARED_ROWS = 64  # transitions that are compared in one write; the first ones are compared in every write
@@ -250,22 +249,15 @@ class RewardCheck:
         if self._is_learned or not apart.any():
             return
         self._is_over = True
-        rewards = torch.cat([computed, rewards])
-        worse = is_better(rewards, torch.cat([best, best]))
-        row = int(worse.nonzero()[0]) if worse.any() else int(apart.argmax())
-        own = row % len(rows)
-        is_env = isinstance(self.reward, EnvReward)
-        if worse.any():
-            cause = "its sign is wrong, or achieved and desired goals have different units or frames of reference"
-        else:
-            cause = "it ignores the desired goal" + (" (self.goal instead of desired_goal)" if is_env else "")
-            if agree(best, best[:1]).all():
-                cause += ", or its threshold is so small or so large that no goal or every goal is reached"
+        row = int(apart.argmax())
+        own, other = row % len(rows), torch.cat([computed, rewards])[row]
         warn_user(
-            f"The reward module gives no transition a better reward for reaching its goal than for missing it: "
-            f"{_number(best[own])} for {name(own)} with its own outcome as its goal, and {_number(rewards[row])} "
-            f"with a goal that is {float(apart[row]):.4g} away. Possible cause: {cause}."
-            + (" check_goal_env(env) finds the cause." if is_env else "")
+            "The reward module gives no transition a better reward for reaching its goal than for missing it: "
+            f"{_number(best[own])} for {name(own)} with its own outcome as its goal, and {_number(other)} with a goal "
+            f"that is {float(apart[row]):.4g} away. Possible causes: it ignores the desired goal (compute_reward reads "
+            "self.goal instead of desired_goal); its sign is wrong; its threshold is so small or so large that no goal "
+            "or every goal is reached; or achieved and desired goals have different units or frames of reference. "
+            "check_goal_env(env) finds the cause."
         )
 
     def _warn_if_rewards_differ(
@@ -307,16 +299,12 @@ class RewardCheck:
             under_next = unravel_key(("next", key))
             if rows.get(under_next, None) is not None:
                 return f"info_keys names {key!r}, which belongs to the previous step: use {under_next!r}."
-        place = "place transforms that scale rewards or normalize goals after the hindsight transform, in the buffer."
-        if isinstance(self.reward, EnvReward):
-            return (
-                "Give EnvReward an environment with the settings (reward_type, ...) of the environment that collects, "
-                f"and {place} Otherwise step and compute_reward of the environment differ: check_goal_env(env) shows "
-                "how."
-            )
         return (
-            f"Use the environment's own reward, EnvReward(env), with goals in its units: {place} For a learned reward, "
-            "pass recompute_all=True to the reward module, such as GoalReward(reward_fn, recompute_all=True)."
+            "Use the environment's own reward, EnvReward(env), of an environment with the settings (reward_type, ...) "
+            "of the one that collects, and place transforms that scale rewards or normalize goals after the hindsight "
+            "transform, in the buffer. If step and compute_reward of the environment differ, check_goal_env(env) shows "
+            "how. For a learned reward, pass recompute_all=True to the reward module, such as GoalReward(reward_fn, "
+            "recompute_all=True)."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
