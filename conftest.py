@@ -4,7 +4,7 @@ import torch
 from torchrl import torchrl_logger
 
 torchrl_logger.setLevel("WARNING")  # it logs every storage that TorchRL allocates
-WITH_WARNINGS = ("torchrl_her.offline.minari.load_minari",)
+WITH_WARNINGS = ("torchrl_her.offline.load.load_minari",)
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,7 @@ from torchrl_her.goals.strategies import (
 from torchrl_her.keys import HERKeys
 from torchrl_her.movement import MovementPriority
 from torchrl_her.normalize import NormalizedInputs
-from torchrl_her.offline.minari import load_minari
-from torchrl_her.offline.ogbench import load_ogbench
+from torchrl_her.offline.load import load_minari, load_ogbench
 from torchrl_her.packed_storage.packed_storage import PackedStorage
 from torchrl_her.relabel import call_transform
 from torchrl_her.rewards.env_reward import EnvReward

@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase, Transform
 
 from torchrl_her._private import refuse_environment
 from torchrl_her.checks.report import Report
-from torchrl_her.checks.sample import Sample
+from torchrl_her.checks.samples import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
 from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.memory import WriteLock, exclusive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,21 +238,16 @@ class GoalSelection(Transform):
         return tensordict_reset.set(SELECTION, TensorDict(selection, batch_size=batch, device=tensordict_reset.device))
 
     def _check_process(self) -> None:
-        if self.hindsight.is_up_to_date:
-            return
-        if self.hindsight.pickled_in == os.getpid():
+        if not self.hindsight.is_up_to_date:
             raise RuntimeError(
-                "GoalSelection was unpickled without its replay buffer, so no goal that the agent achieves would "
-                "arrive in its copy of the goal table. Pickle both together, pickle.dumps((env, replay_buffer)), or "
-                "create GoalSelection again with the HERTransform of the buffer."
+                "GoalSelection reads a goal table in which no goal that the agent achieves would arrive. If it was "
+                "unpickled without its replay buffer, pickle both together, pickle.dumps((env, replay_buffer)). If it "
+                "is in another process than the buffer, their goal table must be shared: create the buffer with "
+                "shared=True, a storage that is shared, and HERTransform(..., "
+                'goal_spec=env.observation_spec["achieved_goal"]), before the collector. Or append GoalSelection to '
+                "the batched environment, TransformedEnv(ParallelEnv(...), GoalSelection(...)), in the process of the "
+                "buffer."
             )
-        raise RuntimeError(
-            "GoalSelection is in another process than the replay buffer, and their goal table is not shared, so no "
-            "goal that the agent achieves would arrive. Create the buffer with shared=True, a storage that is "
-            'shared, and HERTransform(..., goal_spec=env.observation_spec["achieved_goal"]), before the '
-            "collector. Or append GoalSelection to the batched environment, TransformedEnv(ParallelEnv(...), "
-            "GoalSelection(...)), in the process of the buffer."
-        )
 
     def _count_ended(self, resets: Tensor) -> None:
         """Count the episodes that end because their environments reset, ``bool [n]``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from torchrl.envs import EnvBase, Transform
 from torchrl_her._private import ids_around, refuse_environment
 from torchrl_her.checks.checks import Checks
 from torchrl_her.checks.report import Report
-from torchrl_her.checks.sample import Sample
+from torchrl_her.checks.samples import Sample
 from torchrl_her.episodes.memory import Episodes
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.draw import Strategies, check_her_ratio, draw_for_sequences, draw_goals, steps_to_goal
@@ -142,7 +141,7 @@ class HERTransform(Transform):
         self._kind_of_goal_spec = None if goal_spec is None else type(goal_spec)
         self._episodes = Episodes(capacity, relabelling.apart, goal_spec=goal_spec, max_episode_steps=max_episode_steps)
         self._checks = self._make_checks()
-        self.pickled_in: int | None = None  # the process in which this object was pickled
+        self._was_pickled = False
         self._adopted: AdoptedData | None = None
         self._n_step: NStepReward | None = None  # set if a MultiStepTransform comes before
         self._longest_window = 1  # the largest number of steps that a stored transition spans
@@ -460,7 +459,7 @@ class HERTransform(Transform):
     @property
     def is_up_to_date(self) -> bool:
         """Whether goals that are written now reach this object: not in a forked process or a copy without a buffer."""
-        is_alone = self.pickled_in is not None and not ids_around(self)
+        is_alone = self._was_pickled and not ids_around(self)
         return self._episodes.lock.is_shared or (self._episodes.is_in_its_process and not is_alone)
 
     def report(self) -> Report:
@@ -581,7 +580,7 @@ class HERTransform(Transform):
             return deep_copy(self, state_of_copy(super().__getstate__()), memo)  # with the running episodes
 
     def __getstate__(self) -> dict[str, Any]:
-        state = state_of_copy(super().__getstate__()) | {"pickled_in": os.getpid()}
+        state = state_of_copy(super().__getstate__()) | {"_was_pickled": True}
         if self._episodes.lock.is_shared:
             state |= {"_episodes": self._episodes.for_copy(), "_n_step": None}
         return state

@@ -168,14 +168,14 @@ FAULTY: dict[str, tuple[Any, Any, list[str]]] = {  # reward, function of it that
         SPARSE, lambda reward: unmoved(rewarded(walks(), reward)), ["first: 'next' holds the goals of the root"]),
     "constant": (
         lambda achieved, desired: -torch.ones(len(achieved)), lambda reward: rewarded(walks(), reward),
-        [NO_BETTER, "ignores the desired goal, or its threshold"]),
+        [NO_BETTER, "ignores the desired goal", "its threshold"]),
     "reads self.goal": (
         OF_ITS_GOAL, lambda reward: rewarded(walks(), reward),
-        [NO_BETTER, "(self.goal instead of desired_goal)", "check_goal_env(env)"]),
+        [NO_BETTER, "self.goal instead of desired_goal", "check_goal_env(env)"]),
     "reads self.goal, which is not the stored one": (OF_ITS_GOAL, lambda _: walks(), [NO_BETTER]),
     "distance to self.goal": (
         EnvReward(Env(lambda achieved, desired, goal: dense(achieved, goal))),
-        lambda reward: rewarded(walks(), reward), [NO_BETTER, "desired_goal). check"]),
+        lambda reward: rewarded(walks(), reward), [NO_BETTER, "ignores the desired goal"]),
     "wrong sign": (
         lambda achieved, desired: -dense(achieved, desired), lambda reward: rewarded(walks(), reward),
         [NO_BETTER, "its sign is wrong"]),
@@ -287,7 +287,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(
     ("cause", "size"),
-    [*((cause, size) for cause in BROKEN for size in (30, 10_000)), *((cause, 1) for cause in [*BROKEN][:3])],
+    [*((cause, size) for cause in BROKEN for size in (30, 10_000)), *((cause, 1) for cause in [*BROKEN][:1])],
 )
 def test_transitions_that_do_not_continue_an_episode_warn_with_the_likely_cause(cause, size):
     data = BROKEN[cause]()[: 250 if size == 1 else 500]

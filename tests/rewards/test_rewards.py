@@ -226,6 +226,12 @@ def test_an_unbatched_function_is_called_row_by_row_with_one_warning(env_class):
     assert "terminated_fn" in warning
 
 
+def test_one_verdict_for_a_batch_is_found_although_no_goal_of_the_batch_is_reached():
+    one_verdict = point_reach_with("OneVerdict", compute_reward=lambda a, d, i: (np.linalg.norm(a - d) <= 0.05) - 1.0)
+    with pytest.warns(UserWarning, match="compute_reward of OneVerdict .* row by row"):
+        EnvReward(one_verdict())(goals_of(torch.zeros(40, 2), torch.ones(40, 2)))
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_flag_that_is_the_same_for_all_goals_is_used_for_the_batch():
     like_fetch = point_reach_with("LikeFetch", compute_terminated=lambda achieved, desired, info: False)
@@ -248,7 +254,7 @@ def test_the_reward_of_hand_manipulate_pen_is_called_row_by_row():
     assert set(expected) == {0.0, -1.0}
 
 
-def test_the_probe_does_not_change_the_environments_random_state():
+def test_comparing_calls_does_not_change_the_environments_random_state():
     env, twin = PointReach(), PointReach()
     for each in (env, twin):
         each.reset(seed=0)
@@ -276,7 +282,7 @@ class ObservesAlone(gymnasium.Env, Plain):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float64])
 @pytest.mark.parametrize("env", [Plain(), ObservesAlone(), Plain, Scalar()])
-def test_an_environment_without_a_goal_space_is_probed_with_goals_near_those_stored(env, dtype):
+def test_an_environment_without_a_goal_space_may_be_a_class_or_no_gymnasium_environment(env, dtype):
     goals = goals_of(torch.tensor([[0, 1], [1, 1]]).to(dtype), torch.tensor([[0, 1], [0, 1]]).to(dtype))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

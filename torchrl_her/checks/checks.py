@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_her.checks.continuity import ContinuityCheck
-from torchrl_her.checks.entries import EntriesCheck
+from torchrl_her.checks.ends import MissingEndsCheck, TimeLimitCheck
 from torchrl_her.checks.goal_copies import GoalCopiesCheck
-from torchrl_her.checks.missing_ends import MissingEndsCheck
-from torchrl_her.checks.replaced_flags import ReplacedFlagsCheck
 from torchrl_her.checks.report import Report, ratio
 from torchrl_her.checks.reward_check import RewardCheck
-from torchrl_her.checks.sample import Sample
-from torchrl_her.checks.sample_counts import SampleCounts
-from torchrl_her.checks.time_limit import TimeLimitCheck
+from torchrl_her.checks.samples import ReplacedFlagsCheck, Sample, SampleCounts
 from torchrl_her.episodes.lanes import Lanes, Tracked
-from torchrl_her.episodes.write import Write
+from torchrl_her.episodes.write import Write, check_last_dimension
+from torchrl_her.goals.strategies import check_not_stored
 from torchrl_her.goals.table import GoalTable
-from torchrl_her.keys import HERKeys
+from torchrl_her.keys import RELABELLED, HERKeys, get_entry
 from torchrl_her.rewards.returns import OneStepReward
 
 
 class Checks:
-    """Warns if hindsight does not work, and counts what the report shows.
-
-    Each check has those of these methods that it needs, with the arguments of the methods of this class: ``on_write``,
-    ``on_tracked``, ``on_sample``; ``report()``, which returns fields of the `Report`; and ``for_copy()``, which returns
-    the check of a copied transform, in which the counts of samples are 0.
+    """Refuses transitions that cannot be relabelled, warns if hindsight does not work, and counts for the report.
 
     Args:
         rewards (OneStepReward): recomputes rewards.
@@ -55,32 +48,26 @@ class Checks:
         *,
         compares: bool,
     ):
-        continuity = ContinuityCheck(keys)
-        reward_check = RewardCheck(rewards.reward, keys, continuity, compares=compares, goal_fn=goal_fn)
+        self._keys = keys
+        self._replaced = rewards.replaced_keys
+        self._extra = extra
+        self._has_entries = False  # whether a write had all entries
         self._has_written = False  # a collector's dummy does not count
-        self._entries = EntriesCheck(keys, rewards.replaced_keys, extra)
-        self._set(
-            [  # in the order in which they run
-                continuity,
-                reward_check,
-                MissingEndsCheck(keys, continuity),
-                TimeLimitCheck(keys, reward_check),
-                GoalCopiesCheck(keys, extra_keys),
-                SampleCounts(keys, reward_check),
-                ReplacedFlagsCheck(keys.next_terminated, is_recomputed=reward_check.recomputes_ends),
-            ]
-        )
+        self._continuity = ContinuityCheck(keys)
+        self._rewards = RewardCheck(rewards.reward, keys, self._continuity, compares=compares, goal_fn=goal_fn)
+        self._missing_ends = MissingEndsCheck(keys, self._continuity)
+        self._time_limit = TimeLimitCheck(keys, self._rewards)
+        self._goal_copies = GoalCopiesCheck(keys, extra_keys)
+        self._begin_sampling()
 
-    def _set(self, checks: list[Any]) -> None:
-        self._checks = checks
-        self._on_write = _hooks(checks, "on_write")
-        self._on_tracked = _hooks(checks, "on_tracked")
-        self._on_sample = _hooks(checks, "on_sample")
+    def _begin_sampling(self) -> None:
+        self._counts = SampleCounts(self._keys, self._rewards)
+        self._flags = ReplacedFlagsCheck(self._keys.next_terminated) if self._rewards.recomputes_ends else None
 
     def for_copy(self) -> Checks:
         """Return the checks of a copied transform, in which nothing was sampled."""
         copied = copy.copy(self)
-        copied._set([check.for_copy() if hasattr(check, "for_copy") else check for check in self._checks])
+        copied._begin_sampling()
         return copied
 
     def on_write(self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None) -> None:
@@ -88,27 +75,65 @@ class Checks:
 
         Copies of goals that one of the ``later`` transforms rewrites in samples are harmless; None means that the write
         is not searched for copies.
+
+        Raises:
+            ValueError: if transitions are relabelled, a reward or a flag has no last dimension, or an extra goal would
+                replace an entry.
+            KeyError: if an entry is missing.
         """
-        self._entries.check(tensordict, written)
-        if len(written.done) and (self._has_written or not written.is_dummy):
-            for check in self._on_write:
-                check(tensordict, written, later)
+        self._check_entries(tensordict, written)
+        if self._is_counted(written):
+            self._rewards.on_write(tensordict, written)
+            if later is not None:
+                self._goal_copies.search(tensordict, later)
+
+    def _check_entries(self, tensordict: TensorDictBase, written: Write) -> None:
+        if (relabelled := tensordict.get(RELABELLED, None)) is not None and bool(relabelled.any()):
+            first = written.names.name(int(relabelled.reshape(-1).nonzero()[0]))
+            raise ValueError(
+                f"Some of these transitions are already relabelled ({first}), so their goals do not belong to the "
+                "episode: they were sampled from a buffer or stored by HindsightAugmentation. Write rb.storage[:] "
+                "instead of rb[:] or rb.sample(), and leave out transitions of HindsightAugmentation for which "
+                f"{RELABELLED!r} is True."
+            )
+        if self._has_entries:
+            return
+        for key in self._replaced:
+            get_entry(tensordict, key, "reward" if key == self._keys.next_reward else "done")
+        for key in (self._keys.next_reward, *self._keys.next_flags):
+            check_last_dimension(tensordict, key)
+        check_not_stored(tensordict, self._extra, self._keys)
+        self._has_entries = True
+
+    def _is_counted(self, written: Write) -> bool:
+        return len(written.done) > 0 and (self._has_written or not written.is_dummy)
 
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Check transitions ``[*batch]`` whose episodes are known."""
-        if len(written.done) and (self._has_written or not written.is_dummy):
+        if self._is_counted(written):
             self._has_written = True
-            for check in self._on_tracked:
-                check(tensordict, written, tracked)
+            self._continuity.on_tracked(tensordict, written, tracked)
+            self._rewards.on_tracked()
+            self._missing_ends.on_tracked(written, tracked)
+            self._time_limit.on_tracked(tensordict, written, tracked)
+            self._counts.count_compiled()
 
     def on_sample(self, sample: Sample) -> None:
         """Check a sampled batch. This is also called while sampling is compiled."""
-        for check in self._on_sample:
-            check(sample)
+        if torch.compiler.is_compiling():
+            self._counts.keep(sample)
+            return
+        if sample.relabelled.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # replays of a CUDA graph are not counted
+        self._counts.on_sample(sample)
+        if self._flags is not None:
+            self._flags.on_sample(sample)
+        if self._continuity.of_first_write is not None:
+            self._continuity.on_sample()
 
     def report(self, transform: Transform, her_ratio: float, lanes: Lanes, table: GoalTable | None = None) -> Report:
         """Return the report of a transform on its running and ended episodes and its goal table."""
-        counts = {name: value for report in _hooks(self._checks, "report") for name, value in report().items()}
+        counts = self._continuity.report() | self._counts.report()
         lengths, running = lanes.lengths, len(lanes)
         table_size = 0 if table is None else int(table.size)
         # The dummy of a collector can be in the table, but is not counted.
@@ -123,10 +148,7 @@ class Checks:
             max_length=lengths.longest if lengths.episodes else None,
             table_size=None if table is None else table_size,
             capacity=None if table is None else table.capacity,
+            step_length=self._rewards.step_length,
             others_wrote=bool(more),
             **counts,
         )
-
-
-def _hooks(checks: list[Any], name: str) -> list[Callable[..., Any]]:
-    return [getattr(check, name) for check in checks if hasattr(check, name)]

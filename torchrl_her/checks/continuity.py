@@ -10,13 +10,11 @@ from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
 from torchrl_her.checks.report import ratio
-from torchrl_her.checks.sample import Sample
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.keys import HERKeys
 
 WARM_UP = 100  # the first transitions are not judged, because each environment starts an episode in them
-KEPT_ROWS = 100  # transitions of the last write that are kept to find the cause
 JUDGED_TRANSITIONS = 100  # after this many transitions, the share is judged and the count restarts
 SHARE_BROKEN = 0.3
 SHARE_AMBIGUOUS = 0.01
@@ -32,7 +30,6 @@ CAUSES = {
     "shuffled": "the transitions are shuffled, or several environments alternate: write them in order, with "
     "trajectory ids",
 }
-Goals = tuple[np.ndarray, np.ndarray]  # void [n] each, the bytes of the goals at the root and under "next"
 
 
 class ContinuityCheck:
@@ -54,20 +51,20 @@ class ContinuityCheck:
         self._counted = self._counted_breaks = 0
         self.is_broken: bool | None = None
         self._has_warned_of_ambiguous = False
-        # The likely causes if no transition of the first write continued another one, until the next write; and the
-        # number of samples since then
-        self._of_first_write: list[str] | None = None
+        # The warning to issue if only samples follow the first write, and the number of samples since then
+        self.of_first_write: str | None = None
         self._samples = 0
-        self._last: Goals | None = None  # the last goals of the last write; None if it had no breaks
 
-    def report(self) -> dict[str, Any]:  # noqa: D102
+    def report(self) -> dict[str, Any]:
+        """Return fields of the `Report`."""
         return {
             "transitions": self.transitions,
             "discontinuous": ratio(self.breaks, self.transitions),
             "ambiguous": ratio(self.ambiguous, self.transitions),
         }
 
-    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
+        """Count the transitions of a write, and warn about them."""
         count, first = len(written.done), WARM_UP - self.transitions
         if tracked.loaded and not tracked.continued:
             warn_user(
@@ -75,21 +72,18 @@ class ContinuityCheck:
                 "continues none of them. If the environments were reset, call flush() after loading: it ends these "
                 "episodes, so that their transitions are relabelled."
             )
-        is_first, self._of_first_write = not self.transitions, None
+        is_first, self.of_first_write = not self.transitions, None
         self.transitions += count
         self.breaks += len(tracked.breaks)
         self.ambiguous += tracked.ambiguous
         self._warn_if_ambiguous()
         if self.is_broken:
             return
-        goals = written.start, written.outcome  # of the end of the last write and of this one
-        if self._last is not None:
-            goals = np.concatenate([self._last[0], goals[0]]), np.concatenate([self._last[1], goals[1]])
         is_adopted = written.names.numbers is not None
         if is_first and count > WARM_UP and len(tracked.breaks) >= count - 1 and not is_adopted:
             # No transition continued another one, and none was the last of its episode. This may be the first step of
             # many environments, which the next write shows.
-            self._of_first_write = _likely_causes(goals, _are_close(tensordict, self._keys, written))
+            self.of_first_write = self._message(1.0, tensordict, written, tracked.breaks[:0])
             return
         self._counted += min(count, max(0, count - first))
         breaks = tracked.breaks[tracked.breaks >= first]
@@ -98,21 +92,25 @@ class ContinuityCheck:
             share = self._counted_breaks / self._counted
             self.is_broken = share >= SHARE_BROKEN
             if self.is_broken:
-                such_as = f" (such as {written.name(int(breaks.min()))})" if len(breaks) else ""
-                _warn_of_breaks(share, such_as, _likely_causes(goals, _are_close(tensordict, self._keys, written)))
+                warn_user(self._message(share, tensordict, written, breaks))
             self._counted = self._counted_breaks = 0
-        self._last = None
-        if len(tracked.breaks) and not self.is_broken:
-            self._last = goals[0][-KEPT_ROWS:].copy(), goals[1][-KEPT_ROWS:].copy()
 
-    def on_sample(self, sample: Sample) -> None:
+    def on_sample(self) -> None:
         """Judge the first write if only samples follow it."""
-        if self._of_first_write is None or torch.compiler.is_compiling():
-            return
         self._samples += 1
-        if self._samples >= SAMPLES_WITHOUT_WRITE:
-            likely, self._of_first_write, self.is_broken = self._of_first_write, None, True
-            _warn_of_breaks(1.0, "", likely)
+        if self._samples >= SAMPLES_WITHOUT_WRITE and self.of_first_write is not None:
+            message, self.of_first_write, self.is_broken = self.of_first_write, None, True
+            warn_user(message)
+
+    def _message(self, share: float, tensordict: TensorDictBase, written: Write, breaks: np.ndarray) -> str:
+        such_as = f" (such as {written.name(int(breaks.min()))})" if len(breaks) else ""
+        causes = [CAUSES[each] for each in (*_likely_causes(tensordict, self._keys, written), *CAUSES)]
+        return (
+            f"{share:.0%} of the transitions do not continue an episode{such_as}: their goals at the root differ from "
+            "the goals under 'next' of all earlier transitions, and no episode had ended. Hindsight can then offer "
+            "little more than their own outcomes as goals. Possible causes, most likely first: "
+            f"{'; '.join(dict.fromkeys(causes))}."
+        )
 
     def _warn_if_ambiguous(self) -> None:
         share = self.ambiguous / self.transitions
@@ -125,31 +123,22 @@ class ContinuityCheck:
             )
 
 
-def _warn_of_breaks(share: float, such_as: str, likely: list[str]) -> None:
-    causes = "; ".join(dict.fromkeys([*likely, *CAUSES.values()]))
-    warn_user(
-        f"{share:.0%} of the transitions do not continue an episode{such_as}: their goals at the root differ from the "
-        "goals under 'next' of all earlier transitions, and no episode had ended. Hindsight can then offer little more "
-        f"than their own outcomes as goals. Possible causes, most likely first: {causes}."
-    )
-
-
-def _likely_causes(goals: Goals, close: np.ndarray) -> list[str]:
-    """Return the causes that fit the goals of consecutive transitions; ``close`` is the result of `_are_close`."""
-    start, outcome = goals
+def _likely_causes(tensordict: TensorDictBase, keys: HERKeys, written: Write) -> list[str]:
+    """Return the causes that fit the goals of the transitions ``[*batch]`` of a write."""
+    start, outcome = written.start, written.outcome
     broken = start[1:] != outcome[:-1]  # transitions that do not follow the previous one
     seen = set(outcome.tolist())
     evidence = {
         "unmoved": start == outcome,
         "root": (start[1:] == start[:-1])[broken],
         "reversed": (start[:-1] == outcome[1:])[broken],
-        "rounded": close[broken[len(broken) - len(close) :]],
+        "rounded": _are_close(tensordict, keys, written)[broken],
     }
     found = [cause for cause, shares in evidence.items() if shares.size and shares.mean() > 0.5]
     # A shuffled chunk contains few predecessors of its own transitions.
     if not found and sum(each in seen for each in start[1:][broken].tolist()) > 0.02 * broken.sum():
         found = ["shuffled"]
-    return [CAUSES[cause] for cause in (*found, "left out")]
+    return [*found, "left out"]
 
 
 def _are_close(tensordict: TensorDictBase, keys: HERKeys, written: Write) -> np.ndarray:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
 from torchrl_her._private import warn_user
-from torchrl_her.episodes.write import Write
 from torchrl_her.keys import SELECTION, HERKeys
 
 OWN_GOAL = (SELECTION, "desired_goal")
@@ -22,7 +21,7 @@ SEARCHED_WRITES = 1000  # the search ends after this many writes if the goal har
 
 
 class GoalCopies(NamedTuple):
-    """The entries that contained the goal in all writes so far."""
+    """The entries that contained a goal in all writes so far."""
 
     places: dict[NestedKey, set[int]] | None = None  # where the goal starts in each entry; None before the first write
     goals: frozenset[bytes] = frozenset()  # the different goals so far
@@ -40,16 +39,8 @@ class GoalCopiesCheck:
     def __init__(self, keys: HERKeys, replaced: frozenset[NestedKey]):
         self._keys = keys
         self._replaced = replaced
-        # Copies of the environment's goal and of the desired goal, which GoalSelection can replace. They are the same
-        # object until a goal is replaced. None when the search is over.
-        start = GoalCopies()
-        self._copies: tuple[GoalCopies | None, GoalCopies | None] = start, start
-
-    def on_write(  # noqa: D102
-        self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None
-    ) -> None:
-        if later is not None:
-            self.search(tensordict, later)
+        # Copies of the desired goal, and of the environment's goal, which GoalSelection can replace.
+        self._found = {keys.desired_goal: GoalCopies(), OWN_GOAL: GoalCopies()}
 
     def search(self, tensordict: TensorDictBase, later: Iterable[Transform]) -> None:
         """Search transitions ``[*batch]`` for entries that contain the desired goal.
@@ -58,28 +49,22 @@ class GoalCopiesCheck:
         copy, and a network that reads it learns the original goal with the new goal's reward. Copies are harmless in
         entries that relabelling replaces, and in entries that ``later`` transforms rewrite in every sample.
         """
-        own_copies, copies = self._copies
-        if own_copies is None and copies is None:
+        if not self._found:
             return
-        keys = self._keys
-        goals = own_goals = _goals(tensordict, keys.desired_goal)
-        if tensordict.get(OWN_GOAL, None) is not None and tensordict.get(("next", *OWN_GOAL), None) is not None:
-            stored = _goals(tensordict, OWN_GOAL)
-            if not all(torch.equal(own.to(goal.dtype), goal) for own, goal in zip(stored, goals, strict=True)):
-                own_goals = stored
-        stride = math.prod(tensordict.get(keys.desired_goal).shape[tensordict.ndim + 1 :])
         rewritten = _rewritten_by(later) | self._replaced
-        for goal in (keys.achieved_goal, keys.desired_goal, OWN_GOAL):
+        for goal in (self._keys.achieved_goal, self._keys.desired_goal, OWN_GOAL):
             rewritten |= {goal, unravel_key(("next", goal))}
-        found = _found(copies, tensordict, goals, stride, rewritten)
-        is_same = own_copies is copies and own_goals is goals
-        own_found = found if is_same else _found(own_copies, tensordict, own_goals, stride, rewritten)
-        self._copies = own_found, found
-        for each in (own_found, found):
-            if each is not None and len(each.goals) >= GOALS_OF_A_COPY:
-                self._copies = None, None
-                self._warn(each)
+        for key, copies in list(self._found.items()):
+            if tensordict.get(key, None) is None or tensordict.get(unravel_key(("next", key)), None) is None:
+                continue
+            found = _search(copies, tensordict, key, rewritten)
+            self._found[key] = found
+            if found.places and len(found.goals) >= GOALS_OF_A_COPY:
+                self._found = {}
+                self._warn(found)
                 return
+            if not found.places or found.writes >= SEARCHED_WRITES:
+                self._found.pop(key, None)
 
     def _warn(self, copies: GoalCopies) -> None:
         names = " and ".join(map(repr, copies.places or ()))
@@ -92,31 +77,19 @@ class GoalCopiesCheck:
         )
 
 
-def _found(
-    copies: GoalCopies | None,
-    tensordict: TensorDictBase,
-    goals: list[Tensor],
-    stride: int,
-    rewritten: set[NestedKey],
-) -> GoalCopies | None:
-    """Return which of the entries contain these goals, ``[rows, goal]``, too, or None if the search is over."""
-    if copies is None:
-        return None
+def _search(copies: GoalCopies, tensordict: TensorDictBase, goal: NestedKey, rewritten: set[NestedKey]) -> GoalCopies:
+    """Return which of the entries contain the goals of these transitions, too."""
+    goals = [_rows(tensordict, tensordict.get(each)) for each in (goal, unravel_key(("next", goal)))]
+    stride = math.prod(tensordict.get(goal).shape[tensordict.ndim + 1 :])
     places: dict[NestedKey, set[int]] = {}
-    leaves = tensordict.keys(include_nested=True, leaves_only=True) if copies.places is None else copies.places
-    for key in leaves:
+    for key in copies.places or tensordict.keys(include_nested=True, leaves_only=True):
         pair = (key, unravel_key(("next", key)))
-        if rewritten.issuperset(pair):
-            continue
-        found = _places(tensordict, pair, goals, stride)
-        if copies.places is not None:
-            found &= copies.places[key]
-        if found:
-            places[key] = found
-    if not places or copies.writes + 1 >= SEARCHED_WRITES:
-        return None
+        if not rewritten.issuperset(pair):
+            found = _places(tensordict, pair, goals, stride)
+            places[key] = found if copies.places is None else found & copies.places[key]
     rows = goals[0].contiguous().view(torch.uint8).numpy(force=True)
-    return GoalCopies(places, copies.goals.union(row.tobytes() for row in rows), copies.writes + 1)
+    seen = copies.goals.union(row.tobytes() for row in rows)
+    return GoalCopies({key: each for key, each in places.items() if each}, seen, copies.writes + 1)
 
 
 def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
@@ -133,11 +106,6 @@ def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
         if isinstance(transform, ExcludeTransform):
             keys.update(map(unravel_key, transform.excluded_keys))
     return keys
-
-
-def _goals(tensordict: TensorDictBase, key: NestedKey) -> list[Tensor]:
-    """Return rows of a goal at the root and under ``"next"``, ``[rows, goal]``."""
-    return [_rows(tensordict, tensordict.get(each)) for each in (key, unravel_key(("next", key)))]
 
 
 def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:

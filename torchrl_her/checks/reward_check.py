@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.envs import Transform
 
 from torchrl_her._private import warn_user
 from torchrl_her.checks.continuity import ContinuityCheck
-from torchrl_her.checks.reach import ReachCheck, is_better
-from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
-from torchrl_her.rewards.comparisons import agree
-from torchrl_her.rewards.env_reward import EnvReward
+from torchrl_her.rewards.comparisons import agree, are_discrete
 from torchrl_her.rewards.goal_reward import ReachedReward
 
 COMPARED_ROWS = 64  # transitions that are compared in one write; the first ones are compared in every write
@@ -28,6 +23,8 @@ ENOUGH_COMPARED = 16  # the check ends when this many compared transitions reach
 DISTANCES = 2**22  # distances of one write are computed for at most this many components of goals
 # If no transition has missed its goal after this many different desired goals or transitions, none is expected to.
 TRIED_GOALS, TRIED_TRANSITIONS = 8, 2000
+ENOUGH_MOVED = 32  # transitions that move the achieved goal are judged together when there are this many
+PART = 100  # a goal at this part of a step should be reached
 GOAL_CHANGES = (
     "Its desired goal differs at the root and under 'next', so the two rewards are for different goals. A desired goal "
     "must be constant within an episode: draw it in reset, before the observation is built, and end the episode "
@@ -48,7 +45,8 @@ class RewardCheck:
         reached_reward (float, optional): the reward of a reached goal; None if it is unknown or varies.
         recomputes_ends (bool): whether the reward module writes ``terminated``.
         compares (bool): whether stored and computed rewards should agree.
-        reach (ReachCheck): compares the threshold of the reward with the steps of the achieved goal.
+        step_length (float, optional): the median distance by which a step moves the achieved goal, if most goals at a
+            hundredth of a step from an outcome are missed. Only the transition that achieved such a goal can reach it.
     """
 
     def __init__(
@@ -67,7 +65,9 @@ class RewardCheck:
         self.reached_reward: float | None = None
         self._is_over = not reward.out_keys  # only goals are relabelled
         self.compares = compares
-        self.reach = ReachCheck()
+        self.step_length: float | None = None
+        # Transitions that move the achieved goal, with the goals achieved before and after, until they are judged.
+        self._moved: list[tuple[TensorDictBase, Tensor, Tensor]] | None = []
         self.recomputes_ends = keys.next_terminated in reward.out_keys
         is_learned = any(each.requires_grad for each in reward.parameters())
         self._is_learned = is_learned or bool(getattr(reward, "recompute_all", False))
@@ -81,7 +81,7 @@ class RewardCheck:
         self._range = (math.inf, -math.inf)  # of stored rewards
         self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
 
-    def on_write(self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None) -> None:
+    def on_write(self, tensordict: TensorDictBase, written: Write) -> None:
         """Compare some of the written transitions ``[*batch]``, and warn about differences.
 
         Raises:
@@ -93,8 +93,8 @@ class RewardCheck:
         get_entry(tensordict, self.keys.next_reward, "reward")
         assert written.rewards is not None
         reads_steps = STEPS_TO_GOAL in self.reward.in_keys  # written transitions have no such entry
-        if not (reads_steps or self.reach.is_over):
-            self._check_reach(tensordict, written)
+        if self._moved is not None and not reads_steps:
+            self._check_threshold(tensordict, written)
         values = written.rewards.float().numpy()
         low, high = float(values.min()), float(values.max())
         self._written += len(written.done)
@@ -111,13 +111,41 @@ class RewardCheck:
         self._next = 2 * self._written if self._written >= COMPARED_ROWS else 0
         self._range = min(low, self._range[0]), max(high, self._range[1])
 
-    def _check_reach(self, tensordict: TensorDictBase, written: Write) -> None:
+    def _check_threshold(self, tensordict: TensorDictBase, written: Write) -> None:
+        """Keep transitions that move the achieved goal until there are enough of them, then judge the threshold."""
+        kept, goals = self._moved, written.goals  # other threads may write, and replace the list, at the same time
         moved = (written.start != written.outcome).nonzero()[0]
-        if len(moved):
-            index = torch.from_numpy(moved[:: -(-len(moved) // COMPARED_ROWS)]).to(written.goals.device)
-            rows, goals = written.rows_of(tensordict)[index], written.goals[index]
-            root = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach().to(goals.dtype)
-            self.reach.check(rows, root, goals, self._evaluate)
+        if kept is None or not len(moved):
+            return
+        if not goals.is_floating_point():
+            self._moved = None
+            return
+        index = torch.from_numpy(moved[:: -(-len(moved) // COMPARED_ROWS)]).to(goals.device)
+        rows, after = written.rows_of(tensordict)[index], goals[index]
+        before = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach().to(goals.dtype)
+        has_moved = (before != after).reshape(len(rows), -1).any(1)
+        kept.append((rows[has_moved].clone(), before[has_moved], after[has_moved]))
+        if sum(len(each) for *_, each in kept) >= ENOUGH_MOVED:
+            self._moved = None
+            self._judge_threshold(list(kept))
+
+    def _judge_threshold(self, kept: list[tuple[TensorDictBase, Tensor, Tensor]]) -> None:
+        """Find out whether goals at a hundredth of a step from the outcomes are missed.
+
+        Discrete goals are not judged, because they can be reached exactly.
+        """
+        before, after = (torch.cat([each[place] for each in kept]).double() for place in (1, 2))
+        steps = (after - before).reshape(len(before), -1)
+        if are_discrete(steps, after.view_as(steps)):
+            return
+        missed = near_missed = 0
+        for rows, start, outcome in kept:
+            far, near = self._evaluate(rows), self._evaluate(rows, outcome + (start - outcome) / PART)
+            is_missed = is_better(self._evaluate(rows, outcome), far)
+            missed += int(is_missed.sum())
+            near_missed += int((is_missed & ~is_better(near, far)).sum())
+        if near_missed > missed / 2:
+            self.step_length = float(steps.norm(dim=1).median())
 
     def _check_values(self, stored: np.ndarray) -> None:
         """Warn if stored rewards have other values than 0 and -1, the rewards of `ReachedReward`."""
@@ -221,22 +249,15 @@ class RewardCheck:
         if self._is_learned or not apart.any():
             return
         self._is_over = True
-        rewards = torch.cat([computed, rewards])
-        worse = is_better(rewards, torch.cat([best, best]))
-        row = int(worse.nonzero()[0]) if worse.any() else int(apart.argmax())
-        own = row % len(rows)
-        is_env = isinstance(self.reward, EnvReward)
-        if worse.any():
-            cause = "its sign is wrong, or achieved and desired goals have different units or frames of reference"
-        else:
-            cause = "it ignores the desired goal" + (" (self.goal instead of desired_goal)" if is_env else "")
-            if agree(best, best[:1]).all():
-                cause += ", or its threshold is so small or so large that no goal or every goal is reached"
+        row = int(apart.argmax())
+        own, other = row % len(rows), torch.cat([computed, rewards])[row]
         warn_user(
-            f"The reward module gives no transition a better reward for reaching its goal than for missing it: "
-            f"{_number(best[own])} for {name(own)} with its own outcome as its goal, and {_number(rewards[row])} "
-            f"with a goal that is {float(apart[row]):.4g} away. Possible cause: {cause}."
-            + (" check_goal_env(env) finds the cause." if is_env else "")
+            "The reward module gives no transition a better reward for reaching its goal than for missing it: "
+            f"{_number(best[own])} for {name(own)} with its own outcome as its goal, and {_number(other)} with a goal "
+            f"that is {float(apart[row]):.4g} away. Possible causes: it ignores the desired goal (compute_reward reads "
+            "self.goal instead of desired_goal); its sign is wrong; its threshold is so small or so large that no goal "
+            "or every goal is reached; or achieved and desired goals have different units or frames of reference. "
+            "check_goal_env(env) finds the cause."
         )
 
     def _warn_if_rewards_differ(
@@ -265,7 +286,7 @@ class RewardCheck:
         else:
             warn_user(message)
 
-    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
+    def on_tracked(self) -> None:
         """Issue the warning that waits until it is known whether transitions continue each other, if they do."""
         if self._continuity.is_broken is None:
             return
@@ -273,24 +294,17 @@ class RewardCheck:
         if message is not None and not self._continuity.is_broken:
             warn_user(message)
 
-    def report(self) -> dict[str, Any]:  # noqa: D102
-        return {"step_length": self.reach.step}
-
     def _advice(self, rows: TensorDictBase) -> str:
         for key in getattr(self.reward, "info_keys", ()):
             under_next = unravel_key(("next", key))
             if rows.get(under_next, None) is not None:
                 return f"info_keys names {key!r}, which belongs to the previous step: use {under_next!r}."
-        place = "place transforms that scale rewards or normalize goals after the hindsight transform, in the buffer."
-        if isinstance(self.reward, EnvReward):
-            return (
-                "Give EnvReward an environment with the settings (reward_type, ...) of the environment that collects, "
-                f"and {place} Otherwise step and compute_reward of the environment differ: check_goal_env(env) shows "
-                "how."
-            )
         return (
-            f"Use the environment's own reward, EnvReward(env), with goals in its units: {place} For a learned reward, "
-            "pass recompute_all=True to the reward module, such as GoalReward(reward_fn, recompute_all=True)."
+            "Use the environment's own reward, EnvReward(env), of an environment with the settings (reward_type, ...) "
+            "of the one that collects, and place transforms that scale rewards or normalize goals after the hindsight "
+            "transform, in the buffer. If step and compute_reward of the environment differ, check_goal_env(env) shows "
+            "how. For a learned reward, pass recompute_all=True to the reward module, such as GoalReward(reward_fn, "
+            "recompute_all=True)."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
@@ -326,3 +340,11 @@ def _number(value: Tensor) -> str:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one != one)).all())
+
+
+def is_better(reward: Tensor, other: Tensor) -> Tensor:
+    """Return whether a reward is higher than another one by more than a rounding error, ``bool [n]``.
+
+    Both are ``[n, agents]``; one agent is enough.
+    """
+    return ((reward > other) & ~torch.isclose(reward, other, rtol=1e-6, atol=0.0)).any(1)

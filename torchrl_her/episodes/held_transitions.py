@@ -13,6 +13,7 @@ from torchrl_her._private import warn_user
 from torchrl_her.episodes.lanes import Lanes, Tracked
 from torchrl_her.episodes.write import Write
 from torchrl_her.goals.names import split_name
+from torchrl_her.goals.table import to_device
 from torchrl_her.packed_storage.row_layout import WORD, RowLayout
 
 
@@ -37,7 +38,7 @@ class Log(NamedTuple):
             size = 2 * (len(kept) + len(rows))
             memory, new_names = rows.new_empty(size, rows.shape[1]), np.zeros(size, np.int64)
             if len(kept):
-                memory[: len(kept)] = self.rows[_index(kept, self.rows)].to(rows.device)
+                memory[: len(kept)] = self.rows[to_device(kept, self.rows.device)].to(rows.device)
             new_names[: len(kept)] = self.names[kept]
             old = self._replace(rows=memory, names=new_names, used=len(kept))
         end = old.used + len(rows)
@@ -58,7 +59,7 @@ class Log(NamedTuple):
         names[taken] = 0
         lengths = np.bincount(of_row[taken], minlength=len(self.ended))
         log = self._replace(names=names, held=self.held - len(taken), ended=self.ended[:0])
-        return log, self.rows.index_select(0, _index(taken, self.rows)), lengths
+        return log, self.rows.index_select(0, to_device(taken, self.rows.device)), lengths
 
 
 class HeldTransitions:
@@ -139,7 +140,7 @@ class HeldTransitions:
         """Return the entries of the transitions and their episodes."""
         log = self.log
         kept = np.flatnonzero(log.names[: log.used])
-        rows = self.unpack(log.rows[_index(kept, log.rows)]) if len(kept) else TensorDict()
+        rows = self.unpack(log.rows[to_device(kept, log.rows.device)]) if len(kept) else TensorDict()
         return {
             "rows": dict(rows.items(include_nested=True, leaves_only=True)),
             "names": torch.from_numpy(log.names[kept]),
@@ -159,8 +160,3 @@ class HeldTransitions:
             self.log = self.log.with_transitions(self._pack(rows), names)
         self.log = self.log._replace(ended=state["ended"].numpy(force=True).copy(), episodes=state["episodes"])
         self.lanes.load_state_dict(state["lanes"])
-
-
-def _index(rows: np.ndarray, data: Tensor) -> Tensor:
-    """Return an index ``int64 [n]`` on the device of some data."""
-    return torch.from_numpy(rows).to(data.device)

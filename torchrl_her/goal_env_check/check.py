@@ -11,7 +11,8 @@ import torch
 from torchrl.envs import GymWrapper
 
 from torchrl_her._private import gymnasium_env_of
-from torchrl_her.goal_env_check.finding import NAMES, Finding, GoalEnvReport
+from torchrl_her.goal_env_check.finding import FINDINGS, Finding, GoalEnvReport
+from torchrl_her.goal_env_check.functions import check_reward, check_termination, reached
 from torchrl_her.goal_env_check.goals import (
     check_achieved,
     check_desired,
@@ -30,15 +31,9 @@ from torchrl_her.goal_env_check.probe import (
     play,
     reset,
 )
-from torchrl_her.goal_env_check.reward import check_reward, check_termination, reached
 from torchrl_her.keys import HERKeys, check_keys
 from torchrl_her.rewards.env_reward import EnvReward, open_env
 from torchrl_her.rewards.goal_reward import GoalReward
-
-NEEDS_GOALS = (
-    "Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one array of numbers, or "
-    "name the entries with keys=HERKeys(achieved_goal=..., desired_goal=...)."
-)
 
 
 def check_goal_env(
@@ -88,8 +83,8 @@ def check_goal_env(
     """
     check_keys(keys)
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-    if unknown := ignored - NAMES:
-        raise ValueError(f"There is no finding {sorted(unknown)} to ignore: choose from {sorted(NAMES)}.")
+    if unknown := ignored - FINDINGS.keys():
+        raise ValueError(f"There is no finding {sorted(unknown)} to ignore: choose from {sorted(FINDINGS)}.")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
     if reward is not None and not isinstance(reward, GoalReward):
@@ -127,21 +122,16 @@ def _check(
     try:
         achieved, desired = goals.read(reset(env, seed))
     except EnvironmentFails as error:
-        yield Finding(
-            "step-fails",
-            f"{error}.",
-            "Define reset(self, *, seed=None, options=None), which returns (observation, info).",
-        )
+        yield Finding.of("step-fails", f"{error}.")
         return
     except UnreadableGoals as error:
-        yield Finding("not-a-goal-env", str(error), NEEDS_GOALS)
+        yield Finding.of("not-a-goal-env", str(error))
         return
     yield from check_shapes(achieved, desired)
     try:
         reward = EnvReward(env) if reward is None else reward
     except TypeError as error:
-        advice = "Define compute_reward(self, achieved_goal, desired_goal, info), or pass the reward that you use."
-        yield Finding("reward-missing", str(error), advice)
+        yield Finding.of("reward-missing", str(error))
     probes = [] if reward is None else [Probe(function, reward.info_keys) for function in reward.functions]
     watcher = Watcher(getattr(env, "observation_space", None))
     played: list[tuple[Any, ...]] = []
@@ -152,11 +142,7 @@ def _check(
         other = seed + 1  # probes need a current goal that is not one of the episodes'
         repeated += check_seed(_second_goal(env, goals, other), _second_goal(env, goals, other), other)
     except EnvironmentFails as error:
-        yield Finding(
-            "step-fails",
-            f"After {len(played):,} steps, {error}.",
-            "To see where, call env.reset() and env.step(env.action_space.sample()) until it fails.",
-        )
+        yield Finding.of("step-fails", f"After {len(played):,} steps, {error}.")
     if played:
         infos, *columns = zip(*played, strict=True)
         episodes = PlayedEpisodes(list(infos), *map(np.stack, columns))

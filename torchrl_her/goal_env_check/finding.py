@@ -7,64 +7,103 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# The names of all findings, by severity.
-SEVERITIES = {
-    "error": [
-        "not-a-goal-env",
-        "step-fails",
-        "goal-shapes-differ",
-        "goal-nan",
-        "modified-in-place",
-        "achieved-goal-constant",
-        "achieved-goal-stale-at-reset",
-        "desired-goal-changes",
-        "desired-goal-stale-at-reset",
-        "reward-missing",
-        "reward-fails",
-        "reward-modifies-arguments",
-        "reward-random",
-        "reward-depends-on-state",
-        "reward-ignores-desired-goal",
-        "reward-ignores-achieved-goal",
-        "reward-constant",
-        "reward-misses-achieved-goal",
-        "reward-differs",
-        "terminated-fails",
-        "terminated-modifies-arguments",
-        "terminated-random",
-        "terminated-depends-on-state",
-        "terminated-ignores-desired-goal",
-        "terminated-ignores-achieved-goal",
-        "terminated-differs",
-        "ends-on-success",
-    ],
-    "warning": [
-        "achieved-goal-jumps",
-        "achieved-goal-lags",
-        "achieved-goal-moves-late",
-        "achieved-goal-unmoved",
-        "goal-dtypes-differ",
-        "desired-goal-far",
-        "desired-goal-in-observation",
-        "observation-outside-space",
-        "reward-needs-info",
-        "reward-reaches-everything",
-        "success-differs",
-        "terminated-needs-info",
-        "terminated-one-verdict",
-        "threshold-too-small",
-        "time-limit-terminates",
-    ],
-    "note": [
-        "endless",
-        "no-goal-reached",
-        "one-goal",
-        "reset-ignores-seed",
-        "reward-not-batched",
-        "terminated-not-batched",
-    ],
+# The advice of the findings in both functions, compute_reward and compute_terminated, by severity.
+OF_FUNCTIONS = {
+    "error": {
+        "fails": "It is called with (achieved_goal, desired_goal), a function of the environment also with info, for "
+        "one pair of goals or a batch. It can read only the entries of info that step returns.",
+        "modifies-arguments": "Work on a copy: for example, replace achieved_goal -= desired_goal with achieved_goal - "
+        "desired_goal.",
+        "random": "A recomputed value must equal the value that step returns: move the noise into step.",
+        "depends-on-state": "Compute it from achieved_goal, desired_goal and info alone. Put other inputs (a step "
+        "count, the last action) into info.",
+        "ignores-desired-goal": "Read the argument, not the goal of the running episode (desired_goal instead of "
+        "self.goal).",
+        "ignores-achieved-goal": "Read the argument, not the state of the environment (achieved_goal instead of "
+        "self.position).",
+    },
+    "warning": {
+        "needs-info": "Store it with env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass "
+        "EnvReward(env, info_keys=[{keys}]). An entry that was computed with the original goal (a distance, "
+        "is_success) is wrong after relabelling: compute it from the goals.",
+    },
 }
-NAMES = {name for names in SEVERITIES.values() for name in names}
+# The advice of the other findings.
+OTHERS = {
+    "error": {
+        "not-a-goal-env": "Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one "
+        "array of numbers, or name the entries with keys=HERKeys(achieved_goal=..., desired_goal=...).",
+        "step-fails": "To see where, call env.reset() and env.step(env.action_space.sample()) until it fails. The "
+        "signature is reset(self, *, seed=None, options=None), and it returns (observation, info).",
+        "goal-shapes-differ": "Return goals of one shape, or pass a goal_fn that maps the achieved state to a goal.",
+        "goal-nan": "Return a finite number for each component of a goal. Put unknown quantities into the observation.",
+        "modified-in-place": "Return a copy (self.position.copy()): otherwise stored observations change.",
+        "achieved-goal-constant": "Compute it from the state after each step.",
+        "achieved-goal-stale-at-reset": "Compute it in reset, after the new state is set.",
+        "desired-goal-changes": "Draw it only in reset, and end the episode (truncated=True) before the goal changes.",
+        "desired-goal-stale-at-reset": "Draw the new goal in reset before you build the observation.",
+        "reward-missing": "Define compute_reward(self, achieved_goal, desired_goal, info), or pass the reward that you "
+        "use.",
+        "reward-differs": "Let step return self.compute_reward(achieved_goal, desired_goal, info) for the goals that "
+        "it returns. A bonus or penalty that is not a function of the goals must come from info.",
+        "terminated-differs": "Let step return the same for the goals that it returns, and a time limit as truncated. "
+        "An end that does not depend on the goal (a fall) must be in both.",
+        "reward-constant": "It must be higher for a reached goal: compare its arguments (not self.goal), with a "
+        "threshold above 0 that is smaller than the distances between goals, in the unit of the goals.",
+        "reward-misses-achieved-goal": "A reached goal must have the highest reward: check the sign, the threshold (<= "
+        "instead of <), and the unit and frame of both goals.",
+        "ends-on-success": "Add compute_terminated(self, achieved_goal, desired_goal, info) to the environment, or "
+        "pass EnvReward(env, terminated_fn=...): otherwise relabelled transitions that reach their goal are not "
+        "terminated.",
+    },
+    "warning": {
+        "goal-dtypes-differ": "Return both with the same dtype: relabelling converts one to the other.",
+        "achieved-goal-unmoved": "If it should change, compute it from the state after each step, not only in reset. "
+        "If random actions cannot change it, hindsight has nothing to learn from until the policy does.",
+        "achieved-goal-lags": "Compute the achieved goal after the simulation has advanced.",
+        "achieved-goal-moves-late": "If the first action already changes the state, the achieved goal is one step "
+        "late: compute it after the simulation has advanced. If it does not (an actuator with a delay, a mass at rest "
+        "with explicit Euler steps), ignore this.",
+        "achieved-goal-jumps": "Reset may return the goal of another state: compute it after the new state is set. If "
+        "the first step really moves further than any other (a throw, a fall), ignore this.",
+        "desired-goal-far": "Use the same unit and frame of reference for both. If random actions do not get far, this "
+        "may be intended.",
+        "desired-goal-in-observation": "Leave them out: relabelling does not replace them, and networks would learn "
+        "the original goal with the new goal's reward. Let networks read 'desired_goal' besides the observation.",
+        "observation-outside-space": "Correct the space, or the dtype and the values of the observation.",
+        "reward-reaches-everything": "Use a threshold that is smaller than the distances between goals, in the unit of "
+        "the goals.",
+        "threshold-too-small": "A step seldom ends so near a goal: is the threshold in the unit of the goals? At a "
+        "reached goal, the reward of step and the end of the episode were not checked.",
+        "success-differs": "Compute both from the same distance and threshold.",
+        "terminated-one-verdict": "Compute it over the last axis (np.linalg.norm(..., axis=-1)) and return one value "
+        "per row.",
+        "time-limit-terminates": "Return a time limit as truncated=True, or pass it to gymnasium.make as "
+        "max_episode_steps: critics do not bootstrap from a terminated step. If the task itself ends then, add the "
+        "number of remaining steps to the observation.",
+    },
+    "note": {
+        "one-goal": "Without hindsight, networks can ignore it. With hindsight, they must read it: relabelled goals "
+        "differ.",
+        "reset-ignores-seed": "Training with a seed cannot be repeated. Call super().reset(seed=seed) in reset, and "
+        "draw all random numbers from self.np_random.",
+        "no-goal-reached": "At a reached goal, the reward of step and the end of the episode were not checked: play "
+        "more steps.",
+        "reward-not-batched": "Use operations over the last axis (axis=-1), or pass a batched function: "
+        "GoalReward(reward_fn).",
+        "terminated-not-batched": "Use operations over the last axis (axis=-1), or pass a batched function: "
+        "EnvReward(env, terminated_fn=...).",
+        "endless": "Pass max_episode_steps to gymnasium.make or to HERTransform. This is optional: running episodes "
+        "are relabelled, too.",
+    },
+}
+# The severity and the advice of each finding.
+FINDINGS = {name: (severity, advice) for severity, group in OTHERS.items() for name, advice in group.items()} | {
+    f"{function}-{name}": (severity, advice)
+    for function in ("reward", "terminated")
+    for severity, group in OF_FUNCTIONS.items()
+    for name, advice in group.items()
+}
 
 WIDTH = 100  # characters of a printed line
 
@@ -95,6 +134,12 @@ class Finding(NamedTuple):
     message: str
     advice: str
 
+    @classmethod
+    def of(cls, name: str, message: str, **details: str) -> Finding:
+        """Make a finding with its advice, whose placeholders are replaced by ``details``."""
+        _, advice = FINDINGS[name]
+        return cls(name, message, advice.format(**details))
+
     def __str__(self) -> str:
         return self.text()
 
@@ -122,8 +167,8 @@ class GoalEnvReport:
         >>> report = check_goal_env("torchrl_her.envs:torchrl_her/PointReach-v0", steps=500)
         >>> print(report)
         PointReach: 0 errors, 0 warnings, 1 note (500 steps, 10 episodes)
-        note no-goal-reached: No goal was reached in 500 steps. A goal is reached within about 0.05. When
-            the achieved goal moves, it moves by 0.05 per step (median), and by at most 0.07071.
+        note no-goal-reached: No goal was reached in 500 steps. When the achieved goal moves, it moves by
+            0.05 per step (median), and by at most 0.07071.
             -> At a reached goal, the reward of step and the end of the episode were not checked: play more
                steps.
         >>> [finding.name for finding in report.notes]
@@ -141,7 +186,7 @@ class GoalEnvReport:
         """Sort findings into the three lists, except for ignored names."""
         for finding in findings:
             if finding.name not in ignore:
-                severity = next(severity for severity, names in SEVERITIES.items() if finding.name in names)
+                severity, _ = FINDINGS[finding.name]
                 getattr(self, f"{severity}s").append(finding)
 
     def __str__(self) -> str:

@@ -1,55 +1,103 @@
-"""Checks that apply to both compute_reward and compute_terminated."""
+"""Checks of the functions that compute rewards and ends of episodes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from torchrl_her.goal_env_check.finding import Finding
-from torchrl_her.goal_env_check.probe import TRIED_EVERY, PlayedEpisodes, Probe, distance
-from torchrl_her.rewards.comparisons import agree, agrees_with_rows, call_rows
+from torchrl_her.goal_env_check.probe import TRIED_EVERY, WIDEST, PlayedEpisodes, Probe, distance, distances
+from torchrl_her.rewards.comparisons import agree, agrees_with_rows, are_discrete, call_rows
 
 COMPARED_ROWS = 256  # rows of the batch that is compared with single calls
 FEWEST = 20  # constant values are reported only if there are at least this many steps
+FEWEST_LATE = 5  # at least this many rewards must match the next achieved goal
+PAIRS = 300  # pairs of achieved and desired goals, few of which should be reached
+SHARE_REACHED = 0.9
+NEAR = 20  # a goal at this part of a step should be reached
+SUCCESS_KEYS = ("is_success", "success")
+FEWEST_ENDS = 3  # fewer ends near the goal can be a coincidence
+LONG = 100  # an episode of more steps is long
 
 
-def check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
+def check_reward(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
+    """Check the reward function. A fault hides the faults that it explains."""
+    what = "compute_reward" if probe.is_of_env else "The reward function"
+    yield from _check_calls(probe, "reward", what)
+    if probe.failure or probe.modified:
+        return
+    faults = [*_check_is_function(probe, "reward", what)] or [*_check_values(probe, episodes, what)]
+    yield from faults
+    if any(fault.name in ("reward-random", "reward-depends-on-state") for fault in faults):
+        return
+    yield from _check_batch(probe, episodes, "reward", what)
+    if not faults:
+        yield from _check_reached(probe, episodes, what)
+
+
+def check_termination(
+    probe: Probe | None, episodes: PlayedEpisodes, is_reached: np.ndarray, time_limit: int | None
+) -> Iterator[Finding]:
+    """Check the function that ends episodes, or find out whether one is missing; ``is_reached`` is ``bool [n]``."""
+    steps = int(episodes.step.max()) + 1
+    if time_limit is None and steps > LONG and not (episodes.terminated | episodes.truncated).any():
+        yield Finding.of("endless", f"No episode ended within {steps:,} steps.")
+    if probe is None:
+        yield from _check_ends_on_success(episodes, is_reached)
+        yield from _check_time_limit(episodes, is_reached)
+        return
+    what = "compute_terminated" if probe.is_of_env else "terminated_fn"
+    yield from _check_calls(probe, "terminated", what)
+    if probe.failure:
+        return
+    faults = [*_check_is_function(probe, "terminated", what)]
+    yield from faults
+    computed = probe.values().actual.astype(bool)
+    differs = computed != episodes.terminated
+    if differs.any() and not faults:
+        row, where = _example(differs, episodes)
+        yield Finding.of(
+            "terminated-differs",
+            f"step returned terminated={episodes.terminated[row]} and {what} {computed[row]} ({where}).",
+        )
+    yield from _check_time_limit(episodes, is_reached | computed)
+    yield from _check_batch(probe, episodes, "terminated", what)
+
+
+def reached(probe: Probe, steps: int) -> np.ndarray:
+    """Return which steps reach the goal, ``bool [steps]``: their reward equals the reward for the achieved goal."""
+    if probe.failure:
+        return np.zeros(steps, dtype=bool)
+    return probe.values().actual == probe.values().own
+
+
+# Both functions
+
+
+def _check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """Find functions that fail, modify their arguments, or read entries that are not stored.
 
     ``name`` is the prefix of the findings' names, and ``what`` the name of the function in messages.
     """
     unknown = sorted(probe.read - probe.info_keys)
     if probe.failure:
-        advice = "It is called with (achieved_goal, desired_goal), one pair of goals or a batch."
-        if probe.is_of_env:
-            advice = f"It is called as {what}(achieved_goal, desired_goal, info), with one pair of goals or a batch."
-        if unknown and probe.failure.startswith("KeyError"):
-            advice = (
-                f"It reads info[{unknown[-1]!r}], which step does not return: return it, or compute it from the goals."
-            )
-        yield Finding(f"{name}-fails", f"{what} failed: {probe.failure}.", advice)
+        yield Finding.of(f"{name}-fails", f"{what} failed: {probe.failure}.")
     elif unknown:
         names = ", ".join(map(repr, unknown))
-        keys = ", ".join(f"('next', {key!r})" for key in unknown)
-        yield Finding(
+        yield Finding.of(
             f"{name}-needs-info",
             f"{what} reads {names} from info, which a replay buffer does not store by default.",
-            f"Store it with env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass EnvReward(env, "
-            f"info_keys=[{keys}]). An entry that was computed with the original goal (a distance, is_success) is wrong "
-            "after relabelling: compute it from the goals.",
+            names=names,
+            keys=", ".join(f"('next', {key!r})" for key in unknown),
         )
     if probe.modified:
         names = " and ".join(f"{key} (in {count:,} of {probe.calls:,} calls)" for key, count in probe.modified.items())
-        yield Finding(
-            f"{name}-modifies-arguments",
-            f"{what} modifies its argument {names}.",
-            "Work on a copy: for example, replace achieved_goal -= desired_goal with achieved_goal - desired_goal.",
-        )
+        yield Finding.of(f"{name}-modifies-arguments", f"{what} modifies its argument {names}.")
 
 
-def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
+def _check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """Find functions that depend on more than their arguments, or ignore one of them."""
     faults = [*_check_repeats(probe, name, what)]
     yield from faults
@@ -57,28 +105,26 @@ def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     if faults or len(actual) < FEWEST:
         return
     now, later = probe.values().actual[[*probe.later]], np.array([*probe.later.values()])
-    changes = ~agree(now, later, scale_of(now)).numpy()
+    changes = ~agree(now, later, _scale_of(now)).numpy()
     # An end that depends on the achieved goal alone, such as a fall, is correct.
     varies = changes.any() or (name == "reward" and len(np.unique([actual, swapped])) > 1)
     if varies and np.array_equal(actual, own) and np.array_equal(actual, other):
         row = int(np.abs(actual - np.median(actual)).argmax())
-        yield Finding(
+        yield Finding.of(
             f"{name}-ignores-desired-goal",
             f"{what} does not use its argument desired_goal: it returns {actual[row] + 0:.6g} for the desired goal of "
             f"the episode, for the achieved goal, and for another goal ({len(actual):,} steps).",
-            "Read the argument, not the goal of the running episode (desired_goal instead of self.goal).",
         )
     elif np.array_equal(swapped, own) and not np.array_equal(own, other):
-        yield Finding(
+        yield Finding.of(
             f"{name}-ignores-achieved-goal",
             f"{what} does not use its argument achieved_goal: it returns {own[0] + 0:.6g} for the goal just achieved, "
             f"and for another goal in its place ({len(own):,} steps).",
-            "Read the argument, not the state of the environment (achieved_goal instead of self.position).",
         )
     elif changes.any():
         row = int(changes.argmax())
-        yield _depends_on_state(
-            name,
+        yield Finding.of(
+            f"{name}-depends-on-state",
             f"{what} depends on more than its arguments: for the same arguments, it returned {now[row] + 0:.6g} right "
             f"after the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
             "differ).",
@@ -88,36 +134,19 @@ def check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
 def _check_repeats(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """Compare repeated calls with the same arguments in the same state."""
     actual, _, _, _, *repeats = probe.values(TRIED_EVERY)
-    differs = np.any([~agree(actual, each, scale_of(actual)).numpy() for each in repeats], axis=0)
-    if not differs.any():
-        return
-    row = int(differs.argmax())
-    repeated = ", ".join(f"{each[row] + 0:.6g}" for each in (actual, *repeats))
-    where = f"calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, such as {repeated}"
-    if np.array_equal(repeats[1], repeats[2]):
-        yield _depends_on_state(name, f"{what} remembers earlier calls: {where}.")
-        return
-    yield Finding(
-        f"{name}-random",
-        f"{what} is random: {where}.",
-        "A recomputed value must equal the value that step returns: move the noise into step.",
-    )
+    differs = np.any([~agree(actual, each, _scale_of(actual)).numpy() for each in repeats], axis=0)
+    if differs.any():
+        row = int(differs.argmax())
+        remembers = np.array_equal(repeats[1], repeats[2])
+        cause = "depends on earlier calls" if remembers else "is random"
+        yield Finding.of(
+            f"{name}-{'depends-on-state' if remembers else 'random'}",
+            f"{what} {cause}: calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, "
+            f"such as {', '.join(f'{each[row] + 0:.6g}' for each in (actual, *repeats))}.",
+        )
 
 
-def scale_of(values: np.ndarray) -> float:
-    """Return the scale at which rewards ``[n]`` are compared: their largest magnitude, and at most 1."""
-    return min(1.0, float(np.abs(values).max(initial=0.0)))
-
-
-def _depends_on_state(name: str, message: str) -> Finding:
-    advice = (
-        "Compute it from achieved_goal, desired_goal and info alone. Put other inputs (a step count, the last action) "
-        "into info."
-    )
-    return Finding(f"{name}-depends-on-state", message, advice)
-
-
-def check_batch(probe: Probe, episodes: PlayedEpisodes, name: str, what: str) -> Iterator[Finding]:
+def _check_batch(probe: Probe, episodes: PlayedEpisodes, name: str, what: str) -> Iterator[Finding]:
     """Find functions of the environment that cannot be called with a batch of goals."""
     if not probe.is_of_env:
         return
@@ -125,9 +154,7 @@ def check_batch(probe: Probe, episodes: PlayedEpisodes, name: str, what: str) ->
     infos = [episodes.infos[row] for row in rows]
     read = [key for key in sorted(probe.read) if all(key in info for info in infos)]
     info = {key: np.stack([np.asarray(each[key]) for each in infos]) for key in read}
-    begin = time.perf_counter()
     expected = call_rows(probe.function, achieved.copy(), desired.copy(), info)
-    cost = (time.perf_counter() - begin) / len(rows)
     try:
         values = np.asarray(probe.function(achieved.copy(), desired.copy(), info))
         problem = f"returned the shape {values.shape} for {len(rows)} pairs of goals"
@@ -138,21 +165,13 @@ def check_batch(probe: Probe, episodes: PlayedEpisodes, name: str, what: str) ->
     if agrees_with_rows(values, expected):
         return
     if name == "terminated" and values.size == 1 and values.dtype != object:
-        yield Finding(
+        yield Finding.of(
             "terminated-one-verdict",
             f"{what} returns a single value, {bool(values.item())}, for a batch in which {int(expected.sum())} of "
-            f"{len(rows)} pairs of goals end the episode.",
-            "Compute it over the last axis (np.linalg.norm(..., axis=-1)) and return one value per row. EnvReward "
-            f"calls it row by row: {cost * 1e6:.0f} us per transition.",
+            f"{len(rows)} pairs of goals end the episode. EnvReward calls it row by row, which is slow.",
         )
         return
-    batched = "GoalReward(reward_fn)" if name == "reward" else "EnvReward(env, terminated_fn=...)"
-    yield Finding(
-        f"{name}-not-batched",
-        f"{what} {problem}. EnvReward calls it row by row: {cost * 1e6:.0f} us per transition, {cost * 256e3:.1f} ms "
-        "for a batch of 256.",
-        f"Use operations over the last axis (axis=-1), or pass a batched function: {batched}.",
-    )
+    yield Finding.of(f"{name}-not-batched", f"{what} {problem}. EnvReward calls it row by row, which is slow.")
 
 
 def _pairs(episodes: PlayedEpisodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -172,9 +191,183 @@ def _pairs(episodes: PlayedEpisodes) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return rows, achieved, desired
 
 
-def example(rows: np.ndarray, episodes: PlayedEpisodes) -> tuple[int, str]:
+def _scale_of(values: np.ndarray) -> float:
+    """Return the scale at which rewards ``[n]`` are compared: their largest magnitude, and at most 1."""
+    return min(1.0, float(np.abs(values).max(initial=0.0)))
+
+
+def _example(rows: np.ndarray, episodes: PlayedEpisodes) -> tuple[int, str]:
     """Return the first step that ``rows``, ``bool [n]``, selects, and a phrase that locates it."""
     row = int(rows.argmax())
     away = distance(episodes.next_achieved[row], episodes.desired[row])
     first = f"step {episodes.step[row]} of episode {episodes.episode[row]}, {away:.4g} from the goal"
     return row, f"{rows.sum():,} of {len(rows):,} steps; the first is {first}"
+
+
+# Rewards
+
+
+def _check_values(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterator[Finding]:
+    values = probe.values()
+    every = np.concatenate(probe.values(TRIED_EVERY))
+    if len(values.own) >= FEWEST and (every == every[0]).all():
+        yield Finding.of(
+            "reward-constant",
+            f"{what} returned {every[0] + 0:.6g} for all {len(every):,} pairs of goals, with the goal just achieved, "
+            "with the desired goal, and with goals far away.",
+        )
+        return
+    scale = _scale_of(values.actual)
+    better = values.swapped.copy()
+    better[:: 2 * TRIED_EVERY] = np.nan  # goals far away need not be valid
+    missed = (better > values.own) & ~agree(better, values.own, scale).numpy()
+    if missed.any():
+        row = int(missed.argmax())
+        tried = (~np.isnan(better)).sum()
+        yield Finding.of(
+            "reward-misses-achieved-goal",
+            f"{what} returns {values.own[row] + 0:.6g} where the achieved goal is the desired one, and "
+            f"{better[row] + 0:.6g} where another goal was achieved ({missed.sum():,} of {tried:,} pairs; the first "
+            f"with the goal of step {episodes.step[row]} of episode {episodes.episode[row]}).",
+        )
+    differs = ~agree(episodes.reward, values.actual, scale).numpy()
+    if differs.any() and _agrees_one_step_later(probe, episodes, differs):
+        yield Finding.of(
+            "achieved-goal-lags",
+            f"In all {differs.sum():,} steps in which the reward of step differs from the reward of its achieved goal, "
+            "it equals the reward of the next achieved goal.",
+        )
+    elif differs.any():
+        row, where = _example(differs, episodes)
+        largest = np.abs(episodes.reward - values.actual).max()
+        yield Finding.of(
+            "reward-differs",
+            f"step returned the reward {episodes.reward[row] + 0:.6g} and {what} {values.actual[row] + 0:.6g} "
+            f"({where}). They differ by up to {largest:.4g}.",
+        )
+
+
+def _agrees_one_step_later(probe: Probe, episodes: PlayedEpisodes, differs: np.ndarray) -> bool:
+    """Return whether the rewards of step equal the rewards of the achieved goals one step later."""
+    same_episode = np.append(episodes.episode[1:] == episodes.episode[:-1], False)
+    steps = np.concatenate([np.flatnonzero(rows & same_episode)[:PAIRS] for rows in (differs, ~differs)])
+    goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
+    shifted = [probe.call(goals[step + 1], desired[step], infos[step]) for step in steps]
+    return (differs & same_episode).sum() >= FEWEST_LATE and bool(agree(shifted, episodes.reward[steps]).all())
+
+
+def _check_reached(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterator[Finding]:
+    """Check which goals count as reached, if all reached goals have the same reward."""
+    actual, own, *_ = probe.values()
+    is_reached = reached(probe, len(own))
+    # The difference cancels a cost that does not depend on goals.
+    is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2
+    if is_sparse and not is_reached.any():
+        yield _none_reached(probe, episodes)
+    if (own == own[0]).all() and len(own) >= FEWEST:
+        pairs = np.random.default_rng(0).integers(len(own), size=(2, PAIRS)).T
+        goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
+        share = np.mean([probe.call(goals[row], desired[other], infos[row]) == own[0] for row, other in pairs])
+        if share > SHARE_REACHED:
+            yield Finding.of(
+                "reward-constant" if share == 1 else "reward-reaches-everything",
+                f"{what} counts {share:.0%} of {PAIRS} pairs of an achieved and a desired goal as reached (reward "
+                f"{own[0] + 0:.6g}).",
+            )
+    if is_sparse:
+        yield from _check_success(episodes, actual, own, is_reached)
+
+
+def _none_reached(probe: Probe, episodes: PlayedEpisodes) -> Finding:
+    """Find out whether goals at a twentieth of a step from achieved goals are missed."""
+    before, after, desired = episodes.achieved, episodes.next_achieved, episodes.desired
+    message = f"No goal was reached in {len(desired):,} steps."
+    moved = distances(before, after)
+    rows = np.flatnonzero(moved)[:PAIRS]
+    if after.dtype.kind != "f" or desired.dtype.kind != "f" or not len(rows):
+        return Finding.of("no-goal-reached", message)
+    step, goals = float(np.median(moved[moved > 0])), after[rows].reshape(len(rows), -1)
+    message += (
+        f" When the achieved goal moves, it moves by {step:.4g} per step (median), and by at most {moved.max():.4g}."
+    )
+    steps = goals - before[rows].reshape(len(rows), -1)
+    if are_discrete(*map(torch.from_numpy, (steps.astype(np.float64), goals.astype(np.float64)))):
+        return Finding.of("no-goal-reached", message)
+    own, infos = probe.values().own, episodes.infos
+    missed = [
+        probe.call(after[row], (after[row] + (before[row] - after[row]) / NEAR).astype(desired.dtype), infos[row])
+        != own[row]
+        for row in rows
+    ]
+    if np.mean(missed) > 0.5:
+        message += f" Goals at a twentieth of a step from the achieved goal are missed ({np.mean(missed):.0%})."
+        return Finding.of("threshold-too-small", message)
+    return Finding.of("no-goal-reached", message)
+
+
+def _check_success(
+    episodes: PlayedEpisodes, actual: np.ndarray, own: np.ndarray, is_reached: np.ndarray
+) -> Iterator[Finding]:
+    """Compare the success in ``info`` with the reward. Success may stay True after the goal was reached."""
+    first = np.searchsorted(episodes.episode, episodes.episode)  # first step of the episode of each step
+    counts = np.append(0, np.cumsum(is_reached))
+    was_reached = counts[1:] > counts[first]
+    for key in SUCCESS_KEYS:
+        if not all(key in info for info in episodes.infos):
+            continue
+        success = np.array([bool(np.all(info[key])) for info in episodes.infos])
+        differs = np.where(success, ~was_reached, is_reached)
+        if differs.any():
+            row, where = _example(differs, episodes)
+            yield Finding.of(
+                "success-differs",
+                f"info[{key!r}] is {success[row]} where the reward is {actual[row] + 0:.6g}, and a reached goal has "
+                f"the reward {own[row] + 0:.6g} ({where}).",
+            )
+
+
+# Ends of episodes
+
+
+def _check_time_limit(episodes: PlayedEpisodes, is_explained: np.ndarray) -> Iterator[Finding]:
+    """Find out whether all ends of episodes, except for explained ones, ``bool [n]``, come from a time limit.
+
+    They do if they follow the same number of steps, and if the observations do not show them.
+    """
+    ended = (episodes.terminated | episodes.truncated) & ~is_explained
+    last = episodes.step == episodes.step.max()
+    is_limit = ended.sum() >= FEWEST_ENDS and (episodes.terminated & last)[ended].all() and not last.all()
+    if is_limit and not _are_extreme(last, episodes):
+        yield Finding.of(
+            "time-limit-terminates",
+            f"{ended.sum():,} episodes were terminated after exactly {episodes.step.max() + 1:,} steps, and none ended "
+            "earlier without reaching its goal. The observations do not show these ends.",
+        )
+
+
+def _are_extreme(last: np.ndarray, episodes: PlayedEpisodes) -> bool:
+    """Return whether a feature of the observations, or the norm of the goals, is lower or higher in ``last``."""
+    achieved = episodes.next_achieved.reshape(len(last), -1)
+    norm = np.linalg.norm(achieved, axis=1, keepdims=True)
+    features = np.hstack([episodes.next_observation, achieved[:, :: 1 + achieved.shape[1] // WIDEST], norm])
+    ours, others = features[last], features[~last]
+    return bool((ours.min(0) > others.max(0)).any() or (ours.max(0) < others.min(0)).any())
+
+
+def _check_ends_on_success(episodes: PlayedEpisodes, is_reached: np.ndarray) -> Iterator[Finding]:
+    """Find out whether success ends episodes.
+
+    It does if every success is an end and most ends are successes, or if all ends are nearer than all other steps.
+    """
+    ended, away = episodes.terminated, distances(episodes.next_achieved, episodes.desired)
+    both = is_reached & ended
+    if ended.all() or not ended.any():
+        return
+    always = both.any() and not (is_reached & ~ended).any() and 2 * both.sum() >= ended.sum()
+    nearest = ended.sum() >= FEWEST_ENDS and away[ended].max() < away[~ended].min()
+    if always or nearest:
+        where = _example(both if always else ended, episodes)[1]
+        yield Finding.of(
+            "ends-on-success",
+            f"Episodes are terminated when the goal is reached or near, and there is no compute_terminated ({where}).",
+        )

@@ -110,21 +110,20 @@ def select_goals(strategy: GoalStrategy, transitions: Transitions) -> Goal:
     Raises:
         ValueError: if they are not one episode and one step per transition, ``int64 [n]`` each.
     """
-    goal = strategy.select(transitions)
-    expected = transitions.step
-    is_pair = isinstance(goal, tuple) and len(goal) == 2
-    if not is_pair or any(
-        not isinstance(each, Tensor) or each.shape != expected.shape or each.dtype != expected.dtype for each in goal
-    ):
-        parts = goal if isinstance(goal, tuple) else (goal,)
-        got = [
-            f"{each.dtype} {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in parts
-        ]
-        raise ValueError(
-            f"{strategy!r} must select the episode and the step of one goal per transition, two tensors "
-            f"{expected.dtype} {tuple(expected.shape)}, but select() returned {', '.join(got)}."
-        )
-    return goal
+    goal, expected = strategy.select(transitions), transitions.step
+    if isinstance(goal, tuple) and len(goal) == 2:
+        episode, step = goal
+        are_tensors = isinstance(episode, Tensor) and isinstance(step, Tensor)
+        if are_tensors and episode.shape == step.shape == expected.shape and episode.dtype == step.dtype == torch.int64:
+            return goal
+    got = [
+        f"{each.dtype} {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+        for each in (goal if isinstance(goal, tuple) else (goal,))
+    ]
+    raise ValueError(
+        f"{strategy!r} must select the episode and the step of one goal per transition, two tensors {expected.dtype} "
+        f"{tuple(expected.shape)}, but select() returned {', '.join(got)}."
+    )
 
 
 def goals_apart(strategies: Iterable[GoalStrategy]) -> tuple[str, ...]:

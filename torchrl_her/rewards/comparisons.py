@@ -1,4 +1,4 @@
-"""Comparisons of rewards: from two sources, and from a call with a batch and calls row by row."""
+"""Comparisons of rewards and goals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+REPEATED = 3  # goals are discrete if their values occur this many times on average
 
 
 def agree(one: Any, other: Any, scale: float = 1.0) -> Tensor:
@@ -33,3 +35,12 @@ def agrees_with_rows(values: np.ndarray, expected: np.ndarray) -> bool:
     count = len(expected)
     has_values = values.shape in ((), (count,), (count, 1)) and values.dtype != object
     return has_values and np.allclose(values.reshape(-1), expected)
+
+
+def are_discrete(steps: Tensor, goals: Tensor) -> bool:
+    """Return whether goals ``[n, features]`` are on a grid or repeat, given the steps that lead to them."""
+    sizes = steps.abs()
+    units = sizes.where(sizes > 0, torch.inf).amin(0)  # of the grid, [features]
+    parts = sizes / units
+    moved = goals[sizes > 0]
+    return bool(((parts - parts.round()).abs() < 0.05).all()) or REPEATED * moved.unique().numel() <= moved.numel()

@@ -1,11 +1,14 @@
-"""Finds time limits that are stored as terminations."""
+"""Finds ends of episodes that are stored without a flag, or with the wrong one."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
+from torchrl_her.checks.continuity import WARM_UP, ContinuityCheck
 from torchrl_her.checks.reward_check import RewardCheck
 from torchrl_her.episodes.lanes import Tracked
 from torchrl_her.episodes.write import Write
@@ -13,7 +16,51 @@ from torchrl_her.goals.names import split_name
 from torchrl_her.goals.table import to_device
 from torchrl_her.keys import HERKeys
 
-JUDGED_EPISODES = 20  # the first ones
+SILENT_EPISODES = 10  # that end without a done flag before the warning
+JUDGED_EPISODES = 20  # the first ones, for time limits
+
+
+class MissingEndsCheck:
+    """Warns if episodes end only because the next transition does not continue them, and none with a done flag.
+
+    The first episode of an environment does not continue anything either, so the episodes that begin in the first
+    writes are not counted, and as many more are tolerated. Episodes are counted separately for each trajectory id,
+    which several collectors can use.
+
+    Args:
+        keys (HERKeys): the keys of the entries.
+        continuity (ContinuityCheck): knows whether the transitions are out of order, which has its own warning.
+    """
+
+    def __init__(self, keys: HERKeys, continuity: ContinuityCheck):
+        self._keys = keys
+        self._continuity = continuity
+        self._is_over = False
+        self._begun = 0  # episodes that begin in the first writes
+        self._ended: Counter[int] = Counter()  # the number of ended episodes of each trajectory id
+
+    def on_tracked(self, written: Write, tracked: Tracked) -> None:
+        """Count the episodes that ended without a flag."""
+        if self._is_over:
+            return
+        self._is_over = bool(written.done.any() or self._continuity.is_broken)
+        breaks = tracked.breaks
+        if self._is_over or not len(breaks):
+            return
+        if self._continuity.transitions - len(written.done) < WARM_UP:
+            self._begun += len(breaks)
+            return
+        self._ended.update([0] * len(breaks) if written.trajectory is None else written.trajectory[breaks].tolist())
+        ended = max(self._ended.values())
+        if ended >= SILENT_EPISODES + self._begun and self._continuity.is_broken is False:
+            self._is_over = True
+            warn_user(
+                f"{ended} episodes ended without a done flag, and no transition had one: each time, the next "
+                "transition does not continue the episode. Losses and samplers cannot recognize these ends. Set "
+                f"{self._keys.next_done!r}, and {self._keys.next_terminated!r} or {self._keys.next_truncated!r}, in "
+                "the last transition of each episode. If several environments alternate, write trajectory ids "
+                "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
+            )
 
 
 class TimeLimitCheck:
@@ -34,7 +81,8 @@ class TimeLimitCheck:
         self._length = 0  # of the first episode, in steps
         self._last: list[np.ndarray] = []  # the last rewards of episodes, [episodes, agents] each
 
-    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
+        """Read the ends of the first episodes."""
         if self._is_over or not written.done.any():
             return
         ends = np.flatnonzero(written.done)[:JUDGED_EPISODES]
