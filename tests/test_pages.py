@@ -23,6 +23,7 @@ RUN = [example for example in find_examples(DOCS) if example.prefix == "python"]
 PAGES = {path: list(examples) for path, examples in itertools.groupby(RUN, key=lambda example: example.path)}
 COLUMNS = 88
 TRAIN_LONG = {  # pages that train for more than 20 s, and changes with which they do not
+    DOCS / "tutorials/your-own-environment.md": {"total_frames=3000": "total_frames=400", "range(50)]": "range(6)]"},
     DOCS / "tutorials/ten-minutes.md": {
         "total_frames=5000": "total_frames=550",
         "for _ in range(50)]": "for _ in range(8)]",
