@@ -94,7 +94,7 @@ def test_a_running_episode_waits_for_its_end_and_a_silent_reset_ends_one_after_a
     recorded.check(rows[rows["uid"] <= 200])
 
 
-@pytest.mark.parametrize("capacity", [6, 7, 10, 11, 12, 17, 24, 100])
+@pytest.mark.parametrize("capacity", [6, 11, 17, 24])
 def test_all_transitions_get_their_copies_if_the_goals_of_a_write_exceed_the_capacity(capacity):
     rb, data = make(strategy="current", capacity=capacity, max_episode_steps=6), episodes(6, 6, 1, 5, 6, 2, 2)
     rb.extend(data)

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from torchrl.data import ReplayBuffer, TensorDictPrioritizedReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform
 
-from support.factories import make_transform
+from support.factories import make_buffer, make_transform
 from support.world import Goals, World
 from torchrl_her import CompactGoals, HERKeys, MovementPriority
 
@@ -35,7 +35,7 @@ def expected(data, far, lowest=0.05):
 def buffer(*transforms, kind=TensorDictPrioritizedReplayBuffer, ndim=1, **arguments):
     options = {"alpha": 1.0, "beta": 0.0, "priority_key": "movement"} if kind is not ReplayBuffer else {}
     hindsight = make_transform(reward=lambda achieved, desired: -torch.ones(len(achieved)), capacity=1000, **arguments)
-    return kind(storage=LazyTensorStorage(1000, ndim=ndim), transform=Compose(*transforms, hindsight), **options)
+    return make_buffer(Compose(*transforms, hindsight), kind=kind, ndim=ndim, **options)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:The reward module gives")  # another reward than that of the data

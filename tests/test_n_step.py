@@ -132,13 +132,6 @@ def test_returns_of_original_goals_keep_the_discount_of_their_write():
         assert torch.equal(batch[key][original], stored[key][original])
 
 
-def test_a_window_over_the_end_of_an_episode_that_was_cut_is_not_relabelled():
-    recorded = record(1, capacity=15, strategy="episode", ndim=1, max_episode_steps=10)
-    recorded.play([["go"] * 15])
-    recorded.check()
-    assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 8 + [False] * 2 + [True] * 2
-
-
 @pytest.mark.parametrize("absent", [["truncated"], ["truncated", "terminated"]])
 def test_flags_that_the_data_does_not_have_are_not_needed(absent):
     terminates = "terminated" not in absent

@@ -12,7 +12,7 @@ from pytest_examples import find_examples
 from torchrl.envs import GymEnv
 
 from support.dispatch import NoWaits
-from support.pages import DOCS, python_blocks, run_block
+from support.pages import DOCS, changed, python_blocks, run_block
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -22,13 +22,41 @@ SHORT, TRAIN, OWN = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
 RUN = [example for example in find_examples(DOCS) if example.prefix == "python"]
 PAGES = {path: list(examples) for path, examples in itertools.groupby(RUN, key=lambda example: example.path)}
 COLUMNS = 88
+TRAIN_LONG = {  # pages that train for more than 20 s, and changes with which they do not
+    DOCS / "tutorials/your-own-environment.md": {"total_frames=3000": "total_frames=400", "range(50)]": "range(6)]"},
+    DOCS / "tutorials/ten-minutes.md": {
+        "total_frames=5000": "total_frames=550",
+        "for _ in range(50)]": "for _ in range(8)]",
+        "paths[:, step]), 50)": "paths[:, step]), 2)",
+    },
+    DOCS / "tutorials/offline.md": {
+        "range(100)": "range(20)",
+        "reshape(100, 50)": "reshape(20, 50)",
+        "range(2000)": "range(10)",
+        "episodes=50": "episodes=8",
+        "range(0, 50, 2)": "range(2)",
+    },
+}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def name_of(page):
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", TRAIN_LONG, ids=name_of)
+def test_the_examples_of_a_page_run_with_a_short_training(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # tutorials write pictures
+    source = "".join(example.source for example in PAGES[page])
+    exec(changed(source, TRAIN_LONG[page]), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in TRAIN_LONG else ()) for page in PAGES], ids=name_of
+)
 def test_the_examples_of_a_page_print_what_it_says(page, eval_example, monkeypatch, recwarn, tmp_path):
     """The ``python`` blocks of a page share their names. ``pytest --update-examples`` formats and updates them."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # each block replaces it
-    monkeypatch.chdir(tmp_path)  # tutorials write pictures
+    monkeypatch.chdir(tmp_path)
     eval_example.set_config(line_length=COLUMNS, target_version="py310")
     names = {}
     for example in PAGES[page]:
@@ -50,10 +78,10 @@ def test_the_short_example_of_the_readme_makes_a_buffer():
     assert names["rb"].sample()["hindsight", "relabelled"].any()
 
 
-@pytest.mark.parametrize("frames", [1_000, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("frames", [550, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_the_example_of_the_readme_relabels_and_learns(frames, capsys):
-    names = {}
-    exec(TRAIN.replace("total_frames=4_000", f"total_frames={frames}"), names)
+    names, shorter = {}, {"total_frames=4_000": f"total_frames={frames}", "range(100)": "range(5)"}
+    exec(TRAIN if frames == 4_000 else changed(TRAIN, shorter), names)
     relabelled = names["batch"]["hindsight", "relabelled"].float().mean()
     assert 0.6 <= relabelled <= 0.95
     # Without hindsight, a random policy reaches its goal in well under 5% of its steps.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage
 
-from support.factories import make_augmentation, make_transform
+from support.factories import make_augmentation, make_buffer, make_transform
 from support.rewards import check_relabelled, distance, distance_of_row, nearness, point_reach, sample_of
 from torchrl_her import EnvReward, GoalReward, PackedStorage, SparseReward
 from torchrl_her.envs import PointReach
@@ -64,8 +64,7 @@ def test_a_subclass_of_goal_reward_may_override_forward():
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 def test_hooks_of_a_reward_are_called(register):
     called, hindsight = [], make_transform(reward=SparseReward(0.05), capacity=1000)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=hindsight)
-    rb.extend(point_reach())
+    rb = make_buffer(hindsight, point_reach())
     getattr(hindsight.reward, register)(lambda *_: called.append(1))
     rb.sample(5)
     assert called
@@ -102,8 +101,7 @@ ALL_RECOMPUTED = {
 @pytest.mark.parametrize("name", ALL_RECOMPUTED)
 def test_rewards_of_original_goals_are_recomputed_if_the_reward_asks_for_it(name, make):
     written, reward = point_reach(), ALL_RECOMPUTED[name]()
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=make(reward=reward))
-    rb.extend(written.clone().set(REWARD, torch.full_like(written[REWARD], 7.0)))
+    rb = make_buffer(make(reward=reward), written.clone().set(REWARD, torch.full_like(written[REWARD], 7.0)))
     batch = rb.sample(500)
     originals = batch[~batch["hindsight", "relabelled"][:, 0]]
     assert 0 < len(originals) < 500

@@ -9,25 +9,19 @@ import pickle
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
+from torchrl.data import TensorDictReplayBuffer, Unbounded
 
-from support.factories import make_augmentation, make_transform
+from support.factories import make_augmentation, make_buffer, make_transform
 from support.walks import THRESHOLD, still, walks
 from torchrl_her import SparseReward
 
 SPARSE = SparseReward(THRESHOLD)
-
-
-def buffer_with(transform):
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(2000), transform=transform, batch_size=100)
+buffer_with = functools.partial(make_buffer, size=2000, batch_size=100)
 
 
 def make(reward=SPARSE, *data, **options):
-    """Return a buffer with these transitions."""
-    rb = buffer_with(make_transform(reward=reward, **({"capacity": 2000} | options)))
-    for each in data:
-        rb.extend(each)
-    return rb
+    """Return a buffer with these transitions; options are those of HERTransform."""
+    return buffer_with(make_transform(reward=reward, **({"capacity": 2000} | options)), *data)
 
 
 def report_of(rb):
@@ -75,8 +69,7 @@ def loaded():
 
 def sampled():
     """Return a transform that samples what another one wrote."""
-    rb = buffer_with(make_augmentation(reward=SPARSE))
-    rb.extend(walks(4))
+    rb = buffer_with(make_augmentation(reward=SPARSE), walks(4))
     twin = TensorDictReplayBuffer(storage=rb.storage, transform=make_augmentation(reward=SPARSE), batch_size=100)
     twin.sample()
     return twin.transform[-1]
@@ -138,8 +131,7 @@ def test_reached_goals_are_unknown_if_their_reward_varies_or_is_of_several_steps
     rb.sample()
     assert report_of(rb).original_reached is None
     assert "goal reached    unknown original" in str(report_of(rb))
-    rb = buffer_with(make_transform(reward=SPARSE, n_steps=3, capacity=1000))
-    rb.extend(walks(10))
+    rb = buffer_with(make_transform(reward=SPARSE, n_steps=3, capacity=1000), walks(10))
     batch = rb.sample()
     original = batch["next", "reward"][~batch["hindsight", "relabelled"]]
     assert report_of(rb).original_reward == pytest.approx(original.mean().item())
@@ -186,9 +178,7 @@ def test_a_threshold_that_is_far_smaller_than_a_step_of_the_goal_is_reported(thr
 
 
 def test_written_copies_are_reported():
-    rb = buffer_with(make_augmentation(reward=SPARSE, n_sampled_goal=3))
-    rb.extend(walks(10))
-    rb.extend(walks(1, seed=1)[:5])
+    rb = buffer_with(make_augmentation(reward=SPARSE, n_sampled_goal=3), walks(10), walks(1, seed=1)[:5])
     batch = torch.cat([rb.sample() for _ in range(3)])
     report = report_of(rb)
     assert (report.episodes, report.running, report.transitions) == (11, 1, 255)

@@ -16,18 +16,14 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
-from torchrl.envs import GymWrapper
 
 from support.factories import make_augmentation, make_transform
 from support.walks import THRESHOLD, still, walks
 from torchrl_her import EnvReward, GoalReward, HERKeys, SparseReward
-from torchrl_her.envs import BitFlipping
 
 EITHER = pytest.mark.parametrize("make", [make_transform, make_augmentation])
 # Sizes of writes, and transforms
-WAYS = pytest.mark.parametrize(
-    ("size", "make"), [(5, make_augmentation), (25, make_transform), (10_000, make_augmentation)]
-)
+WAYS = pytest.mark.parametrize(("size", "make"), [(20, make_transform), (10_000, make_augmentation)])
 
 
 def reached(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
@@ -430,15 +426,6 @@ def test_ends_that_are_no_time_limit_or_are_truncated_are_silent(data, options, 
         in_writes(rb, data, size)
 
 
-@pytest.mark.parametrize("n_bits", [2, 8])
-def test_bit_flipping_is_silent(n_bits):
-    env = GymWrapper(BitFlipping(n_bits))
-    rb = make_buffer(EnvReward(env))
-    with no_warning():
-        for _ in range(60):
-            rb.extend(env.rollout(20))
-
-
 def test_environments_that_cannot_be_distinguished_warn():
     rb, position = make_buffer(SparseReward(0)), torch.zeros(8, 1)
     with one_warning("could continue several running episodes", "trajectory ids"):
@@ -499,13 +486,6 @@ def test_sequences_of_several_episodes_warn(sampler, warns):
     in_writes(rb, walks(), 500)
     with one_warning("sequence_length", "SliceSampler") if warns else no_warning():
         sample(rb, 10)
-
-
-def test_running_episodes_are_relabelled_without_a_warning():
-    rb = make_buffer()
-    with no_warning():
-        rb.extend(walks(1)[:20])
-        sample(rb, 120)
 
 
 def test_the_first_step_of_many_environments_is_no_break():

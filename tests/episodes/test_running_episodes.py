@@ -123,16 +123,6 @@ def test_episodes_enter_the_table_in_the_order_of_writing_whatever_their_ids():
 # Episodes that wait
 
 
-def test_an_episode_that_waits_is_relabelled_and_can_go_on():
-    recorded = record(envs=2)
-    for _ in range(2):
-        recorded.play([[], ["go"] * 3])
-        assert recorded.check() == len(recorded.stored)
-        recorded.play([["terminated"] * 100])
-    recorded.play([[], ["go", "terminated"]])
-    assert recorded.check() == len(recorded.stored), "with the last goal of the whole episode"
-
-
 def test_the_state_of_a_transform_without_transitions_drops_running_episodes_and_goals():
     recorded = record()
     for moves in (["go"] * 3 + ["truncated"], ["go"] * 3):

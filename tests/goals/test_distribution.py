@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+from torchrl.data import SliceSampler
 
-from support.factories import make_augmentation, make_transform, seeded_sample
+from support.factories import make_augmentation, make_buffer, make_transform, seeded_sample
 from support.oracle import STEPS, Oracle, geometric_steps, truncated_geometric_steps
 from support.recorded import Recorded, chi_square
 from support.world import Goal, Goals, World, transitions, whole_episodes
@@ -190,16 +190,14 @@ def make(case: Case, envs: int, size: int = 2000, capacity: int = 2000, **option
     """Return an empty buffer for some environments."""
     of_buffer = {name: options.pop(name, None) for name in ("sampler", "batch_size")}
     hindsight = make_transform(capacity=capacity, **case.options | options)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(size), transform=hindsight, **of_buffer)
+    rb = make_buffer(hindsight, size=size, **of_buffer)
     return Recorded(rb, Oracle({}, capacity), World(envs, Goals()))
 
 
-def filled(*lengths: int, **options: Any) -> TensorDictReplayBuffer:
+def filled(*lengths: int, **options: Any) -> Any:
     """Return a buffer with whole episodes of these lengths."""
     transform = make_transform(**{"her_ratio": 1.0, "capacity": 1000} | options)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
-    rb.extend(transitions(whole_episodes(*lengths)))
-    return rb
+    return make_buffer(transform, transitions(whole_episodes(*lengths)))
 
 
 # Sampled outcomes
@@ -441,10 +439,9 @@ def test_the_initial_goal_of_a_running_episode_is_saved():
 def test_copies_have_the_joint_distribution_of_several_goals():
     case = Case(Geometric(0.99), {geometric(0.99): 1}, *[SEVERAL["the goals of GCIVL"][place] for place in (2, 3)])
     hindsight = make_augmentation(strategy=case.options["strategy"], n_sampled_goal=5000)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(DRAWS + 20), transform=hindsight)
-    recorded = Recorded(rb, Oracle({}, 1), World(1, Goals()))
+    recorded = Recorded(make_buffer(hindsight, size=DRAWS + 20), Oracle({}, 1), World(1, Goals()))
     recorded.play([whole_episodes(9, 4, 1, 6)])
-    stored = rb.storage[:]
+    stored = recorded.rb.storage[:]
     copies = stored[stored[RELABELLED][:, 0]]
     assert len(copies) == DRAWS
     steps = torch.tensor([[row.step] for row in recorded.oracle.order])[copies["uid"]]
@@ -463,8 +460,7 @@ def goals_of_copies(rb: Any) -> set[Goal]:
 def test_random_copies_get_the_goals_that_ended_episodes_achieved_last():
     """The table holds four goals, those of the last two episodes."""
     hindsight = make_augmentation(strategy="random", n_sampled_goal=500, max_episode_steps=2, capacity=4)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), transform=hindsight)
-    world = World(1, Goals())
+    rb, world = make_buffer(hindsight, size=10_000), World(1, Goals())
     for lengths, expected in (((2, 2), {0, 1}), ((2,), {1, 2}), ((2, 2, 2), {3, 4, 5})):
         rb.extend(world.written(whole_episodes(*lengths)))
         assert goals_of_copies(rb) == {(number, cell) for number in expected for cell in (1, 2)}
@@ -473,8 +469,7 @@ def test_random_copies_get_the_goals_that_ended_episodes_achieved_last():
 def test_the_goals_so_far_are_forgotten_when_a_state_without_goals_is_loaded():
     world = World(1, Goals())
     used = make_augmentation(strategy="random", n_sampled_goal=50)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=used)
-    rb.extend(world.written(whole_episodes(9)))
+    rb = make_buffer(used, world.written(whole_episodes(9)))
     goals_of_copies(rb)
     used.load_state_dict(make_augmentation(strategy="random", n_sampled_goal=50).state_dict())
     rb.extend(world.written(whole_episodes(5)))

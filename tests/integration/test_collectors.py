@@ -222,17 +222,6 @@ def test_goals_are_correct_nothing_is_lost_and_transitions_are_relabelled(
     check_collected(make_buffer(**of_buffer), kind, make_envs, how, **of_collector)
 
 
-@pytest.mark.parametrize("write", ["extend", "add"])
-def test_steps_of_all_environments_without_trajectory_ids(write):
-    rb, env = make_buffer(), serial(0)
-    state = env.reset()
-    for _ in range(STEPS * BATCHES):
-        transition, state = env.step_and_maybe_reset(env.rand_action(state))
-        getattr(rb, write)(transition)
-    assert "collector" not in list(rb[:].keys())
-    check_buffer(rb, NUMBER, steps=STEPS * BATCHES)
-
-
 def test_steps_of_environments_in_any_order_without_trajectory_ids():
     policy = TensorDictModule(lambda seen: torch.zeros(*seen.shape[:-1], 2), ["observation"], ["action"])
     collector = AsyncBatchedCollector(
@@ -244,21 +233,6 @@ def test_steps_of_environments_in_any_order_without_trajectory_ids():
             rb.extend(batch)
     assert "collector" not in list(rb[:].keys())
     check_buffer(rb, NUMBER)
-
-
-def test_three_collectors_with_the_same_trajectory_ids_write_from_five_processes():
-    rb = make_buffer(shared=True)
-    options = {"frames_per_batch": STEPS, "total_frames": -1, "replay_buffer": rb}
-    synchronous = MultiSyncCollector(tapes(0, 2), None, **options)
-    asynchronous = MultiAsyncCollector(tapes(2, 2), None, **options)
-    here = iter(Collector(make_tape(4), None, frames_per_batch=STEPS, total_frames=-1))
-    with shut_down_after(synchronous, asynchronous):
-        synchronous.start()
-        asynchronous.start()
-        for batch in until(lambda: len(rb) >= 400 and rb[:]["observation"][:, 0].unique().numel() == 5, here):
-            rb.extend(batch)
-            check(rb.sample(64))
-    check_buffer(rb, 5)
 
 
 def test_forked_processes_and_flush_end_no_episode_of_another_process():
@@ -277,20 +251,6 @@ def test_forked_processes_and_flush_end_no_episode_of_another_process():
     assert rows[RELABELLED].all()
     rb.transform[0].flush()
     assert rb.transform[0].report().running == 0
-
-
-def test_silent_resets_end_episodes():
-    rb = make_buffer()
-    collector = Collector(serial(0), None, frames_per_batch=NUMBER * STEPS, total_frames=-1)
-    for number in range(BATCHES):
-        rb.extend(collector.next().reshape(-1))
-        if number % 2 == 0:
-            collector.reset()
-    stored = places(rb[:])
-    assert len(stored) == len(set(stored)) == NUMBER * STEPS * BATCHES
-    cut = {place[:2] for place in stored} - {place[:2] for place in ended(stored)}
-    assert len(cut) > NUMBER, "only episodes that still run have no end"
-    check_hindsight(rb)
 
 
 @pytest.mark.filterwarnings("ignore:last_cursor is None")

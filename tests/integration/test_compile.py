@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torchrl.envs import Compose, GymWrapper, MultiStepTransform, RewardScaling
 
 from support import tape
 from support.dispatch import NoWaits, Waits
-from support.factories import make_transform
+from support.factories import make_buffer, make_transform
 from support.goals import reached, reward_of
 from support.losses import make_loss
 from support.oracle import Oracle
@@ -54,11 +55,9 @@ NO_SYNCHRONIZATION = {"cpu": NoWaits, "cuda": no_synchronization_on_cuda}
 
 
 def buffer(*transforms, data=None, device="cpu"):
-    storage = LazyTensorStorage(1000, device=device)
-    rb = ReplayBuffer(storage=storage, transform=Compose(*transforms), batch_size=64)
-    if data is not None:
-        rb.extend(data)
-    return rb
+    writes = () if data is None else (data,)
+    storage = partial(LazyTensorStorage, device=device)
+    return make_buffer(Compose(*transforms), *writes, kind=ReplayBuffer, storage=storage, batch_size=64)
 
 
 def stored_rows(rb, count=16, length=4):

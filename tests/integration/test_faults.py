@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -24,7 +23,6 @@ from support.traffic import Source, check, make_buffer
 from support.world import Goals, World
 
 PACKAGE = str(Path(torchrl_her.__file__).parent)
-SPAWN = torch.multiprocessing.get_context("spawn")
 EPISODE = ["go", "go", "truncated"]
 ORIGINAL = 999  # the cell of the desired goal of a world's first episode
 
@@ -65,55 +63,28 @@ def write(rb, first, steps, count):
         rb.extend(source.next())
 
 
-def sample_until(done, rb, strategy="future", rest=0.0):
+def sample_until(done, rb, strategy="future"):
     """Sample and check transitions until an event, and at least 10,000."""
     sampled = relabelled = 0
     while sampled < 10_000 or not done.is_set():
         batch = rb.sample()
         relabelled += check(batch, strategy)
         sampled += len(batch)
-        time.sleep(rest)
     assert relabelled > 0.1 * sampled
-
-
-class InProcess(SPAWN.Process):
-    """Runs a function in a separate process, with the ``result`` of a future."""
-
-    def __init__(self, function, *arguments):
-        super().__init__(target=function, args=arguments, daemon=True)
-        self.start()
-
-    def run(self):
-        torch.set_num_threads(1)
-        warnings.filterwarnings("ignore", message=".*longer in the goal table")
-        super().run()
-
-    def result(self, timeout):
-        self.join(timeout)
-        self.kill()
-        assert self.exitcode == 0, "a deadlock, or a wrong goal"
 
 
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("count", [30_000, pytest.param(500_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("start", "samplers", "strategy", "options"),
-    [
-        (in_thread, 2, "future", {}),
-        (in_thread, 2, "random", {"prefetch": 2}),
-        pytest.param(InProcess, 1, "future", {"shared": True}, marks=pytest.mark.slow),
-    ],
-    ids=["threads", "threads with prefetch", "processes"],
+    ("strategy", "options"), [("future", {}), ("random", {"prefetch": 2})], ids=["threads", "threads with prefetch"]
 )
-def test_goals_are_correct_with_concurrent_writers_and_samplers(start, samplers, strategy, options, count):
+def test_goals_are_correct_with_concurrent_writers_and_samplers(strategy, options, count):
     rb = make_buffer(4096, 2048, strategy, **options)
     write(rb, 0, 100, 1)
-    done = SPAWN.Event()
-    rest = 0.002 if "shared" in options else 0.0  # releases the buffer's lock for the other processes
-    sampling = (sample_until, done, rb, strategy, rest)
-    running = [in_thread(*sampling), *(start(*sampling) for _ in range(samplers))]
+    done = threading.Event()
+    running = [in_thread(sample_until, done, rb, strategy) for _ in range(3)]
     try:
-        for writer in [start(write, rb, first, 125, count) for first in (8, 16)]:
+        for writer in [in_thread(write, rb, first, 125, count) for first in (8, 16)]:
             writer.result(timeout=300)
     finally:
         done.set()

@@ -7,12 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform
 
 from support import tape
-from support.factories import make_transform
-from support.goals import reached, reward_of
+from support.factories import make_buffer, make_transform
 from support.losses import DISCOUNT, DISCRETE, LOSSES, make_loss
 from torchrl_her import EnvReward
 
@@ -22,8 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "losses-and-transforms
 ROWS = re.findall(r"^\| `(\w+Loss)` \|.*\| (yes|no) \|$", PAGE.read_text(), flags=re.MULTILINE)
 IGNORE_THE_WINDOW = [name for name, reads_steps in ROWS if reads_steps == "no"]
 VALUE = 10.0  # the critics' value of every transition in the test of targets
-GOALS = ["desired_goal", ("next", "desired_goal")]
-REWARD, TERMINATED, TRUNCATED, DONE = (("next", key) for key in ("reward", "terminated", "truncated", "done"))
+REWARD, TERMINATED = ("next", "reward"), ("next", "terminated")
 
 
 def test_the_docs_list_the_losses_that_are_tested():
@@ -32,41 +29,21 @@ def test_the_docs_list_the_losses_that_are_tested():
 
 @functools.cache
 def sampled(discrete, n):
-    """Return a sample of one-step or n-step transitions, and the stored transitions of its rows."""
+    """Return a sample of one-step or n-step transitions, whose entries are checked."""
     her = make_transform(reward=EnvReward(tape.make_tape(discrete=discrete)), capacity=200)
     transform = her if n == 1 else Compose(MultiStepTransform(n, 0.5), her)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(200), transform=transform, batch_size=256)
-    rb.extend(tape.collected(200, discrete))
-    batch = rb.sample()
+    batch = make_buffer(transform, tape.collected(200, discrete), size=200, batch_size=256).sample()
     count = tape.check(batch) if n == 1 else tape.check(batch, n=n, gamma=0.5)
     assert count.share > 0.6
     assert n == 1 or (batch[TERMINATED] & batch["steps_to_next_obs"].reshape(-1, 1).gt(1)).sum() > 10
-    return batch, rb.storage[batch["index"]]
-
-
-def relabelled_by_hand(batch, stored):
-    """Return the stored transitions with the goals of the sample, and their rewards and flags."""
-    data, goal = stored.clone(), batch["desired_goal"].clone()
-    for key in GOALS:
-        data[key] = goal
-    data[REWARD] = reward_of(data["next", "achieved_goal"], goal).unsqueeze(-1)
-    ends = reached(data["next", "achieved_goal"], goal).unsqueeze(-1)
-    data[TERMINATED] = torch.where(batch["hindsight", "relabelled"], ends, stored[TERMINATED])
-    data[DONE] = data[TERMINATED] | data[TRUNCATED]
-    return data
-
-
-def losses_of(name, batch):
-    loss = make_loss(name)
-    torch.manual_seed(2)
-    return loss, {key: value for key, value in loss(batch.copy()).items() if key.startswith("loss")}
+    return batch
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_a_sample_is_the_loss_of_the_new_goals_and_gives_every_network_a_gradient(name):
-    batch, stored = sampled(name in DISCRETE, n=1)
-    loss, losses = losses_of(name, batch)
-    sum(losses.values()).backward()
+def test_a_loss_gives_every_network_a_gradient_for_the_new_goal(name):
+    loss = make_loss(name)
+    losses = loss(sampled(name in DISCRETE, n=1).clone())
+    sum(value for key, value in losses.items() if key.startswith("loss")).backward()
     networks = set()
     for key, parameter in loss.named_parameters():
         assert parameter.grad.isfinite().all(), key
@@ -75,19 +52,12 @@ def test_a_loss_of_a_sample_is_the_loss_of_the_new_goals_and_gives_every_network
             assert (parameter.grad[..., 3:6] != 0).any(), f"{key} learns nothing from the goal"
     assert len(networks) == {"DQNLoss": 1, "IQLLoss": 3}.get(name, 2)
 
-    by_hand = relabelled_by_hand(batch, stored)
-    for key, expected in losses_of(name, by_hand)[1].items():
-        assert torch.equal(losses[key], expected), key
-    for key in [*GOALS, REWARD, TERMINATED]:
-        _, stale = losses_of(name, by_hand.copy().set(key, stored[key]))
-        assert any(not torch.equal(losses[loss], stale[loss]) for loss in losses), f"the loss does not read {key!r}"
-
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", LOSSES)
 def test_targets_use_the_return_of_the_new_goal_and_end_when_it_is_reached(name, n):
     """Losses that do not read the number of steps discount the next value by one step: a limit of TorchRL."""
-    batch, _ = sampled(name in DISCRETE, n)
+    batch = sampled(name in DISCRETE, n)
     steps = batch["steps_to_next_obs"].reshape(-1, 1) if n > 1 and name not in IGNORE_THE_WINDOW else 1
     targets = batch[REWARD] + DISCOUNT**steps * VALUE * ~batch[TERMINATED]
     assert 10 < batch[TERMINATED].sum() < 246

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import (
     CatTensors,
     Compose,
@@ -21,7 +20,7 @@ from torchrl.envs import (
 )
 
 from support import tape
-from support.factories import make_transform, same, seeded_sample
+from support.factories import make_buffer, make_transform, same, seeded_sample
 from support.tape import collected, image_reward, in_double_precision, with_images
 from torchrl_her import NormalizedInputs
 
@@ -30,13 +29,7 @@ OUTCOME, STAMP = ("next", "achieved_goal"), "hindsight_stamp"  # stamps differ b
 GOALS = ["desired_goal", NEXT_GOAL]
 OBSERVATIONS = ["observation", NEXT_OBSERVATION]
 hindsight = functools.partial(make_transform, capacity=1000)
-
-
-def buffer(transform, data=None):
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform, batch_size=200)
-    if data is not None:
-        rb.extend(data)
-    return rb
+buffer = functools.partial(make_buffer, batch_size=200)
 
 
 @functools.cache

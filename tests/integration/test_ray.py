@@ -162,6 +162,7 @@ def test_samples_and_methods_of_the_transform_travel_between_the_actor_and_its_c
     call_transform(buffer.client(), "flush")
     report = call_transform(buffer, "report")
     assert (report.transitions, report.running) == (200, 0)
+    assert call_transform(buffer, "random_goals", count=20).shape == (20, 3)
     with pytest.raises(AttributeError, match="'HERTransform' object has no attribute 'repot'"):
         call_transform(buffer, "repot")
     buffer.close()
@@ -169,12 +170,10 @@ def test_samples_and_methods_of_the_transform_travel_between_the_actor_and_its_c
         call_transform(buffer, "report")
 
 
-def test_arguments_and_results_of_methods_travel_to_the_actor_and_back(at_the_end):
+def test_flushed_transitions_of_an_augmentation_travel_to_the_client_and_back(at_the_end):
     buffer = make_buffer(at_the_end, hindsight=lambda size: make_augmentation(EnvReward(make_tape)))
     buffer.extend(collected(8))
     assert len(buffer.extend(call_transform(buffer, "flush"))) == 5 * 3  # the second episode
-    stamped = call_transform(make_buffer(at_the_end), "adopt", data=collected(8))
-    assert stamped.shape == (8,)
 
 
 # The second episode of the data has 9 steps, and the first write ends after its third.
@@ -197,6 +196,8 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
     buffer.extend(first)
     state, rotation = buffer.state_dict(), CheckpointRotation(tmp_path, keep_last=2)
     rotation.save(Checkpoint(buffer=buffer), step=8)
+    Checkpoints(tmp_path / "ours", buffer=buffer).save(8)
+    assert call_transform(buffer, "report").running == 1
     for way in ("state_dict", "checkpoint", "checkpoint of a buffer that died"):
         buffer.extend(rest.clone())  # restoring undoes this write
         if "died" in way:
@@ -214,18 +215,8 @@ def test_a_refused_write_raises_in_the_writer_and_a_restored_buffer_continues_th
         buffer.extend(rest.clone())
         check_nothing_is_lost(buffer[:], environments=1)
         assert goals_of_the_second_episode(buffer, step=2) == [3, 4, 5, 6, 7, 8, 9]
-
-
-def test_checkpoints_restore_a_buffer_and_end_its_running_episode(at_the_end, tmp_path):
-    buffer, (first, rest) = make_buffer(at_the_end), collected(16).split(8)
-    buffer.extend(first)
-    checkpoints = Checkpoints(tmp_path, buffer=buffer)
-    checkpoints.save(8)
-    assert call_transform(buffer, "report").running == 1
-    buffer.extend(rest)
-    assert checkpoints.load() == 8
-    assert len(buffer) == 8
-    assert call_transform(buffer, "report").running == 0
+    assert Checkpoints(tmp_path / "ours", buffer=buffer).load() == len(buffer) == 8
+    assert call_transform(buffer, "report").running == 0, "running episodes end"
 
 
 # The example

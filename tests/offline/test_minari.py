@@ -8,7 +8,7 @@ import torch
 from torchrl.data.datasets import MinariExperienceReplay
 from torchrl.envs import GymEnv
 
-from support.data_sets import adopting_buffer, bytes_of, entries_of
+from support.data_sets import adopting_buffer, entries_of
 from support.factories import make_transform
 from support.pages import run_block
 from torchrl_her import EnvReward, HERKeys, load_minari
@@ -86,26 +86,6 @@ def test_the_transitions_equal_the_steps_of_the_episodes(make_dataset):
     for key in ("action", "episode"):
         assert data[key].tolist() == columns[key]
     assert torch.equal(data["next", "done"], data["next", "terminated"] | data["next", "truncated"])
-
-
-def test_samples_of_an_adopted_memory_mapped_data_set_are_correct(make_dataset, tmp_path):
-    data = make_dataset()[1].memmap(tmp_path / "mapped")
-    before = bytes_of(tmp_path)
-    rb = adopting_buffer(data, make_hindsight(len(data)), batch_size=500)
-    env, outcomes = gymnasium.make(ENV).unwrapped, data[NEXT_ACHIEVED]
-    ends = np.cumsum(LENGTHS)
-    batch = rb.sample()
-    assert 0.6 < batch[RELABELLED].float().mean() < 1
-    for row in batch.unbind(0):
-        index, goal = row["index"].item(), row[DESIRED]
-        assert torch.equal(row["next"][DESIRED], goal)
-        if row[RELABELLED]:
-            assert (outcomes[index : ends[ends > index][0]] == goal).all(-1).any()
-            achieved = row[NEXT_ACHIEVED].numpy()
-            assert row["next", "reward"].item() == pytest.approx(env.compute_reward(achieved, goal.numpy(), {}))
-        else:
-            assert torch.equal(goal, data[DESIRED][index])
-    assert bytes_of(tmp_path) == before
 
 
 def test_the_code_of_the_page_adopts_a_data_set_and_moves_its_entries_to_the_root(make_dataset):

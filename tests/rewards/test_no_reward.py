@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer, TensorStorage
+from torchrl.data import SliceSampler, TensorDictReplayBuffer, TensorStorage
 from torchrl.envs import Compose, MultiStepTransform
 
-from support.factories import same, seeded_sample
+from support.factories import make_buffer, same, seeded_sample
 from support.goals import reward_of
 from support.world import Goals, World
 from torchrl_her import (
@@ -35,9 +35,8 @@ def episodes(*without):
 @pytest.mark.parametrize("kind", [HERTransform, HindsightAugmentation])
 def test_only_goals_change(kind, without):
     hindsight = kind(None, strategy=Geometric(0.9), capacity=100)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=hindsight, batch_size=500)
     data = episodes(*without)
-    rb.extend(data)
+    rb = make_buffer(hindsight, data, batch_size=500)
     batch = rb.sample()
     relabelled = batch["hindsight", "relabelled"].squeeze(-1)
     assert 0.7 < relabelled.double().mean() < 0.9
@@ -74,13 +73,8 @@ def test_the_goals_are_those_with_a_reward(name, without):
     batches = []
     for reward in (None, GoalReward(reward_of)):
         transform = Compose(*(make() for make in before), HERTransform(reward, capacity=100, **options))
-        rb = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(100),
-            transform=transform,
-            batch_size=200,
-            **{key: make() for key, make in others.items()},
-        )
-        rb.extend(episodes(*([] if reward else without)))
+        data = episodes(*([] if reward else without))
+        rb = make_buffer(transform, data, batch_size=200, **{key: make() for key, make in others.items()})
         batches.append(seeded_sample(rb).exclude("hindsight_stamp", REWARD))
     assert same(*batches)
     assert batches[0]["hindsight", "relabelled"].any()
@@ -98,7 +92,7 @@ def test_a_data_set_without_goals_and_rewards_is_adopted():
 
 def test_n_step_returns_are_refused():
     transform = Compose(MultiStepTransform(3, 0.9), HERTransform(None, capacity=100))
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=transform)
+    rb = make_buffer(transform)
     with pytest.raises(ValueError, match=r"HERTransform\(None\) does not recompute them: pass a reward"):
         rb.extend(episodes())
     assert not len(rb)

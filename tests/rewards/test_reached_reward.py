@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer
 
-from support.factories import make_augmentation, make_transform
+from support.factories import make_augmentation, make_buffer, make_transform
 from support.oracle import Oracle
 from support.recorded import Recorded
 from support.world import Goals, World, transitions
@@ -24,7 +24,7 @@ def test_returns_end_where_the_goal_is_reached(n_steps, compact, info):
     strategy = {"desired_goal": "random", "low": Subgoal(2)}
     options = {"info": info, "compact": compact, "n_steps": n_steps}
     hindsight = make_transform(ReachedReward(), strategy=strategy, her_ratio=0.7, capacity=1000, **options)
-    rb = ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2), transform=hindsight, batch_size=3000)
+    rb = make_buffer(hindsight, kind=ReplayBuffer, ndim=2, batch_size=3000)
     reward = lambda outcome, goal: float(outcome == goal) - 1  # noqa: E731
     recorded = Recorded(rb, Oracle({"random": 1.0}, 1000, 0.7, n_steps=n_steps, reward=reward), World(2, Goals()))
     for _ in range(2):
@@ -40,18 +40,16 @@ def test_returns_end_where_the_goal_is_reached(n_steps, compact, info):
 
 def test_an_equal_goal_of_another_step_is_not_reached():
     transform = make_transform(reward=ReachedReward(), strategy=Subgoal(2, limit=None), her_ratio=1.0, capacity=100)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=transform)
     data = transitions([*["stay"] * 7, "truncated"])
     data["next", "achieved_goal"] = data["achieved_goal"].clone()
-    rb.extend(data)
+    rb = make_buffer(transform, data)
     assert rb[:][REWARD].flatten().tolist() == [-1.0] * 7 + [0.0]
     assert rb[:][TERMINATED].flatten().tolist() == [False] * 7 + [True]
 
 
 def test_a_copy_that_an_augmentation_writes_reaches_the_goal_of_its_own_step():
     transform = make_augmentation(reward=ReachedReward(), strategy="future")
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), transform=transform)
-    rb.extend(transitions([*["go"] * 59, "truncated"]))
+    rb = make_buffer(transform, transitions([*["go"] * 59, "truncated"]))
     stored = rb.storage[:]
     copies = stored[stored[RELABELLED][:, 0]]
     assert STEPS_TO_GOAL not in copies.keys(True)

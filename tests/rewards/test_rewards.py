@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import pickle
-import warnings
 from functools import partial
 
 import gymnasium
@@ -212,15 +211,13 @@ NOT_BATCHED = {
 
 
 @pytest.mark.parametrize("env_class", NOT_BATCHED)
-def test_an_unbatched_function_is_called_row_by_row_with_one_warning(env_class):
+def test_an_unbatched_function_is_called_row_by_row_with_one_warning(env_class, recwarn):
     name, *expected = NOT_BATCHED[env_class]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = EnvReward(env_class())
-        for shift in (0, 50, 100):
-            check_relabelled(module, *expected, written=point_reach().roll(shift, 0), count=100)
-        check_relabelled(copy.deepcopy(module), *expected, count=100)
-    (warning,) = row_by_row(caught)
+    module = EnvReward(env_class())
+    for shift in (0, 50, 100):
+        check_relabelled(module, *expected, written=point_reach().roll(shift, 0), count=100)
+    check_relabelled(copy.deepcopy(module), *expected, count=100)
+    (warning,) = row_by_row(recwarn)
     assert f"{name} of {env_class.__name__} does not take a batch" in warning
     assert "GoalReward(reward_fn)" in warning
     assert "terminated_fn" in warning
@@ -282,16 +279,14 @@ class ObservesAlone(gymnasium.Env, Plain):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float64])
 @pytest.mark.parametrize("env", [Plain(), ObservesAlone(), Plain, Scalar()])
-def test_an_environment_without_a_goal_space_may_be_a_class_or_no_gymnasium_environment(env, dtype):
+def test_an_environment_without_a_goal_space_may_be_a_class_or_no_gymnasium_environment(env, dtype, recwarn):
     goals = goals_of(torch.tensor([[0, 1], [1, 1]]).to(dtype), torch.tensor([[0, 1], [0, 1]]).to(dtype))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert EnvReward(env)(goals)["next", "reward"].tolist() == [[0.0], [-1.0]]
-    assert len(caught) == len(row_by_row(caught)) == isinstance(env, Scalar)
+    assert EnvReward(env)(goals)["next", "reward"].tolist() == [[0.0], [-1.0]]
+    assert len(recwarn) == len(row_by_row(recwarn)) == isinstance(env, Scalar)
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_stored_entries_are_passed_to_the_environment_as_info(alone):
+def test_stored_entries_are_passed_to_the_environment_as_info(alone, recwarn):
     def compute_reward(achieved, desired, info):
         assert achieved.shape == info["effort"].shape
         assert achieved.ndim == 1 or not alone
@@ -305,11 +300,9 @@ def test_stored_entries_are_passed_to_the_environment_as_info(alone):
     written["next", "measured", "effort"] = torch.rand(len(written), 2)
     written["fee"] = torch.rand(len(written))
     env = point_reach_with("Pays", compute_reward=compute_reward)()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = EnvReward(env, info_keys=[("next", "measured", "effort"), "fee"])
-        check_relabelled(module, reward, lambda row: False, written=written)
-    assert len(row_by_row(caught)) == alone
+    module = EnvReward(env, info_keys=[("next", "measured", "effort"), "fee"])
+    check_relabelled(module, reward, lambda row: False, written=written)
+    assert len(row_by_row(recwarn)) == alone
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform, Transform
 
 from support.goals import reached, reward_of
@@ -40,6 +40,22 @@ def make_transform(reward: Any = None, *, n_steps: int = 1, gamma: float = 0.9, 
 def make_augmentation(reward: Any = None, **options: Any) -> HindsightAugmentation:
     """Return a HindsightAugmentation, by default with `support.goals.reward_of`."""
     return HindsightAugmentation(reward or GoalReward(reward_of, terminated_fn=reached), **options)
+
+
+def make_buffer(
+    transform: Any,
+    *data: TensorDictBase,
+    size: int = 1000,
+    kind: Any = TensorDictReplayBuffer,
+    storage: Any = LazyTensorStorage,
+    ndim: int = 1,
+    **options: Any,
+) -> Any:
+    """Return a buffer with a transform and some writes; options are those of the buffer."""
+    rb = kind(storage=storage(size, **({"ndim": ndim} if ndim > 1 else {})), transform=transform, **options)
+    for written in data:
+        rb.extend(written)
+    return rb
 
 
 # Contents

@@ -14,11 +14,16 @@ def python_blocks(page: str) -> list[str]:
     return [textwrap.dedent(block) for block in re.findall(r"^ *```py\n(.*?)^ *```", text, re.M | re.S)]
 
 
+def changed(code: str, changes: dict[str, str]) -> str:
+    """Return the code after some changes, each of which must apply."""
+    for old, new in changes.items():
+        assert old in code
+        code = code.replace(old, new)
+    return code
+
+
 def run_block(page: str, number: int, names: dict[str, Any], changes: dict[str, str] | None = None) -> None:
     """Run a block with the names of the reader's script, to which it adds its own, after some ``changes``."""
     names.setdefault("__name__", "__main__")
-    code = python_blocks(page)[number]
-    for old, new in (changes or {}).items():
-        assert old in code
-        code = code.replace(old, new)
+    code = changed(python_blocks(page)[number], changes or {})
     exec(compile(code, f"{page}, block {number}", "exec"), names)

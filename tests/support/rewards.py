@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage
 from torchrl.envs import EnvBase, GymEnv
 
 import torchrl_her.envs  # noqa: F401  # registers PointReach
-from support.factories import make_transform, seeded_sample
+from support.factories import make_buffer, make_transform, seeded_sample
 
 POINT_REACH = "torchrl_her/PointReach-v0"
 
@@ -61,8 +61,7 @@ def sample_of(
 ) -> Any:
     """Return a sample of a buffer with these transitions; its ``"index"`` is the row in ``written``."""
     transform = make_transform(reward=reward, her_ratio=0.6, capacity=1000, **options)
-    rb = TensorDictReplayBuffer(storage=storage(1000), transform=transform)
-    rb.extend(written.clone())
+    rb = make_buffer(transform, written.clone(), storage=storage)
     transform.flush()
     return seeded_sample(rb, count)
 

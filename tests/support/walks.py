@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from tensordict import TensorDict
 
@@ -16,6 +18,11 @@ def walks(
     The reward is 0 within the threshold and -1 elsewhere. Episodes are truncated after ``steps``, or terminate when
     they reach their goal.
     """
+    return _walks(episodes, steps, ends_on_success, threshold, seed).clone()
+
+
+@functools.cache
+def _walks(episodes: int, steps: int, ends_on_success: bool, threshold: float, seed: int) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(episodes):
