@@ -301,7 +301,7 @@ FAULTS = {
     "reward-ignores-desired-goal: current goal": computing(lambda s, a, d, i: missed(a, s.goal)),
     "reward-ignores-achieved-goal: current state": computing(lambda s, a, d, i: missed(s.position, d)),
     "reward-depends-on-state: step count": computing(lambda s, a, d, i: missed(a, d) - 0.01 * s.time),
-    "reward-depends-on-state: earlier calls": computing(progress),
+    "reward-random: earlier calls": computing(progress),
     "reward-random: noise": computing(lambda s, a, d, i: missed(a, d) + s.np_random.random()),
     "reward-modifies-arguments: achieved goal": computing(lambda s, a, d, i: missed(np.subtract(a, d, out=a), 0.0)),
     "reward-fails: missing info": computing(

@@ -14,7 +14,8 @@ OF_FUNCTIONS = {
         "one pair of goals or a batch. It can read only the entries of info that step returns.",
         "modifies-arguments": "Work on a copy: for example, replace achieved_goal -= desired_goal with achieved_goal - "
         "desired_goal.",
-        "random": "A recomputed value must equal the value that step returns: move the noise into step.",
+        "random": "A recomputed value must equal the value that step returns: compute it from the arguments alone, and "
+        "move noise into step.",
         "depends-on-state": "Compute it from achieved_goal, desired_goal and info alone. Put other inputs (a step "
         "count, the last action) into info.",
         "ignores-desired-goal": "Read the argument, not the goal of the running episode (desired_goal instead of "

@@ -99,10 +99,17 @@ def _check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
 
 def _check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
     """Find functions that depend on more than their arguments, or ignore one of them."""
-    faults = [*_check_repeats(probe, name, what)]
-    yield from faults
-    actual, own, other, swapped, *_ = probe.values(TRIED_EVERY)
-    if faults or len(actual) < FEWEST:
+    actual, own, other, swapped, again = probe.values(TRIED_EVERY)
+    differs = ~agree(actual, again, _scale_of(actual)).numpy()
+    if differs.any():
+        row = int(differs.argmax())
+        yield Finding.of(
+            f"{name}-random",
+            f"{what} is random, or remembers earlier calls: repeated calls with the same arguments differ in "
+            f"{differs.sum():,} of {len(differs):,} steps, such as {actual[row] + 0:.6g}, {again[row] + 0:.6g}.",
+        )
+        return
+    if len(actual) < FEWEST:
         return
     now, later = probe.values().actual[[*probe.later]], np.array([*probe.later.values()])
     changes = ~agree(now, later, _scale_of(now)).numpy()
@@ -128,21 +135,6 @@ def _check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
             f"{what} depends on more than its arguments: for the same arguments, it returned {now[row] + 0:.6g} right "
             f"after the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
             "differ).",
-        )
-
-
-def _check_repeats(probe: Probe, name: str, what: str) -> Iterator[Finding]:
-    """Compare repeated calls with the same arguments in the same state."""
-    actual, _, _, _, *repeats = probe.values(TRIED_EVERY)
-    differs = np.any([~agree(actual, each, _scale_of(actual)).numpy() for each in repeats], axis=0)
-    if differs.any():
-        row = int(differs.argmax())
-        remembers = np.array_equal(repeats[1], repeats[2])
-        cause = "depends on earlier calls" if remembers else "is random"
-        yield Finding.of(
-            f"{name}-{'depends-on-state' if remembers else 'random'}",
-            f"{what} {cause}: calls with the same arguments differ in {differs.sum():,} of {len(differs):,} steps, "
-            f"such as {', '.join(f'{each[row] + 0:.6g}' for each in (actual, *repeats))}.",
         )
 
 

@@ -17,6 +17,7 @@ EPISODES = 3  # resets are judged only if there are at least this many episodes
 # The limits of distances to achieved goals beyond which desired goals are reported:
 FAR = 10.0  # in extents of all achieved goals
 FAR_IN_FRAME = 1.5  # in one dimension, in extents of achieved and desired goals
+FEWEST_GOALS = 5  # with fewer different goals, a feature could follow them by chance
 WIDEST_GOAL = 64  # copies of wider goals are not searched
 EXACT = 1e-5  # a copy differs by at most this share of its extent
 
@@ -219,7 +220,7 @@ def _check_copies(episodes: PlayedEpisodes) -> Iterator[Finding]:
         each.reshape(len(each), -1).astype(np.float64) for each in (episodes.next_achieved, episodes.desired)
     )
     different = len(np.unique(desired, axis=0))
-    if desired.shape[1] > WIDEST_GOAL or not features.size or different < 3:
+    if desired.shape[1] > WIDEST_GOAL or not features.size or different < FEWEST_GOALS:
         return
     varies = np.ptp(desired, axis=0) > 0
     apart = np.linalg.norm(achieved - desired, axis=1, keepdims=True)

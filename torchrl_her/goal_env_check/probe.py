@@ -16,7 +16,6 @@ from torchrl_her.keys import HERKeys, path_of
 from torchrl_her.rewards.env_reward import EnvFunction
 
 STEPS, SECONDS = 2000, 6.0  # default limits
-FIRST, OBSERVED_EVERY = 100, 8  # the first observations are checked against their space, then one in OBSERVED_EVERY
 WIDEST = 1000  # observations with more features than this, such as images, are not kept
 
 
@@ -100,8 +99,7 @@ class Watcher:
                 self.modified[path] = self.modified.get(path, 0) + 1
         leaves = [(".".join(path), value) for path, value in _leaves(observation) if isinstance(value, np.ndarray)]
         self._last = [(path, value, value.copy()) for path, value in leaves]
-        is_due = self.outside is None and (self.seen < FIRST or self.seen % OBSERVED_EVERY == 0)
-        if is_due and self.space is not None and not self.space.contains(observation):
+        if self.outside is None and self.space is not None and not self.space.contains(observation):
             self.outside = self.seen, observation
         self.seen += 1
 
@@ -209,9 +207,7 @@ class Values(NamedTuple):
     own: np.ndarray  # the achieved goal for both
     other: np.ndarray  # the achieved goal, and another goal as the desired one; every second other goal is far away
     swapped: np.ndarray  # the goals of `other`, exchanged
-    again: np.ndarray  # `actual` repeated: the second call, then the third and the fourth
-    third: np.ndarray
-    fourth: np.ndarray
+    again: np.ndarray  # `actual` repeated
 
 
 class Probe:
@@ -245,7 +241,7 @@ class Probe:
             return
         first = self.call(achieved, desired, info), self.call(achieved, achieved, info)
         if len(self._values) % TRIED_EVERY:
-            self._values.append((*first, *[np.nan] * 5))
+            self._values.append((*first, np.nan, np.nan, np.nan))
             return
         if not self._far_fails and len(self._values) % (2 * TRIED_EVERY) == 0:
             far = far_from(achieved)
@@ -253,8 +249,7 @@ class Probe:
             self._far_fails = bool(np.isnan(with_far).any())
             other = other if self._far_fails else far
         with_other = self.call(achieved, other, info), self.call(other, achieved, info)
-        repeated = [self.call(achieved, desired, info) for _ in range(3)]
-        self._values.append((*first, *with_other, *repeated))
+        self._values.append((*first, *with_other, self.call(achieved, desired, info)))
 
     def observe_later(self, achieved: np.ndarray, desired: np.ndarray, infos: list[dict[str, Any]]) -> None:
         """Call the function again with the goals ``[n, *goal]`` of some steps, in a later state of the environment."""

@@ -253,18 +253,13 @@ class AdoptedData:
 
     def check_neighbours(self, neighbours: Neighbours, relabelling: Relabelling) -> None:
         """Check the other transforms of the buffer, which were unknown when the data set was adopted."""
-        if neighbours.multi_step is not None:
-            raise ValueError(
-                "MultiStepTransform computes n-step returns when transitions are written, but adopted data is never "
-                "written, so all samples would be single steps. Remove it, or write the data set with rb.extend "
-                "instead of adopting it."
-            )
-        if neighbours.movement_priority is not None:
-            raise ValueError(
-                "MovementPriority sets priorities when transitions are written, but adopted data is never written, so "
-                "they would be sampled uniformly. Remove it, or write the data set with rb.extend instead of adopting "
-                "it."
-            )
+        for transform in (neighbours.multi_step, neighbours.movement_priority):
+            if transform is not None:
+                raise ValueError(
+                    f"{type(transform).__name__} changes transitions when they are written, but adopted data is never "
+                    "written, so it would have no effect. Remove it, or write the data set with rb.extend instead of "
+                    "adopting it."
+                )
         rows, self._to_search = self._to_search, None
         if rows is not None:
             GoalCopiesCheck(relabelling.keys, relabelling.extra_replaced).search(rows, neighbours.after)

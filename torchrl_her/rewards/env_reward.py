@@ -55,7 +55,9 @@ class EnvFunction:
     def __call__(self, achieved: Tensor, desired: Tensor, info: dict[str, np.ndarray] | None = None) -> Tensor:
         """Return the values, ``[batch]`` or ``[batch, 1]``, for goals ``[batch, *goal]``."""
         arrays = (to_numpy(achieved), to_numpy(desired), info or {})
-        if self.batched and self._to_compare > 0 and len(achieved) and not torch.compiler.is_compiling():
+        is_unknown = self._to_compare == MOST_ROWS  # then calls are compared even while they are compiled
+        is_due = is_unknown or (self._to_compare > 0 and not torch.compiler.is_compiling())
+        if self.batched and is_due and len(achieved):
             self._compare(*arrays)
         values = self._batch(*arrays) if self.batched else call_rows(self._batch, *arrays)
         if values.ndim == 0:  # one value for all goals
