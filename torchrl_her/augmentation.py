@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -146,8 +146,14 @@ class HindsightAugmentation(Transform):
                 if self._is_shared:
                     held.drop()
                     self.table = None
-            with nullcontext() if self.table is None else self.table.undone_on_error():
+            table = self.table
+            used = 0 if table is None else table.rows_used
+            try:
                 yield
+            except BaseException:
+                if table is not None:
+                    table.remove_since(used)
+                raise
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back; return the transitions of ended episodes with their copies, or None."""

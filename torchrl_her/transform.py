@@ -195,7 +195,8 @@ class HERTransform(Transform):
             assert table is not None
             self._relabelling.keep_apart(table, tensordict, written, tracked.steps)
             self._checks.on_tracked(tensordict, written, tracked)
-            self._n_step = n_step or self._n_step
+            if n_step is not None:
+                self._n_step = n_step
         return written.with_padding(tracked.steps.name)
 
     @contextmanager

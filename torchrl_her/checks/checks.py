@@ -30,9 +30,10 @@ from torchrl_her.rewards.returns import OneStepReward
 class Checks:
     """Warns if hindsight does not work, and counts what the report shows.
 
-    Each check has those of these methods that it needs, with the arguments of the methods of this class: ``on_write``,
-    ``on_tracked``, ``on_sample``; ``report()``, which returns fields of the `Report`; and ``for_copy()``, which returns
-    the check of a copied transform, in which the counts of samples are 0.
+    Each check has those of these methods that it needs, with the arguments of the methods of this class: ``on_write``
+    and ``on_tracked``, which return True when they have seen enough, and are then no longer called; ``on_sample``;
+    ``report()``, which returns fields of the `Report`; and ``for_copy()``, which returns the check of a copied
+    transform, in which the counts of samples are 0.
 
     Args:
         rewards (OneStepReward): recomputes rewards.
@@ -91,15 +92,13 @@ class Checks:
         """
         self._entries.check(tensordict, written)
         if len(written.done) and (self._has_written or not written.is_dummy):
-            for check in self._on_write:
-                check(tensordict, written, later)
+            self._on_write = [check for check in self._on_write if not check(tensordict, written, later)]
 
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Check transitions ``[*batch]`` whose episodes are known."""
         if len(written.done) and (self._has_written or not written.is_dummy):
             self._has_written = True
-            for check in self._on_tracked:
-                check(tensordict, written, tracked)
+            self._on_tracked = [check for check in self._on_tracked if not check(tensordict, written, tracked)]
 
     def on_sample(self, sample: Sample) -> None:
         """Check a sampled batch. This is also called while sampling is compiled."""

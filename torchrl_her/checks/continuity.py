@@ -92,8 +92,10 @@ class ContinuityCheck:
             self._of_first_write = _likely_causes(goals, _are_close(tensordict, self._keys, written))
             return
         self._counted += min(count, max(0, count - first))
-        breaks = tracked.breaks[tracked.breaks >= first]
-        self._counted_breaks += len(breaks)
+        breaks = tracked.breaks
+        if len(breaks):
+            breaks = breaks[breaks >= first]
+            self._counted_breaks += len(breaks)
         if self._counted >= JUDGED_TRANSITIONS:
             share = self._counted_breaks / self._counted
             self.is_broken = share >= SHARE_BROKEN

@@ -47,6 +47,6 @@ class EntriesCheck:
         for key in self._replaced:
             get_entry(tensordict, key, "reward" if key == self._keys.next_reward else "done")
         for key in (self._keys.next_reward, *self._keys.next_flags):
-            check_last_dimension(tensordict, key)
+            check_last_dimension(key, tensordict.get(key, None), tensordict.batch_size)
         check_not_stored(tensordict, self._extra, self._keys)
         self._has_accepted = True

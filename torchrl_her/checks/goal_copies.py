@@ -47,9 +47,10 @@ class GoalCopiesCheck:
 
     def on_write(  # noqa: D102
         self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None
-    ) -> None:
+    ) -> bool:
         if later is not None:
             self.search(tensordict, later)
+        return self._copies == (None, None)
 
     def search(self, tensordict: TensorDictBase, later: Iterable[Transform]) -> None:
         """Search transitions ``[*batch]`` for entries that contain the desired goal.

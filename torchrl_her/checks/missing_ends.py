@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_her._private import warn_user
@@ -34,13 +35,14 @@ class MissingEndsCheck:
         self._begun = 0  # episodes that begin in the first writes
         self._ended: Counter[int] = Counter()  # the number of ended episodes of each trajectory id
 
-    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
-        if self._is_over:
-            return
-        self._is_over = bool(written.done.any() or self._continuity.is_broken)
-        breaks = tracked.breaks
-        if self._is_over or not len(breaks):
-            return
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> bool:  # noqa: D102
+        if not self._is_over:
+            self._is_over = bool(written.done.any() or self._continuity.is_broken)
+        if not self._is_over and len(tracked.breaks):
+            self._count(written, tracked.breaks)
+        return self._is_over
+
+    def _count(self, written: Write, breaks: np.ndarray) -> None:
         if self._continuity.transitions - len(written.done) < WARM_UP:
             self._begun += len(breaks)
             return

@@ -66,6 +66,7 @@ class RewardCheck:
         self.goal_fn = goal_fn
         self.reached_reward: float | None = None
         self._is_over = not reward.out_keys  # only goals are relabelled
+        self._reads_steps = STEPS_TO_GOAL in reward.in_keys  # written transitions have no such entry
         self.compares = compares
         self.reach = ReachCheck()
         self.recomputes_ends = keys.next_terminated in reward.out_keys
@@ -81,26 +82,29 @@ class RewardCheck:
         self._range = (math.inf, -math.inf)  # of stored rewards
         self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
 
-    def on_write(self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None) -> None:
+    def on_write(self, tensordict: TensorDictBase, written: Write, later: Iterable[Transform] | None) -> bool:
         """Compare some of the written transitions ``[*batch]``, and warn about differences.
 
         Raises:
             KeyError: if there is no reward.
             ValueError: if the reward module writes rewards of another shape, or modifies its input.
         """
-        if self._is_over:
-            return
-        get_entry(tensordict, self.keys.next_reward, "reward")
+        if not self._is_over:
+            self._look_at_rewards(tensordict, written)
+        return self._is_over
+
+    def _look_at_rewards(self, tensordict: TensorDictBase, written: Write) -> None:
+        if written.rewards is None:
+            get_entry(tensordict, self.keys.next_reward, "reward")  # raises the error
         assert written.rewards is not None
-        reads_steps = STEPS_TO_GOAL in self.reward.in_keys  # written transitions have no such entry
-        if not (reads_steps or self.reach.is_over):
+        if not (self._reads_steps or self.reach.is_over):
             self._check_reach(tensordict, written)
         values = written.rewards.float().numpy()
         low, high = float(values.min()), float(values.max())
         self._written += len(written.done)
         if self._written < self._next and self._range[0] <= low and high <= self._range[1]:
             return
-        if reads_steps:
+        if self._reads_steps:
             self._check_values(values)
         else:
             rows, goals = written.rows_of(tensordict), written.goals

@@ -34,9 +34,12 @@ class TimeLimitCheck:
         self._length = 0  # of the first episode, in steps
         self._last: list[np.ndarray] = []  # the last rewards of episodes, [episodes, agents] each
 
-    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:  # noqa: D102
-        if self._is_over or not written.done.any():
-            return
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> bool:  # noqa: D102
+        if not self._is_over and written.done.any():
+            self._look_at_ends(tensordict, written, tracked)
+        return self._is_over
+
+    def _look_at_ends(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         ends = np.flatnonzero(written.done)[:JUDGED_EPISODES]
         lengths = split_name(tracked.steps.name[ends])[1] + 1
         self._length = self._length or int(lengths[0])

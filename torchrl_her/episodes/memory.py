@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -140,10 +140,12 @@ class Episodes:
                 self.lanes.running = None
             self._generation = 0 if table is None else table.generation
             running = self.lanes.running
+            used = 0 if table is None else table.rows_used
             try:
-                with nullcontext() if table is None else table.undone_on_error():
-                    yield is_new and self.lock.is_shared
+                yield is_new and self.lock.is_shared
             except BaseException:
+                if table is not None:
+                    table.remove_since(used)
                 if table is not None and running is not None:
                     table.set_episodes(*running.lanes[:, [EPISODE, BASE, STEPS, OLDEST]].T)
                 raise

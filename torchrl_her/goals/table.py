@@ -6,7 +6,6 @@ import math
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -242,18 +241,12 @@ class GoalTable:
             rows, slot = rows[last], slot[last]
         self._set(self.episodes, self._host_episodes, slot, rows)
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Remove the goals of a write that an error or an interrupt ends. Their rows are used again."""
-        used = self.rows_used
-        try:
-            yield
-        except BaseException:
-            for ring, _ in _slices(self.capacity, used, self.rows_used - used):
-                self._set_names(ring, np.zeros((), np.int64))
-            self._counts[ROWS_WRITTEN] = used
-            self.size.fill_(min(used, self.capacity))
-            raise
+    def remove_since(self, used: int) -> None:
+        """Remove the goals of an interrupted write, given `rows_used` before it. Their rows are used again."""
+        for ring, _ in _slices(self.capacity, used, self.rows_used - used):
+            self._set_names(ring, np.zeros((), np.int64))
+        self._counts[ROWS_WRITTEN] = used
+        self.size.fill_(min(used, self.capacity))
 
     def _set_names(self, ring: slice, names: np.ndarray) -> None:
         self._host_names[ring] = names
