@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import refuse_environment
+from torchrl_her._private import ids_around, refuse_environment
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.sample import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
@@ -175,7 +175,8 @@ class HindsightAugmentation(Transform):
             # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
             written = Write.read(tensordict, self.keys, self.goal_fn, self._first_goal)
             self._checks.on_write(tensordict, written, neighbours.before + neighbours.after)
-            neighbours.check_write(tensordict)
+            for transform in neighbours.checking:
+                transform.check_write(tensordict)
             is_dummy = self._first_goal is None and written.is_dummy
             if is_dummy:  # a collector's dummy must be stored immediately
                 written = written._replace(done=np.ones_like(written.done))
@@ -189,7 +190,7 @@ class HindsightAugmentation(Transform):
             return self._augment() if len(self._held.log.ended) else None
 
     def _check_neighbours(self) -> Neighbours:
-        if self._neighbours is None or not self._neighbours.are_those_of(self):
+        if self._neighbours is None or self._neighbours.ids != ids_around(self):
             neighbours = Neighbours.of(self)
             neighbours.check_augmentation(self.keys)
             self._neighbours = neighbours

@@ -79,7 +79,8 @@ class ContinuityCheck:
         self.transitions += count
         self.breaks += len(tracked.breaks)
         self.ambiguous += tracked.ambiguous
-        self._warn_if_ambiguous()
+        if tracked.ambiguous:
+            self._warn_if_ambiguous()
         if self.is_broken:
             return
         goals = written.start, written.outcome  # of the end of the last write and of this one

@@ -269,13 +269,13 @@ class RewardCheck:
         else:
             warn_user(message)
 
-    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
+    def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> bool:
         """Issue the warning that waits until it is known whether transitions continue each other, if they do."""
-        if self._continuity.is_broken is None:
-            return
-        message, self._waiting = self._waiting, None
-        if message is not None and not self._continuity.is_broken:
-            warn_user(message)
+        if self._waiting is not None and self._continuity.is_broken is not None:
+            message, self._waiting = self._waiting, None
+            if not self._continuity.is_broken:
+                warn_user(message)
+        return self._waiting is None and (self._is_over or not self.compares)
 
     def report(self) -> dict[str, Any]:  # noqa: D102
         return {"step_length": self.reach.step}

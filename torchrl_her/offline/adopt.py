@@ -219,7 +219,8 @@ def add_goals(data_set: DataSet, episodes: Episodes, relabelling: Relabelling, c
         is_empty = is_empty and not bool(written.goals.any())
         tracked = episodes.append(written)
         assert episodes.table is not None
-        relabelling.keep_apart(episodes.table, piece.data, written, tracked.steps)
+        if relabelling.apart:
+            relabelling.keep_apart(episodes.table, piece.data, written, tracked.steps)
         checks.on_tracked(piece.data, written, tracked)
         stamps[piece.rows] = written.with_padding(tracked.steps.name)
     if is_empty:
