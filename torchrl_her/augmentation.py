@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import refuse_environment
+from torchrl_her._private import ids_around, refuse_environment
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.samples import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
@@ -146,8 +146,14 @@ class HindsightAugmentation(Transform):
                 if self._is_shared:
                     held.drop()
                     self.table = None
-            with nullcontext() if self.table is None else self.table.undone_on_error():
+            table = self.table
+            used = 0 if table is None else table.rows_used
+            try:
                 yield
+            except BaseException:
+                if table is not None:
+                    table.remove_since(used)
+                raise
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back; return the transitions of ended episodes with their copies, or None."""
@@ -169,9 +175,11 @@ class HindsightAugmentation(Transform):
             # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
             written = Write.read(tensordict, self.keys, self.goal_fn, self._first_goal)
             self._checks.on_write(tensordict, written, neighbours.before + neighbours.after)
-            neighbours.check_write(tensordict)
+            for transform in neighbours.checking:
+                transform.check_write(tensordict)
             is_dummy = self._first_goal is None and written.is_dummy
-            tensordict = neighbours.count_write(tensordict, is_dummy)
+            for transform in neighbours.counting:
+                tensordict = transform.count_write(tensordict, is_dummy)
             if is_dummy:  # a collector's dummy must be stored immediately
                 written = written._replace(done=np.ones_like(written.done))
         with self._writing():
@@ -184,7 +192,7 @@ class HindsightAugmentation(Transform):
             return self._augment() if len(self._held.log.ended) else None
 
     def _check_neighbours(self) -> Neighbours:
-        if self._neighbours is None or not self._neighbours.are_those_of(self):
+        if self._neighbours is None or self._neighbours.ids != ids_around(self):
             neighbours = Neighbours.of(self)
             neighbours.check_augmentation(self.keys)
             self._neighbours = neighbours

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, unravel_key
 from torchrl.envs import DTypeCastTransform, ExcludeTransform, MultiStepTransform, Reward2GoTransform, Transform
 
 from torchrl_her._private import ids_around, transforms_around
@@ -22,37 +22,24 @@ class Neighbours(NamedTuple):
     multi_step: MultiStepTransform | None  # makes n-step transitions
     compact_goals: Any  # the `CompactGoals`, which leaves redundant entries out of the storage, or None
     movement_priority: Any  # the `MovementPriority`, or None
+    checking: list[Any]  # of these two, those that are present: they may refuse a write that they will see later
     counting: list[Any]  # the `NormalizedInputs`, which count written transitions
 
     @classmethod
     def of(cls, transform: Transform) -> Neighbours:
         """Return the neighbours of a transform."""
         before, after = transforms_around(transform)
+        compact, movement = _marked("leaves_out_entries", before), _marked("sets_movement", before)
         return cls(
             before,
             after,
             ids_around(transform),
             multi_step=_first(_of_kind(MultiStepTransform, before)),
-            compact_goals=_first(_marked("leaves_out_entries", before)),
-            movement_priority=_first(_marked("sets_movement", before)),
+            compact_goals=_first(compact),
+            movement_priority=_first(movement),
+            checking=compact[:1] + movement[:1],
             counting=_marked("counts_writes", after),
         )
-
-    def are_those_of(self, transform: Transform) -> bool:
-        """Return whether these are still the neighbours of a transform."""
-        return ids_around(transform) == self.ids
-
-    def check_write(self, tensordict: TensorDictBase) -> None:
-        """Check that transforms before, which see written transitions later, will accept transitions ``[*batch]``."""
-        for transform in (self.compact_goals, self.movement_priority):
-            if transform is not None:
-                transform.check_write(tensordict)
-
-    def count_write(self, tensordict: TensorDictBase, is_dummy: bool) -> TensorDictBase:
-        """Let later transforms count transitions ``[*batch]``; return them without the entries that these compute."""
-        for transform in self.counting:
-            tensordict = transform.count_write(tensordict, is_dummy)
-        return tensordict
 
     def check_hindsight(self, replaced: set[NestedKey], keys: HERKeys) -> None:
         """Check that ``HERTransform`` and the other transforms do not undo each other's work.

@@ -73,9 +73,7 @@ class Relabelling:
     # Writing
 
     def keep_apart(self, table: GoalTable, tensordict: TensorDictBase, written: Write, steps: Steps) -> None:
-        """Keep the goals of new episodes that strategies need apart from outcomes."""
-        if not self.apart:
-            return
+        """Keep the goals of new episodes that strategies need apart from outcomes. Call it if `apart` has any."""
         episode, step = split_name(steps.name)
         first = np.flatnonzero(step == 0)
         if len(first):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -174,9 +174,11 @@ class HERTransform(Transform):
             later = neighbours.after if self.her_ratio else None
             written = Write.read(tensordict, self.keys, self.goal_fn, self._episodes.goals)
             self._checks.on_write(tensordict, written, later)
-            neighbours.check_write(tensordict)
-        is_dummy = written is not None and written.is_dummy and not self.table_size  # a collector's dummy
-        tensordict = neighbours.count_write(tensordict, is_dummy)
+            for transform in neighbours.checking:
+                transform.check_write(tensordict)
+        for transform in neighbours.counting:
+            is_dummy = written is not None and written.is_dummy and not self.table_size  # a collector's dummy
+            tensordict = transform.count_write(tensordict, is_dummy)
         n_step = None if neighbours.multi_step is None else self._n_step
         if n_step is not None:
             n_step.keep_flags(tensordict)
@@ -194,23 +196,25 @@ class HERTransform(Transform):
                 self._longest_window = max(self._longest_window, n_step.multi_step.n_steps)
             tracked, table = self._episodes.append(written), self._episodes.table
             assert table is not None
-            self._relabelling.keep_apart(table, tensordict, written, tracked.steps)
+            if self._relabelling.apart:
+                self._relabelling.keep_apart(table, tensordict, written, tracked.steps)
             self._checks.on_tracked(tensordict, written, tracked)
-            self._n_step = n_step or self._n_step
+            if n_step is not None:
+                self._n_step = n_step
         return written.with_padding(tracked.steps.name)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> AbstractContextManager[None]:
         """Exclude other writers. An error or an interrupt restores the running episodes."""
-        with self._episodes.writing() as is_new_process:
-            if is_new_process and self._n_step is not None:
-                self._n_step.forget_rows()
-            yield
+        return self._episodes.writing(self._forget_rows)
+
+    def _forget_rows(self) -> None:
+        if self._n_step is not None:
+            self._n_step.forget_rows()
 
     def _check_neighbours(self) -> Neighbours:
         """Return the other transforms of the buffer, and check them if they changed."""
         neighbours = self._neighbours
-        if neighbours is not None and neighbours.are_those_of(self):
+        if neighbours is not None and neighbours.ids == ids_around(self):
             return neighbours
         neighbours, one_step = Neighbours.of(self), self._relabelling.one_step
         if self._adopted is not None:

@@ -101,7 +101,7 @@ class Checks:
         for key in self._replaced:
             get_entry(tensordict, key, "reward" if key == self._keys.next_reward else "done")
         for key in (self._keys.next_reward, *self._keys.next_flags):
-            check_last_dimension(tensordict, key)
+            check_last_dimension(key, tensordict.get(key, None), tensordict.batch_size)
         check_not_stored(tensordict, self._extra, self._keys)
         self._has_entries = True
 

@@ -76,7 +76,8 @@ class ContinuityCheck:
         self.transitions += count
         self.breaks += len(tracked.breaks)
         self.ambiguous += tracked.ambiguous
-        self._warn_if_ambiguous()
+        if tracked.ambiguous:
+            self._warn_if_ambiguous()
         if self.is_broken:
             return
         is_adopted = written.names.numbers is not None
@@ -86,8 +87,10 @@ class ContinuityCheck:
             self.of_first_write = self._message(1.0, tensordict, written, tracked.breaks[:0])
             return
         self._counted += min(count, max(0, count - first))
-        breaks = tracked.breaks[tracked.breaks >= first]
-        self._counted_breaks += len(breaks)
+        breaks = tracked.breaks
+        if len(breaks):
+            breaks = breaks[breaks >= first]
+            self._counted_breaks += len(breaks)
         if self._counted >= JUDGED_TRANSITIONS:
             share = self._counted_breaks / self._counted
             self.is_broken = share >= SHARE_BROKEN

@@ -64,6 +64,7 @@ class RewardCheck:
         self.goal_fn = goal_fn
         self.reached_reward: float | None = None
         self._is_over = not reward.out_keys  # only goals are relabelled
+        self._reads_steps = STEPS_TO_GOAL in reward.in_keys  # written transitions have no such entry
         self.compares = compares
         self.step_length: float | None = None
         # Transitions that move the achieved goal, with the goals achieved before and after, until they are judged.
@@ -90,17 +91,17 @@ class RewardCheck:
         """
         if self._is_over:
             return
-        get_entry(tensordict, self.keys.next_reward, "reward")
+        if written.rewards is None:
+            get_entry(tensordict, self.keys.next_reward, "reward")  # raises the error
         assert written.rewards is not None
-        reads_steps = STEPS_TO_GOAL in self.reward.in_keys  # written transitions have no such entry
-        if self._moved is not None and not reads_steps:
+        if self._moved is not None and not self._reads_steps:
             self._check_threshold(tensordict, written)
         values = written.rewards.float().numpy()
         low, high = float(values.min()), float(values.max())
         self._written += len(written.done)
         if self._written < self._next and self._range[0] <= low and high <= self._range[1]:
             return
-        if reads_steps:
+        if self._reads_steps:
             self._check_values(values)
         else:
             rows, goals = written.rows_of(tensordict), written.goals
@@ -288,10 +289,10 @@ class RewardCheck:
 
     def on_tracked(self) -> None:
         """Issue the warning that waits until it is known whether transitions continue each other, if they do."""
-        if self._continuity.is_broken is None:
+        if self._waiting is None or self._continuity.is_broken is None:
             return
         message, self._waiting = self._waiting, None
-        if message is not None and not self._continuity.is_broken:
+        if not self._continuity.is_broken:
             warn_user(message)
 
     def _advice(self, rows: TensorDictBase) -> str:

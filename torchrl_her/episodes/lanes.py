@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +9,13 @@ import torch
 
 from torchrl_her.episodes.matching import (
     Runs,
-    begin_while_running,
+    are_equal,
     chain_heads,
     cut_into_runs,
+    find_breaks,
     first_in_first_out,
     hash_goals,
     is_in,
-    queue_sizes,
     rank_goals,
 )
 from torchrl_her.episodes.write import Write
@@ -69,12 +68,10 @@ class Running(NamedTuple):
         return self._replace(lanes=self.lanes[:0], arrived=self.arrived[:0], rows=0, rows_are_lanes=False, loaded=0)
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """The parts of episodes in a write. An episode has one part."""
 
     order: np.ndarray  # int64 [n], the positions of the transitions in the write, part after part
-    count: np.ndarray  # int64 [parts], the number of transitions
     lane: np.ndarray  # int64 [parts], the lane that the part continues, or -1
     before: np.ndarray  # int64 [parts, columns], this lane, or an episode without steps
     steps: np.ndarray  # int64 [parts], the number of steps of the episode after this write
@@ -90,7 +87,7 @@ class Parts:
         part[self.order] = number
         name[self.order] = name_of(self.before[number, EPISODE], step)
         before = self.before
-        return Steps(name, part, before[:, EPISODE], before[:, STEPS], self.count, self.ended, before[:, WINDOW])
+        return Steps(name, part, before[:, EPISODE], before[:, STEPS], self.steps, self.ended, before[:, WINDOW])
 
 
 class Tracked(NamedTuple):
@@ -170,18 +167,18 @@ class Lanes:
 
     def _track_runs(self, written: Write, old: Running, first_episode: int) -> Tracked:
         """Track any write."""
-        lane_of_row, rows_are_lanes = _match_rows(written, old, self.max_episode_steps)
+        lane_of, rows_are_lanes = _match_rows(written, old)
         runs = cut_into_runs(written, at_rows=rows_are_lanes)
-        source, ambiguous = self._find_sources(written, runs, old, lane_of_row, rows_are_lanes)
+        source, ambiguous = self._find_sources(written, runs, old, lane_of, rows_are_lanes)
         parts = self._make_parts(written, runs, source, old, first_episode)
-        breaks, to_begin = _find_breaks(written, runs, source, old, parts)
+        to_begin = int(written.begins.sum()) if old.to_begin is None else old.to_begin
+        last = parts.last[parts.ended & ~parts.goes_on]
+        breaks, to_begin = find_breaks(written, runs, source < 0, last, old.lanes[:, TRAJECTORY], to_begin)
         rows = written.rows
         if written.trajectory is None and len(runs.begin) != rows:
             rows = 0
-        old = old._replace(rows=rows, rows_are_lanes=rows_are_lanes, to_begin=to_begin)
-        return self._finish(written, old, parts)._replace(
-            continued=int((source >= 0).sum()), breaks=breaks, ambiguous=ambiguous
-        )
+        tracked = self._finish(written, old, parts, rows=rows, rows_are_lanes=rows_are_lanes, to_begin=to_begin)
+        return tracked._replace(continued=int(np.count_nonzero(source >= 0)), breaks=breaks, ambiguous=ambiguous)
 
     def _track_stream(self, written: Write, old: Running, first_episode: int) -> Tracked | None:
         """Track the transitions of one environment in order, with any number of ends; return None for other writes.
@@ -191,52 +188,51 @@ class Lanes:
         matched = _match_stream(written, old)
         if matched is None:
             return None
-        first, lane = matched
-        count, rows, is_new = len(written.done), written.rows, lane < 0
-        counts = np.append(first[1:], count) - first
-        before = np.zeros((len(first), COLUMNS), np.int64)
-        before[~is_new] = old.lanes[lane[~is_new]]
-        before[is_new, EPISODE] = first_episode + np.arange(is_new.sum())
-        steps = before[:, STEPS] + counts
+        lane, first, last = matched
+        lanes, before = np.full(len(last), -1), np.zeros((len(last), COLUMNS), np.int64)
+        continued = int(lane >= 0)
+        if continued:
+            lanes[0], before[0] = lane, old.lanes[lane]
+        before[continued:, EPISODE] = np.arange(first_episode, first_episode + len(last) - continued)
+        steps = before[:, STEPS] + last + 1 - first
         if steps.max() >= self.max_episode_steps:
             return None
-        last = first + counts - 1
         ended = written.done[last]
-        parts = Parts(np.arange(count), counts, lane, before, steps, last, ended, np.zeros_like(ended))
+        order, goes_on = np.arange(len(written.done)), np.zeros(len(last), np.bool_)
+        parts = Parts(order, lanes, before, steps, last, ended, goes_on)
         to_begin = int(written.begins[0]) if old.to_begin is None else old.to_begin
-        breaks = first[:0]
-        if written.trajectory is None:  # each new episode follows the end of another one, except for the first
-            claims = is_new.copy()
-            claims[0] &= not (written.begins[0] and written.row_length > 1)
-            if claims[0] and not to_begin:
-                breaks, claims[0] = first[:1], False
-            to_begin -= int(claims.sum())
-        to_begin += int(ended.sum())
-        if written.trajectory is None and rows > 1:
-            rows = 0
-        old = old._replace(rows=rows, rows_are_lanes=False, to_begin=to_begin)
-        return self._finish(written, old, parts)._replace(continued=int((~is_new).sum()), breaks=breaks)
+        rows, breaks = written.rows, first[:0]
+        if written.trajectory is None:
+            if rows > 1:
+                rows = 0
+            claims = len(last) - 1  # each further episode follows the end of another one
+            if not continued and written.row_length <= 1:
+                if to_begin:
+                    claims += 1
+                else:
+                    breaks = first[:1]
+            to_begin -= claims
+        to_begin += int(np.count_nonzero(ended))
+        tracked = self._finish(written, old, parts, rows=rows, rows_are_lanes=False, to_begin=to_begin)
+        return tracked._replace(continued=continued, breaks=breaks)
 
     def _find_sources(
-        self, written: Write, runs: Runs, old: Running, lane_of_row: np.ndarray, rows_are_lanes: bool
+        self, written: Write, runs: Runs, old: Running, lane_of: np.ndarray | None, rows_are_lanes: bool
     ) -> tuple[np.ndarray, int]:
         """Return what each run continues, ``int64 [runs]``, and the number of runs for which several episodes match.
 
         Numbers below ``len(lanes)`` are lanes, ``len(lanes) + r`` is run r of this write, and -1 is nothing.
         """
         first, last, lanes = runs.first, runs.last, old.lanes
-        source = np.full(len(first), -1)
-        if len(lane_of_row):
-            row, step = np.divmod(first, written.row_length)
-            source = np.where(step == 0, lane_of_row[row], -1)
-        left = np.flatnonzero(source < 0)
+        source = np.full(len(first), -1) if lane_of is None else lane_of[first]
+        left = (source < 0).nonzero()[0]
         if not len(left):
             return source, 0
         is_free = lanes[:, STEPS] < self.max_episode_steps  # after loading, an episode can be longer
         is_free[source[source >= 0]] = False
         if rows_are_lanes:  # no row continues the episode of another one
             is_free &= lanes[:, ROW] < 0
-        free = np.flatnonzero(is_free)
+        free = is_free.nonzero()[0]
         ids = np.full(len(written.done), NO_ID) if written.trajectory is None else written.trajectory
         if written.trajectory is not None and len(free):
             free = free[is_in(lanes[free, TRAJECTORY], ids[first[left]])]
@@ -277,8 +273,10 @@ class Lanes:
             heads = np.flatnonzero(~is_later[by])
             begin, end, lane, count = begin[by], end[by], lane[by[heads]], np.add.reduceat(count[by], heads)
         order = runs.order[spread(begin, end)[1]]
-        # The last row is an episode without steps, for the index -1.
-        before = np.concatenate([old.lanes, np.zeros((1, COLUMNS), np.int64)]).take(lane, axis=0)
+        before = np.zeros((len(lane), COLUMNS), np.int64)
+        if len(old.lanes):
+            old.lanes.take(lane, axis=0, out=before, mode="wrap")
+            before[lane < 0] = 0
         steps = before[:, STEPS] + count
         goes_on = np.zeros(len(steps), bool)
         if steps.max() > longest:
@@ -289,27 +287,30 @@ class Lanes:
             steps = np.minimum(known - number * longest, longest)
             count = steps - before[:, STEPS]
             goes_on = np.append(number[1:] > 0, False)
-        begin = np.cumsum(count) - count
-        last = order[begin + count - 1]
-        new = np.flatnonzero(lane < 0)
+        ends = np.cumsum(count)
+        last = order[ends - 1]
+        new = (lane < 0).nonzero()[0]
         # In the order of writing, so that a later episode has a larger number.
-        before[new[np.argsort(order[begin[new]])], EPISODE] = first_episode + np.arange(len(new))
-        return Parts(order, count, lane, before, steps, last, written.done[last] | (steps == longest), goes_on)
+        by_first = np.argsort(order[ends[new] - count[new]])
+        before[new[by_first], EPISODE] = np.arange(first_episode, first_episode + len(new))
+        return Parts(order, lane, before, steps, last, written.done[last] | (steps == longest), goes_on)
 
-    def _finish(self, written: Write, old: Running, parts: Parts) -> Tracked:
-        """Return the running episodes after a write, whose parts are known."""
+    def _finish(self, written: Write, old: Running, parts: Parts, **changes: Any) -> Tracked:
+        """Return the running episodes after a write, whose parts are known, with the given ``changes`` of fields."""
         count, continued = len(written.done), parts.lane[parts.lane >= 0]
-        is_open = np.flatnonzero(~parts.ended)
+        is_open = (~parts.ended).nonzero()[0]
         is_open = is_open[np.argsort(parts.last[is_open], kind="stable")]  # often in order, and then fast
         last = parts.last[is_open]
-        lanes, arrived = parts.before.take(is_open, axis=0), written.outcome[last]  # faster than an index
+        lanes, arrived = parts.before.take(is_open, axis=0), written.outcome.take(last)  # faster than an index
         lanes[:, STEPS], lanes[:, SEEN] = parts.steps[is_open], old.written + count
         lanes[:, TRAJECTORY] = NO_ID if written.trajectory is None else written.trajectory[last]
-        row, step = np.divmod(last + 1, written.row_length or 1)
-        lanes[:, ROW] = np.where(step == 0, row - 1, -1)
+        lanes[:, ROW] = last
+        if written.row_length > 1:
+            row, step = np.divmod(last + 1, written.row_length)
+            lanes[:, ROW] = np.where(step == 0, row - 1, -1)
         longest_wait = old.longest_wait
         if len(continued):  # a long pause says little about others, so it counts as at most twice the longest wait
-            waited = old.written - int(old.lanes[continued, SEEN].min())
+            waited = old.written - int(old.lanes[continued.min(), SEEN])  # lanes are ordered by their wait
             longest_wait = max(longest_wait, min(waited, 2 * longest_wait + count))
         ended, lengths = parts.before[parts.ended, EPISODE], parts.steps[parts.ended]
         if len(continued) < len(old.lanes):  # other episodes wait
@@ -326,6 +327,7 @@ class Lanes:
             written=old.written + count,
             longest_wait=longest_wait,
             lengths=old.lengths.with_episodes(lengths),
+            **changes,
         )
         opened = len(parts.lane) - len(continued)
         return Tracked(running, parts.in_order_of_writing(), is_open, ended, opened)
@@ -387,32 +389,36 @@ class Lanes:
         )
 
 
-def _match_stream(written: Write, old: Running) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the first positions of the episodes of a stream, and the lane that each continues, or -1: ``int64 [n]``.
+def _match_stream(written: Write, old: Running) -> tuple[int, np.ndarray, np.ndarray] | None:
+    """Return the lane that a stream continues, or -1, and the first and the last positions of its episodes.
 
     A stream is a write of one environment in order, in which at most the first episode continues a lane, and nothing is
     ambiguous. For any other write, return None.
     """
-    start, ids, ends = written.start, written.trajectory, written.done[:-1]
-    if written.begins[1:].any() or not (ends | (start[1:] == written.outcome[:-1])).all():
-        return None
+    start, ids, done = written.start, written.trajectory, written.done
     may_be_environments = ids is None and 1 < written.rows == old.rows
     if may_be_environments or len(old.lanes) > FEW_LANES:
         return None
-    if ids is not None and not (ends | (ids[1:] == ids[:-1])).all():
-        return None
-    first = np.append(0, np.flatnonzero(ends) + 1)
+    if len(done) > 1:
+        ends = done[:-1]
+        if written.begins[1:].any() or not (ends | (start[1:] == written.outcome[:-1])).all():
+            return None
+        if ids is not None and not (ends | (ids[1:] == ids[:-1])).all():
+            return None
+    begins = np.empty_like(done)
+    begins[0], begins[1:] = True, done[:-1]
+    first = begins.nonzero()[0]
+    last = np.empty(len(first), np.int64)
+    last[:-1], last[-1] = first[1:] - 1, len(done) - 1
     matches = start[first, None] == old.arrived  # [episodes, lanes]
-    episode, of_lane = matches.nonzero()
-    if len(episode) > 1 or episode.any():
+    episode, lane = matches.nonzero()
+    if len(episode) > 1 or (len(episode) and episode[0]):
         return None
     if ids is not None and ((ids[first, None] == old.lanes[:, TRAJECTORY]) != matches).any():
         return None
-    if ids is None and (old.lanes[of_lane, TRAJECTORY] != NO_ID).any():
+    if ids is None and (old.lanes[lane, TRAJECTORY] != NO_ID).any():
         return None
-    lane = np.full(len(first), -1)
-    lane[episode] = of_lane
-    return first, lane
+    return (int(lane[0]) if len(lane) else -1), first, last
 
 
 def _match_ids(written: Write, runs: Runs, old: Running, free: np.ndarray, first: np.ndarray) -> np.ndarray | None:
@@ -433,7 +439,7 @@ def _match_ids(written: Write, runs: Runs, old: Running, free: np.ndarray, first
     return np.where(is_found, lane, -1)
 
 
-def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[np.ndarray, bool]:
+def _match_rows(written: Write, old: Running) -> tuple[np.ndarray | None, bool]:
     """Return the lane that each row of a write continues, and whether the rows are known to be environments.
 
     Goals can be ambiguous: one environment, or a new episode with the same trajectory id, can start where another one
@@ -442,44 +448,23 @@ def _match_rows(written: Write, old: Running, max_episode_steps: int) -> tuple[n
     episode. In a one-dimensional write, each row is one step.
 
     Returns:
-        tuple[np.ndarray, bool]: for each row, its lane or -1, ``int64 [rows]``, or ``[0]`` if there is none.
+        tuple[np.ndarray | None, bool]: for each transition, the lane that it continues as the first of its row, or -1,
+        ``int64 [n]``; None if no row is known to continue a lane.
     """
-    lanes, ids, rows, none = old.lanes, written.trajectory, written.rows, np.empty(0, np.int64)
+    lanes, ids, rows = old.lanes, written.trajectory, written.rows
     if old.to_begin is None and ids is None and written.row_length > 1:
-        return none, True  # in the first write, rows are environments
+        return None, True  # in the first write, rows are environments
     if not rows or rows != old.rows:
-        return none, False
-    lane = np.flatnonzero(lanes[:, ROW] >= 0)
-    row = lanes[lane, ROW]
-    start = row * written.row_length
-    matches = written.start[start] == old.arrived[lane]
-    matches &= lanes[lane, STEPS] < max_episode_steps
-    matches &= lanes[lane, TRAJECTORY] == (NO_ID if ids is None else ids[start])
-    lane_of_row = np.full(rows, -1)
-    lane_of_row[row[matches]] = lane[matches]
+        return None, False
+    lane = (lanes[:, ROW] >= 0).nonzero()[0]
+    first = lanes[lane, ROW] * written.row_length
+    matches = are_equal(written.start.take(first), old.arrived.take(lane))
+    matches &= lanes[lane, TRAJECTORY] == (NO_ID if ids is None else ids[first])
+    lane_of = np.full(len(written.done), -1)
+    lane_of[first[matches]] = lane[matches]
     # A single environment of a one-dimensional write leaves one episode open, so at most one row matches.
     needed = len(lane) if old.rows_are_lanes else rows
-    are_lanes = 2 * int(matches.sum()) > needed or (old.rows_are_lanes and not len(lane))
+    are_lanes = 2 * np.count_nonzero(matches) > needed or (old.rows_are_lanes and not len(lane))
     if ids is not None:
-        return (lane_of_row if are_lanes or written.row_length > 1 else none), False
-    return (lane_of_row, True) if are_lanes else (none, False)
-
-
-def _find_breaks(written: Write, runs: Runs, source: np.ndarray, old: Running, parts: Parts) -> tuple[np.ndarray, int]:
-    """Return the positions where an episode begins although none could, and the number of episodes expected to begin.
-
-    An episode can begin with a new trajectory id, in a new row, or after the end of another one: each end allows one
-    beginning.
-    """
-    first, begins = runs.first, source < 0
-    to_begin = int(written.begins.sum()) if old.to_begin is None else old.to_begin
-    last = parts.last[parts.ended & ~parts.goes_on]
-    if written.trajectory is not None:
-        return first[begin_while_running(written, runs, begins, old.lanes[:, TRAJECTORY])], to_begin + len(last)
-    claims = begins & ~(written.begins[first] & (written.row_length > 1))
-    if claims.sum() <= to_begin:  # the usual case
-        return first[:0], to_begin - int(claims.sum()) + len(last)
-    ends = np.bincount(np.searchsorted(runs.end, last, side="right"), minlength=len(first))
-    change = np.append(to_begin, np.column_stack([-claims.astype(np.int64), ends]))
-    refused, size = queue_sizes(change, np.arange(len(change)) == 0)
-    return first[refused[1::2]], int(size[-1] + change[-1])
+        return (lane_of if are_lanes or written.row_length > 1 else None), False
+    return (lane_of, True) if are_lanes else (None, False)

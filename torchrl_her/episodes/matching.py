@@ -14,7 +14,7 @@ _FACTORS = np.random.default_rng().integers(0, 2**62, 64) * 2 + 1
 class Runs(NamedTuple):
     """The runs of a write: transitions that continue each other, in the order of writing."""
 
-    order: np.ndarray  # int64 [n], the positions of the transitions in the write, ordered by trajectory id
+    order: np.ndarray  # int64 [n], the positions of the transitions in the write, those of each trajectory id together
     begin: np.ndarray  # int64 [runs], the place of the first transition of each run in `order`
     end: np.ndarray  # int64 [runs], the place after its last transition
     has_one_run_per_id: bool  # whether each run is the only one with its trajectory id
@@ -40,24 +40,37 @@ def cut_into_runs(written: Write, *, at_rows: bool) -> Runs:
     if at_rows:
         begins[:: written.row_length] = True
     is_ordered = True
+    begins[0] = True
     if trajectory is not None:
-        by_id = np.argsort(trajectory, kind="stable")
-        is_ordered = bool((by_id == order).all())
-        begins[0], begins[1:] = True, np.diff(trajectory[by_id]) != 0
-        if begins.all():  # a frame: one transition of each environment
+        begins[1:] = trajectory[1:] != trajectory[:-1]
+        ids = np.sort(trajectory[begins])
+        is_ordered = bool((ids[1:] != ids[:-1]).all())  # the transitions of each id follow each other
+        if is_ordered and len(ids) == len(order):  # a frame: one transition of each environment
             return Runs(order, order, order + 1, has_one_run_per_id=True)
         if not is_ordered:
-            order, start, outcome, done = by_id, start[by_id], outcome[by_id], done[by_id]
-    begins[0] = True
+            order = np.argsort(trajectory, kind="stable")
+            start, outcome, done, trajectory = start[order], outcome[order], done[order], trajectory[order]
+            begins[1:] = trajectory[1:] != trajectory[:-1]
     trajectories = 1 if trajectory is None else np.count_nonzero(begins)
     begins[1:] |= done[:-1]
     begins[1:] |= start[1:] != outcome[:-1]
-    begin = np.flatnonzero(begins)
-    end = np.append(begin[1:], len(order))
+    begin = begins.nonzero()[0]
+    end = np.empty(len(begin), np.int64)
+    end[:-1], end[-1] = begin[1:], len(order)
     if not is_ordered:
         in_order = np.argsort(order[begin])
         begin, end = begin[in_order], end[in_order]
     return Runs(order, begin, end, len(begin) == trajectories)
+
+
+def are_equal(goals: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return which goals are equal, ``bool [n]``, given their bytes, ``void [n]`` each.
+
+    NumPy compares one element after the other, so all are compared at once first.
+    """
+    if goals.tobytes() == others.tobytes():
+        return np.ones(len(goals), np.bool_)
+    return goals == others
 
 
 def hash_goals(goals: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
@@ -148,7 +161,36 @@ def is_in(values: np.ndarray, few: np.ndarray) -> np.ndarray:
     return few[place] == values
 
 
-def begin_while_running(written: Write, runs: Runs, begins: np.ndarray, running: np.ndarray) -> np.ndarray:
+def find_breaks(
+    written: Write, runs: Runs, begins: np.ndarray, last: np.ndarray, running: np.ndarray, to_begin: int
+) -> tuple[np.ndarray, int]:
+    """Return the positions where an episode begins although none could, and the number of episodes expected to begin.
+
+    An episode can begin with a new trajectory id, in a new row, or after the end of another one: each end allows one
+    beginning.
+
+    Args:
+        written (Write): the transitions.
+        runs (Runs): their runs.
+        begins (np.ndarray): which runs begin an episode, ``bool [runs]``.
+        last (np.ndarray): the positions of the last transitions of episodes, ``int64 [n]``.
+        running (np.ndarray): the trajectory ids of running episodes before the write, ``int64 [lanes]``.
+        to_begin (int): the number of episodes expected to begin before the write.
+    """
+    first = runs.first
+    if written.trajectory is not None:
+        return first[_begin_while_running(written, runs, begins, running)], to_begin + len(last)
+    claims = begins & ~(written.begins[first] & (written.row_length > 1))
+    count = int(np.count_nonzero(claims))
+    if count <= to_begin:  # the usual case
+        return first[:0], to_begin - count + len(last)
+    ends = np.bincount(np.searchsorted(runs.end, last, side="right"), minlength=len(first))
+    change = np.append(to_begin, np.column_stack([-claims.astype(np.int64), ends]))
+    refused, size = queue_sizes(change, np.arange(len(change)) == 0)
+    return first[refused[1::2]], int(size[-1] + change[-1])
+
+
+def _begin_while_running(written: Write, runs: Runs, begins: np.ndarray, running: np.ndarray) -> np.ndarray:
     """Return which of the runs in ``begins`` start while another episode with the same id is running, ``bool [runs]``.
 
     ``running`` are the trajectory ids of running episodes before the write, ``int64 [lanes]``.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,24 +126,28 @@ class Episodes:
     # Writing
 
     @contextmanager
-    def writing(self) -> Iterator[bool]:
+    def writing(self, restart: Callable[[], None]) -> Iterator[None]:
         """Exclude other writers. An error or an interrupt restores the episodes.
 
-        Yields:
-            bool: whether the process is new: it was forked and dropped the running episodes of its parent.
+        A forked process drops the running episodes of its parent, if both write to the table, and calls ``restart``.
         """
         with exclusive(self.lock, (self.lanes, "running"), (self, "table")):
-            is_new = self._process != os.getpid()
-            self._process = os.getpid()
-            table = self.table
-            if self.lock.is_shared and (is_new or (table is not None and table.generation != self._generation)):
-                self.lanes.running = None
-            self._generation = 0 if table is None else table.generation
+            process, table = os.getpid(), self.table
+            is_new, self._process = self._process != process, process
+            if self.lock.is_shared:
+                generation = 0 if table is None else table.generation
+                if is_new or generation != self._generation:
+                    self.lanes.running = None
+                self._generation = generation
+                if is_new:
+                    restart()
             running = self.lanes.running
+            used = 0 if table is None else table.rows_used
             try:
-                with nullcontext() if table is None else table.undone_on_error():
-                    yield is_new and self.lock.is_shared
+                yield
             except BaseException:
+                if table is not None:
+                    table.remove_since(used)
                 if table is not None and running is not None:
                     table.set_episodes(*running.lanes[:, [EPISODE, BASE, STEPS, OLDEST]].T)
                 raise
@@ -154,9 +158,10 @@ class Episodes:
             self.table = GoalTable.like(written.goals, self.capacity, self.apart)
         tracked = self.lanes.track(written, self.table.episode_ids[1] + 1)
         self.table.new_episodes(tracked.opened)
-        windows = self.table.append(tracked.steps, written.goals)
-        if len(tracked.is_open):
-            tracked.running.lanes[-len(tracked.is_open) :, WINDOW] = windows.take(tracked.is_open, axis=0)
+        moved = self.table.append(tracked.steps, written.goals)
+        if len(moved) and len(tracked.is_open):
+            windows = tracked.steps.window.take(tracked.is_open, axis=0)
+            tracked.running.lanes[-len(tracked.is_open) :, WINDOW] = windows
         self.lanes.running = tracked.running
         return tracked
 

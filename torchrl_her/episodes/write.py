@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,21 +81,17 @@ class Write(NamedTuple):
         _check_shapes(exact.shape[1:], desired.shape[len(batch) :], desired.dtype, earlier_goals)
         goals = exact.to(desired.dtype)
 
-        columns = {"done": get_column(tensordict, keys.next_done, "done")}
-        check_last_dimension(tensordict, keys.next_done)
-        if keys.trajectory is not None and tensordict.get(keys.trajectory, None) is not None:
-            columns["trajectory"] = get_column(tensordict, keys.trajectory, "trajectory")
-        if keys.mask is not None and (keys.mask != MASK or tensordict.get(MASK, None) is not None):
-            columns["mask"] = get_column(tensordict, keys.mask, "mask")
+        columns = get_columns(tensordict, keys)
+        check_last_dimension(keys.next_done, columns["done"], batch)
         if isinstance(reward := tensordict.get(keys.next_reward, None), Tensor):
             columns["rewards"] = reward
-        of_goals = [achieved, desired, next_achieved, next_desired]
-        host = _to_host([each.detach().reshape(count, -1) for each in (*of_goals, *columns.values())])
+        of_goals = [each.reshape(count, -1) for each in (achieved, desired, next_achieved, next_desired)]
+        host = _to_host([*of_goals, *columns.values()], count)
         on_host = dict(zip(columns, host[4:], strict=True))
         done = as_array(on_host["done"], np.bool_)
         trajectory = as_array(on_host["trajectory"], np.int64) if "trajectory" in columns else None
         mask = as_array(on_host["mask"], np.bool_) if "mask" in columns else None
-        rewards = on_host.get("rewards")
+        rewards = on_host["rewards"].detach().reshape(count, -1) if "rewards" in columns else None
         joined = _join(host[:4])
         start, outcome = _halves(joined)
         begins = np.zeros(count, np.bool_)
@@ -187,7 +184,7 @@ def check_single_steps(tensordict: object) -> None:
 
 def _get_goals(tensordict: TensorDictBase, name: str, key: NestedKey, next_key: NestedKey) -> tuple[Tensor, Tensor]:
     """Return the goals at the root and under ``"next"``, and check that shape and dtype are the same."""
-    root, under_next = (get_entry(tensordict, each, f"{name}_goal") for each in (key, next_key))
+    root, under_next = get_entry(tensordict, key, f"{name}_goal"), get_entry(tensordict, next_key, f"{name}_goal")
     if root.shape != under_next.shape:
         raise ValueError(
             f"The {name} goal has the shape {tuple(root.shape)} at the root and {tuple(under_next.shape)} under "
@@ -201,9 +198,8 @@ def _get_goals(tensordict: TensorDictBase, name: str, key: NestedKey, next_key: 
     return root, under_next
 
 
-def check_last_dimension(tensordict: TensorDictBase, key: NestedKey) -> None:
+def check_last_dimension(key: NestedKey, value: Any, batch: torch.Size) -> None:
     """Check that a flag or a reward, if it is present, has one dimension more than the batch, as in TorchRL."""
-    value, batch = tensordict.get(key, None), tensordict.batch_size
     if isinstance(value, Tensor) and value.ndim == len(batch):
         raise ValueError(
             f"The entry {key!r} has the shape {tuple(value.shape)}, but flags and rewards need a last dimension, "
@@ -211,27 +207,34 @@ def check_last_dimension(tensordict: TensorDictBase, key: NestedKey) -> None:
         )
 
 
-def get_column(tensordict: TensorDictBase, key: NestedKey, name: str) -> Tensor:
-    """Return an entry with one value per transition, a flag or an id, ``[*batch]`` or ``[*batch, 1]``."""
-    value, count = get_entry(tensordict, key, name), tensordict.batch_size.numel()
-    if value.numel() != count:
-        raise ValueError(
-            f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: it must have one value per "
-            f"transition. Set keys=HERKeys({name}=...) to the correct key."
-        )
-    return value
+def get_columns(tensordict: TensorDictBase, keys: HERKeys) -> dict[str, Tensor]:
+    """Return the done flags, the trajectory ids and the mask, if present, ``[*batch]`` or ``[*batch, 1]`` each."""
+    columns, count = {}, tensordict.batch_size.numel()
+    for name, key in (("done", keys.next_done), ("trajectory", keys.trajectory), ("mask", keys.mask)):
+        value = None if key is None else tensordict.get(key, None)
+        if value is None and (key in (None, MASK) or name == "trajectory"):
+            continue
+        if not isinstance(value, Tensor):
+            value = get_entry(tensordict, key, name)  # raises the error
+        if value.numel() != count:
+            raise ValueError(
+                f"The entry {key!r} has the shape {tuple(value.shape)} for {count} transitions: it must have one value "
+                f"per transition. Set keys=HERKeys({name}=...) to the correct key."
+            )
+        columns[name] = value
+    return columns
 
 
 def as_array(column: Tensor, dtype: Any) -> np.ndarray:
     """Return a column as an array ``[n]``."""
-    return column.reshape(-1).numpy(force=True).astype(dtype, copy=False)
+    return column.numpy(force=True).reshape(-1).astype(dtype, copy=False)
 
 
-def _to_host(entries: list[Tensor]) -> list[Tensor]:
-    """Return entries ``[n, items]`` on the CPU. One copy fetches all those that are on another device."""
+def _to_host(entries: list[Tensor], count: int) -> list[Tensor]:
+    """Return entries of ``count`` rows on the CPU. One copy fetches all those that are on another device."""
     away = [place for place, entry in enumerate(entries) if not entry.is_cpu]
     if away:
-        rows = [entries[place].contiguous().view(torch.uint8) for place in away]
+        rows = [entries[place].detach().reshape(count, -1).contiguous().view(torch.uint8) for place in away]
         copied = torch.cat(rows, dim=1).cpu().split([row.shape[1] for row in rows], dim=1)
         for place, row in zip(away, copied, strict=True):
             row = row.clone(memory_format=torch.contiguous_format)  # a slice of one row counts as contiguous
@@ -240,15 +243,15 @@ def _to_host(entries: list[Tensor]) -> list[Tensor]:
 
 
 def _join(rows: list[Tensor]) -> Tensor:
-    """Join rows ``[n, items]``; as bytes, ``uint8 [n, bytes]``, if their dtypes differ."""
-    if len({row.dtype for row in rows}) > 1:
+    """Join achieved and desired goals, ``[n, items]`` each; as bytes, ``uint8 [n, bytes]``, if their dtypes differ."""
+    if rows[0].dtype != rows[1].dtype:
         rows = [row.contiguous().view(torch.uint8) for row in rows]
     return torch.cat(rows, dim=1)
 
 
 def _halves(joined: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes of the first half of each row, and of the second half, ``void [n]`` each."""
-    rows = joined.view(torch.uint8).numpy(force=True)  # [n, bytes]
+    rows = joined.detach().view(torch.uint8).numpy()  # [n, bytes]
     halves = rows.view(f"V{rows.shape[1] // 2}")  # [n, 2]
     return halves[:, 0], halves[:, 1]
 
@@ -315,7 +318,8 @@ def _check_not_nan(goals: dict[str, list[Tensor]], count: int, mask: np.ndarray 
 def _has_nan(goals: Tensor) -> bool:
     """Return whether a goal is NaN. NumPy is faster, but lacks some dtypes."""
     if goals.is_cpu and goals.dtype in (torch.float32, torch.float64):
-        return bool(np.isnan(goals.numpy(force=True)).any())
+        values = goals.numpy(force=True)
+        return math.isnan(np.vdot(values, values))  # a sum of squares is NaN only if a number is
     return (goals.is_floating_point() or goals.is_complex()) and bool(goals.isnan().any())
 
 
@@ -329,7 +333,8 @@ def _check_last_steps(
 ) -> None:
     """Check that the final observations of episodes, which end at ``ends``, ``bool [n]``, are not all zeros."""
     index = ends.nonzero()[0]
-    index = index[outcome[index] == np.zeros((), outcome.dtype)]  # both goals are zeros, which is rare
+    if len(index):
+        index = index[outcome[index] == np.zeros((), outcome.dtype)]  # both goals are zeros, which is rare
     if not len(index):
         return
     rows = tensordict.reshape(-1)[torch.from_numpy(index)]

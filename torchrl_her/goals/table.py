@@ -6,7 +6,6 @@ import math
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -37,7 +36,7 @@ class Steps(NamedTuple):
     part: np.ndarray  # int64 [n], the number of its part
     episode: np.ndarray  # int64 [parts], the episode of each part
     begin: np.ndarray  # int64 [parts], its first step in this write
-    added: np.ndarray  # int64 [parts], its number of steps in this write
+    length: np.ndarray  # int64 [parts], its number of steps after this write
     ended: np.ndarray  # bool [parts], whether the episode ends
     window: np.ndarray  # int64 [parts, 3], the window of the episode; zeros for a new episode
 
@@ -169,45 +168,46 @@ class GoalTable:
         return first
 
     def append(self, steps: Steps, goals: Tensor) -> np.ndarray:
-        """Add the goals of steps, ``[n, *goal]``; return the windows of their episodes, ``int64 [parts, 3]``.
+        """Add the goals of steps, ``[n, *goal]``; return the parts whose ``window``, which is updated, has moved.
 
         Places are reserved first: after an interrupt, they stay unused.
         """
-        if not len(goals):
-            return steps.window
-        used, total = self.rows_used, len(goals)
+        used, total = self.rows_used, len(steps.name)
+        if not total:
+            return np.empty(0, np.int64)
         self._counts[ROWS_WRITTEN] += total
         if total > self.capacity:
             steps, goals = _last_steps(steps, self.capacity), goals[-self.capacity :]
-        name, part, episode, begin, added, _, _ = steps
-        rings = [*_slices(self.capacity, used + total - len(goals), len(goals))]
+        name = steps.name
+        rings = [*_slices(self.capacity, used + total - len(name), len(name))]
         for ring, _ in rings:
             self._set_names(ring, np.zeros((), np.int64))
-        window = self._make_room(steps)
+        moved = self._make_room(steps)
         for ring, new in rings:
             self.goals[ring] = goals[new]
             self._set_names(ring, name[new])
-        base, oldest, _ = window.T
-        place = (base[part] + split_name(name)[1]) % self.places
+        base, oldest, _ = steps.window.T
+        place = (base[steps.part] + split_name(name)[1]) % self.places
         row = np.concatenate([np.arange(ring.start, ring.stop, dtype=self._host_index.dtype) for ring, _ in rings])
-        self._set(self.index, self._host_index, place, row)
+        self._set_index(place, row)
         if used < self.capacity:
             self.size.fill_(min(used + total, self.capacity))
-        self.set_episodes(episode, base, begin + added, oldest)
-        return window
+        self.set_episodes(steps.episode, base, steps.length, oldest)
+        return moved
 
     def _make_room(self, steps: Steps) -> np.ndarray:
-        """Return windows with room for all steps, ``int64 [parts, 3]``. Full ones move, and so do very old ones."""
-        _, _, episode, begin, added, ended, window = steps
+        """Move full windows, and very old ones, so that there is room for all steps; return their parts, ``int64``."""
+        _, _, episode, begin, length, ended, window = steps
         base, oldest, end = window.T
         used = int(self._counts[PLACES])
-        is_full = base + begin + added > end
+        is_full = base + length > end
         is_old = end < used + 2 * self.capacity - self.places  # soon overwritten
-        moves = np.flatnonzero(is_full | is_old)
+        moves = (is_full | is_old).nonzero()[0]
         if not len(moves):
-            return window
+            return moves
         kept = self._count_kept(episode[moves], begin[moves], base[moves], oldest[moves])
-        first, total = begin[moves] - kept, kept + added[moves]
+        first = begin[moves] - kept
+        total = length[moves] - first
         mean = self.rows_used // max(1, int(self._counts[BEGUN]))
         least = min(LARGEST_FIRST, 1 << mean.bit_length(), max(1, self.capacity // len(episode)))
         room = np.where(ended[moves], total, np.maximum(2 * total, least))
@@ -218,10 +218,9 @@ class GoalTable:
             number, of_step = spread(np.zeros_like(kept), kept)
             old = (base[moves] + first)[number] + of_step
             rows = self._host_index[old % self.places]
-            self._set(self.index, self._host_index, (place[number] + of_step) % self.places, rows)
-        window = window.copy()
-        window[moves] = np.stack([place - first, first, ends], axis=1)
-        return window
+            self._set_index((place[number] + of_step) % self.places, rows)
+        window[moves, 0], window[moves, 1], window[moves, 2] = place - first, first, ends
+        return moves
 
     def _count_kept(self, episode: np.ndarray, begin: np.ndarray, base: np.ndarray, oldest: np.ndarray) -> np.ndarray:
         """Return how many of the last steps before ``begin`` are in the table, for each window, ``int64 [n]``."""
@@ -236,36 +235,31 @@ class GoalTable:
 
     def set_episodes(self, episode: np.ndarray, base: np.ndarray, length: np.ndarray, oldest: np.ndarray) -> None:
         """Set the base, the length and the oldest step of episodes, ``int64 [n]`` each."""
-        rows, slot = np.stack([episode, base, length, oldest], axis=1), episode % self.capacity
-        if not self.episodes.is_cpu and len(np.unique(slot)) < len(slot):  # the last one counts
-            last = len(slot) - 1 - np.unique(slot[::-1], return_index=True)[1]
-            rows, slot = rows[last], slot[last]
-        self._set(self.episodes, self._host_episodes, slot, rows)
+        host, slot = self._host_episodes, episode % self.capacity
+        rows = np.empty((len(slot), 4), np.int64)
+        rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] = episode, base, length, oldest
+        host.view("V32")[slot, 0] = rows.view("V32")[:, 0]  # faster than rows of four numbers
+        if not self.episodes.is_cpu:  # if several episodes have one slot, the last one counts
+            device = self.episodes.device
+            self.episodes[to_device(slot, device)] = to_device(host[slot], device)
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Remove the goals of a write that an error or an interrupt ends. Their rows are used again."""
-        used = self.rows_used
-        try:
-            yield
-        except BaseException:
-            for ring, _ in _slices(self.capacity, used, self.rows_used - used):
-                self._set_names(ring, np.zeros((), np.int64))
-            self._counts[ROWS_WRITTEN] = used
-            self.size.fill_(min(used, self.capacity))
-            raise
+    def remove_since(self, used: int) -> None:
+        """Remove the goals of an interrupted write, given `rows_used` before it. Their rows are used again."""
+        for ring, _ in _slices(self.capacity, used, self.rows_used - used):
+            self._set_names(ring, np.zeros((), np.int64))
+        self._counts[ROWS_WRITTEN] = used
+        self.size.fill_(min(used, self.capacity))
 
     def _set_names(self, ring: slice, names: np.ndarray) -> None:
         self._host_names[ring] = names
         if not self.names.is_cpu:
             self.names[ring] = to_device(names, self.names.device)
 
-    @staticmethod
-    def _set(tensor: Tensor, host: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
-        """Set rows of a tensor and of its copy on the host."""
-        host[at] = values
-        if not tensor.is_cpu:
-            tensor[to_device(at, tensor.device)] = to_device(values, tensor.device)
+    def _set_index(self, places: np.ndarray, rows: np.ndarray) -> None:
+        self._host_index[places] = rows
+        if not self.index.is_cpu:
+            device = self.index.device
+            self.index[to_device(places, device)] = to_device(rows, device)
 
     def keep_apart(self, episode: np.ndarray, step: int, goals: Tensor) -> None:
         """Keep the desired goals (step -1) or the goals of first states (step -2) of episodes, ``[n, *goal]``."""
@@ -460,7 +454,8 @@ def load_table(
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Return an array as a tensor on a device. The host does not wait for the copy."""
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
@@ -472,9 +467,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
 def _last_steps(steps: Steps, count: int) -> Steps:
     """Return the last steps of a write."""
     part = steps.part[-count:]
-    added = np.bincount(part, minlength=len(steps.added))
-    begin = steps.begin + steps.added - added
-    return steps._replace(name=steps.name[-count:], part=part, begin=begin, added=added)
+    begin = steps.length - np.bincount(part, minlength=len(steps.length))
+    return steps._replace(name=steps.name[-count:], part=part, begin=begin)
 
 
 def _slices(size: int, first: int, count: int) -> Iterator[tuple[slice, slice]]:

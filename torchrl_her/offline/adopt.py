@@ -20,12 +20,12 @@ from torchrl_her.episodes.write import (
     as_array,
     check_last_dimension,
     check_single_steps,
-    get_column,
+    get_columns,
     map_goals,
 )
 from torchrl_her.goals.names import STAMP
 from torchrl_her.goals.table import GoalTable
-from torchrl_her.keys import MASK, HERKeys, get_entry
+from torchrl_her.keys import HERKeys, get_entry
 from torchrl_her.order import Neighbours
 from torchrl_her.relabel import GoalMap, Relabelling
 
@@ -76,15 +76,13 @@ class DataSet:
         )
         _check_names(data, keys, self.missing)
         for key in (keys.next_reward, *keys.next_flags):
-            check_last_dimension(data, key)
+            check_last_dimension(key, data.get(key, None), data.batch_size)
         _check_time_is_last(data, keys)
-        self.mask: np.ndarray | None = None  # bool [rows], False for padding
-        if keys.mask is not None and (keys.mask != MASK or data.get(MASK, None) is not None):
-            self.mask = as_array(get_column(data, keys.mask, "mask"), np.bool_)
-        ids: np.ndarray | None = None  # int64 [rows]
-        if keys.trajectory is not None and data.get(keys.trajectory, None) is not None:
-            ids = as_array(get_column(data, keys.trajectory, "trajectory"), np.int64)
-        self.ends = self._find_ends(ids)
+        columns = get_columns(data, keys)
+        # bool [rows], False for padding
+        self.mask = as_array(columns["mask"], np.bool_) if "mask" in columns else None
+        ids = as_array(columns["trajectory"], np.int64) if "trajectory" in columns else None
+        self.ends = self._find_ends(as_array(columns["done"], np.bool_).copy(), ids)
         states = get_entry(data, keys.next_achieved_goal, "achieved_goal")
         self._device = states.device
         state = states[(0,) * data.batch_dims]
@@ -98,10 +96,9 @@ class DataSet:
         """The number of transitions, without padding."""
         return self.data.batch_size.numel() if self.mask is None else int(self.mask.sum())
 
-    def _find_ends(self, ids: np.ndarray | None) -> np.ndarray:
-        """Return which rows are the last of an episode, ``bool [rows]``."""
+    def _find_ends(self, ends: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
+        """Return which rows are the last of an episode, ``bool [rows]``, given the done flags, which are changed."""
         batch = self.data.batch_size
-        ends = as_array(get_column(self.data, self.keys.next_done, "done"), np.bool_).copy()
         rows = np.arange(len(ends)) if self.mask is None else self.mask.nonzero()[0]
         if not len(rows):
             raise ValueError("All rows of the data set are padding, so it has no transitions: check the mask.")
@@ -222,7 +219,8 @@ def add_goals(data_set: DataSet, episodes: Episodes, relabelling: Relabelling, c
         is_empty = is_empty and not bool(written.goals.any())
         tracked = episodes.append(written)
         assert episodes.table is not None
-        relabelling.keep_apart(episodes.table, piece.data, written, tracked.steps)
+        if relabelling.apart:
+            relabelling.keep_apart(episodes.table, piece.data, written, tracked.steps)
         checks.on_tracked(piece.data, written, tracked)
         stamps[piece.rows] = written.with_padding(tracked.steps.name)
     if is_empty:
