@@ -94,6 +94,15 @@ def test_the_example_of_the_readme_relabels_and_learns(frames, capsys):
     assert frames < 4_000 or float(success) >= 0.9
 
 
+@pytest.mark.filterwarnings("ignore:SACTrainer is an experimental", "ignore:The '.*' hook stage")
+@pytest.mark.parametrize("frames", [600, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_the_script_with_a_trainer_relabels_and_learns(frames, capsys):
+    shorter = {"total_frames=5_000": f"total_frames={frames}"} | ({"range(50)": "range(5)"} if frames < 5_000 else {})
+    run_block("how-to/trainers", 0, names := {}, shorter)
+    assert names["rb"].sample()["hindsight", "relabelled"].float().mean() > 0.6
+    assert frames < 5_000 or float(capsys.readouterr().out.rsplit("success ", 1)[1]) >= 0.9
+
+
 def test_the_transform_of_an_own_environment_computes_its_reward():
     names = {}
     exec(OWN, names)
