@@ -17,12 +17,13 @@ with contextlib.suppress(ImportError):
 def main(config):
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
+    env = hydra.utils.instantiate(config.env)
+    env.fake_tensordict()  # the first use of the inputs sets their number of features, which other processes need
     trainer = hydra.utils.instantiate(config.trainer)
     if config.resume:
         trainer.load_from_file(config.resume)
     trainer.train()
-    success = hydra.utils.instantiate(config.evaluation, episodes=100).evaluate()
-    print(f"success in 100 episodes: {success:.2f}")
 
 
-main()
+if __name__ == "__main__":  # processes import this file
+    main()
