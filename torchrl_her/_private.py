@@ -237,3 +237,16 @@ def note_write(storage: TensorStorage, cursor: Any, data: Any, set_cursor: bool)
         storage._set_last_cursor(cursor)
         storage._get_new_len(data, cursor)
     storage._bump_mutation_revision()  # for samplers with a cache
+
+
+def with_own_descriptor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the same shared memory, but a file descriptor of its own.
+
+    A process cannot be spawned with the same descriptor twice ("bad value(s) in fds_to_keep"), so a tensor that several
+    pickles contain needs one for each. The tensor must exist until the process has started. No public function of torch
+    opens the memory again.
+    """
+    storage = tensor.untyped_storage()
+    descriptor, size = storage._share_fd_cpu_()
+    again = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # duplicates the descriptor
+    return torch.empty(0, dtype=tensor.dtype).set_(again, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
