@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import tensordict
 import torch
 import torchrl
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
+from torch.multiprocessing import get_sharing_strategy
+from torch.multiprocessing.reductions import reduce_tensor
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble, TensorStorage
 from torchrl.data.replay_buffers import TensorStorageCheckpointer
 from torchrl.envs import Compose, EnvBase, MultiStepTransform, Transform
@@ -239,14 +245,31 @@ def note_write(storage: TensorStorage, cursor: Any, data: Any, set_cursor: bool)
     storage._bump_mutation_revision()  # for samplers with a cache
 
 
-def with_own_descriptor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same shared memory, but a file descriptor of its own.
+_KEPT: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()  # for each process that starts
 
-    A process cannot be spawned with the same descriptor twice ("bad value(s) in fds_to_keep"), so a tensor that several
-    pickles contain needs one for each. The tensor must exist until the process has started. No public function of torch
-    opens the memory again.
+
+class _SharingPickler(ForkingPickler):
+    """Pickles tensors in shared memory with file descriptors of their own, which exist until the process has started.
+
+    No public function of torch opens shared memory a second time.
     """
-    storage = tensor.untyped_storage()
-    descriptor, size = storage._share_fd_cpu_()
-    again = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # duplicates the descriptor
-    return torch.empty(0, dtype=tensor.dtype).set_(again, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_cpu or get_sharing_strategy() != "file_descriptor":
+            return NotImplemented
+        storage = value.untyped_storage()
+        again = torch.UntypedStorage._new_shared_fd_cpu(*storage._share_fd_cpu_())  # duplicates the descriptor
+        tensor = value.new_empty(0).set_(again, value.storage_offset(), value.shape, value.stride())
+        _KEPT.setdefault(get_spawning_popen(), []).append(tensor)
+        return reduce_tensor(tensor)
+
+
+def pickled_for_process(state: dict[str, Any]) -> bytes:
+    """Return the pickled state of an object whose tensors are in shared memory, for the process that is starting.
+
+    Collectors pickle environments with cloudpickle, which would copy shared tensors. A process cannot be spawned with
+    the same file descriptor twice, but its environments and its buffer can contain the same object.
+    """
+    file = io.BytesIO()
+    _SharingPickler(file).dump(state)
+    return file.getvalue()

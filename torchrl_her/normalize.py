@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
-from torch.multiprocessing import get_sharing_strategy
 from torchrl.data import TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_her._private import warn_user, with_own_descriptor
+from torchrl_her._private import pickled_for_process, warn_user
 from torchrl_her.episodes.memory import WriteLock
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.keys import MASK, HERKeys, check_keys, get_entry, is_key
@@ -24,8 +22,6 @@ from torchrl_her.keys import MASK, HERKeys, check_keys, get_entry, is_key
 SMALLEST_SCALE = 0.01  # as in OpenAI Baselines, so that constant features do not explode
 LARGEST = torch.finfo(torch.float32).max
 SAMPLED_WITHOUT_UPDATE = 10_000  # transitions
-
-_SENT: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()  # states, kept while a process starts
 
 
 class NormalizedInputs(Transform):
@@ -275,19 +271,13 @@ class NormalizedInputs(Transform):
         state: dict[str, Any] = super().__getstate__()
         # Collectors send the weights of a policy on their own, and its modules on the device "meta".
         is_without_weights = self.mean is not None and self.mean.is_meta
-        process = get_spawning_popen()
-        if process is None or not self.normalize or is_without_weights:
+        if get_spawning_popen() is None or not self.normalize or is_without_weights:
             return state
         self.share_memory_()
-        if get_sharing_strategy() == "file_descriptor":  # the environments and the buffer of a collector contain it
-            state["_moments"] = with_own_descriptor(self._moments)
-            state["_buffers"] = {name: with_own_descriptor(buffer) for name, buffer in self._buffers.items()}
-            _SENT.setdefault(process, []).append(state)
-        # Collectors pickle environments with cloudpickle, which would copy shared tensors.
-        return bytes(ForkingPickler.dumps(state))
+        return pickled_for_process(state)
 
     def __setstate__(self, state: dict[str, Any] | bytes) -> None:
-        super().__setstate__(ForkingPickler.loads(state) if isinstance(state, bytes) else state)
+        super().__setstate__(pickle.loads(state) if isinstance(state, bytes) else state)
 
     def share_memory_(self) -> NormalizedInputs:
         """Move the statistics into shared memory. TorchRL calls this method for buffers shared between processes."""

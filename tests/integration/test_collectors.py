@@ -8,6 +8,8 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -319,3 +321,47 @@ def test_each_process_holds_its_own_transitions_back_and_stores_whole_episodes_w
         states = [(*place, state) for state in range(length_of(*place))]
         incomplete += any((counts[state, False], counts[state, True]) != (1, 4) for state in states)
     assert incomplete <= (8 if kind is MultiAsyncCollector else 0)  # of the write that is cut
+
+
+SPAWNED = """
+import functools, time
+from torchrl.collectors import MultiAsyncCollector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import Compose, GymEnv, TransformedEnv
+from torchrl_her import EnvReward, GoalSelection, HERTransform, NormalizedInputs, Uniform
+
+POINT_REACH = "torchrl_her.envs:torchrl_her/PointReach-v0"
+
+def make_env(*transforms):
+    return TransformedEnv(GymEnv(POINT_REACH), Compose(*transforms))
+
+if __name__ == "__main__":
+    env, inputs = GymEnv(POINT_REACH), NormalizedInputs()
+    inputs(env.fake_tensordict())
+    her = HERTransform(EnvReward(env), capacity=2000, goal_spec=env.observation_spec["achieved_goal"])
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(2000), transform=Compose(her, inputs), shared=True, batch_size=256
+    )
+    make = functools.partial(make_env, GoalSelection(her, Uniform(), start=50, share=1.0), inputs)
+    collector = MultiAsyncCollector([make] * 2, frames_per_batch=50, total_frames=600, replay_buffer=rb)
+    collector.start()
+    while rb.write_count < 600:
+        time.sleep(0.1)
+    collector.async_shutdown()
+    stored, batch = rb.storage[:], rb.sample()
+    mean = stored["next", "observation"].double().mean(0)
+    print("statistics", bool((inputs.mean[:4] - mean).abs().max() < 1e-6))
+    print("selected", bool(stored["goal_selection", "selected"].any()))
+    print("relabelled", bool(batch["hindsight", "relabelled"].float().mean() > 0.7))
+"""
+
+
+@pytest.mark.slow
+def test_spawned_workers_share_goals_and_statistics_with_a_shared_buffer(tmp_path):
+    """The environments and the buffer of a worker contain the same objects. The other tests use a fork server."""
+    (script := tmp_path / "script.py").write_text(SPAWNED)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stdout.splitlines() if " " in line][-3:] == [
+        "statistics True", "selected True", "relabelled True",
+    ]  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import pickle
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec
 
-from torchrl_her._private import warn_user
+from torchrl_her._private import pickled_for_process, warn_user
 from torchrl_her.goals.names import STEP_BITS, name_of, split_name
 
 WORD = torch.int64
@@ -353,12 +353,11 @@ class GoalTable:
         views = ("names", "goals", "_counts", "_host_names", "_host_index", "_host_episodes")
         state = {name: value for name, value in vars(self).items() if name not in views}
         if self.is_shared and get_spawning_popen() is not None:
-            # Collectors pickle environments with cloudpickle, which would copy shared tensors.
-            return bytes(ForkingPickler.dumps(state))
+            return pickled_for_process(state)
         return state
 
     def __setstate__(self, state: dict[str, Any] | bytes) -> None:
-        vars(self).update(ForkingPickler.loads(state) if isinstance(state, bytes) else state)
+        vars(self).update(pickle.loads(state) if isinstance(state, bytes) else state)
         self._make_views()
 
     def state_dict(self) -> dict[str, Any]:
