@@ -8,7 +8,6 @@ import compare
 import demo
 import imageio.v3 as iio
 import numpy as np
-import prioritized_bit_flipping
 import pytest
 from matplotlib import pyplot as plt
 from omegaconf import OmegaConf
@@ -38,14 +37,6 @@ def test_the_demo_trains_with_and_without_hindsight(tmp_path, monkeypatch, capsy
         assert goals
         assert goals <= {tuple(place) for place in episode["path"].tolist()}
     assert all(is_picture(folder / f"{name}.png") for name in ("success", "hindsight"))
-
-
-def test_the_example_of_prioritized_replay_trains(monkeypatch, capsys):
-    for name, value in (("TOTAL_STEPS", 50), ("BATCH_SIZE", 8), ("HIDDEN", 8), ("EVALUATION_EPISODES", 4)):
-        monkeypatch.setattr(prioritized_bit_flipping, name, value)
-    monkeypatch.setattr(sys, "argv", ["_"])
-    prioritized_bit_flipping.main()
-    assert "of 4 episodes reach their goal" in capsys.readouterr().out
 
 
 def test_the_table_and_the_picture_of_a_run_have_the_outcomes_of_its_policy(run_script, tmp_path, monkeypatch):

@@ -67,10 +67,13 @@ def test_each_task_is_a_whole_configuration():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("her_ratio", "lowest", "highest"), [(0.8, 0.95, 1.0), (0.0, 0.0, 0.1)])
-def test_dqn_flips_15_bits_with_hindsight_and_not_without(her_ratio, lowest, highest, tmp_path):
-    """Plain DQN cannot do it. These are the script's own settings."""
-    config = configure("dqn", f"hindsight.her_ratio={her_ratio}", "evaluation.interval=5000", "evaluation.episodes=200")
+@pytest.mark.parametrize(
+    ("setting", "lowest", "highest"),
+    [("seed=0", 0.95, 1.0), ("buffer.prioritized=error", 0.95, 1.0), ("hindsight.her_ratio=0", 0.0, 0.1)],
+)
+def test_dqn_flips_15_bits_with_hindsight_and_not_without(setting, lowest, highest, tmp_path):
+    """Plain DQN cannot do it. The other settings are the script's own."""
+    config = configure("dqn", setting, "evaluation.interval=5000", "evaluation.episodes=200")
     run = importlib.import_module("dqn").train(config, tmp_path)
     assert lowest <= run.components["log"]["evaluation/success"][-1][1] <= highest
 
