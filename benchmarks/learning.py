@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from compare import Run  # isort: skip (`scripts` finds it)
 from training.plots import draw_comparison  # isort: skip
-from training.checkpoints import saved_text  # isort: skip
+from training.run import saved_text  # isort: skip
 
 SUCCESS = 0.95
 COLUMNS = {"task": str, "way": str, "seed": int, "steps": int}

@@ -1,16 +1,9 @@
 """PointReach as a batch of tensors: thousands of point masses step at once, on any device.
 
-The same task as `torchrl_her.envs.PointReach`, for collecting on a GPU. ``benchmarks/gpu.py`` trains on it. Run this
-file to measure the steps per second with random actions::
-
-    python examples/batched_point_reach.py
-    python examples/batched_point_reach.py --num-envs 4096 --device cuda
+The same task as `torchrl_her.envs.PointReach`, for collecting on a GPU. ``benchmarks/gpu.py`` trains on it.
 """
 
 from __future__ import annotations
-
-import argparse
-import time
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -113,21 +106,3 @@ def reward(achieved_goal: Tensor, desired_goal: Tensor) -> Tensor:
     """Return 0 for goals ``[*batch, 2]`` that are at most 0.05 apart, else -1: ``float32 [*batch]``."""
     distance = torch.linalg.vector_norm(achieved_goal - desired_goal, dim=-1)
     return (distance <= PointReach.threshold).float() - 1
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the steps per second of PointReach as a batch of tensors.")
-    parser.add_argument("--num-envs", type=int, default=4096)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
-    env = BatchedPointReach(arguments.num_envs, device=arguments.device)
-    env.rollout(2)
-    start = time.perf_counter()
-    episodes = env.rollout(50)
-    reached = float((episodes["next", "reward"][:, -1] == 0).float().mean())  # waits for the device
-    rate = episodes.numel() / (time.perf_counter() - start)
-    print(f"{rate:,.0f} steps per second on {arguments.device}; random actions reach {reached:.0%} of the goals")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,19 +6,17 @@ trains the runs, one after the other, and the second one compares them::
     python examples/dqn.py --multirun hydra.sweep.dir=outputs/strategies seed=0,1,2 hindsight.strategy=future,final
     python examples/compare.py outputs/strategies --by hindsight.strategy
 
-The picture is ``comparison.png`` in the first folder, or the file ``--picture``.
+The picture is ``comparison.png`` in the first folder.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
-from tqdm import tqdm
-from training.command import names_of, suggest
 from training.plots import draw_comparison
 
 METRICS = {
@@ -37,8 +35,8 @@ class Run(NamedTuple):
     @classmethod
     def read(cls, folder: Path) -> Run:
         """Read the folder of a run. Offline runs log no returns and distances."""
-        found = {name: path for name, path in paths(folder).items() if path.exists()}
-        logs = {name: np.loadtxt(path, delimiter=",", ndmin=2) for name, path in found.items()}
+        paths = {name: folder / "logs" / "csv" / "scalars" / f"{metric}.csv" for name, metric in METRICS.items()}
+        logs = {name: np.loadtxt(path, delimiter=",", ndmin=2) for name, path in paths.items() if path.exists()}
         return cls(OmegaConf.load(folder / "config.yaml"), logs)
 
     def group(self, entries: list[str]) -> str:
@@ -52,24 +50,21 @@ class Run(NamedTuple):
         return float(until[-1, 1]) if len(until) else np.nan
 
 
-def paths(folder: Path) -> dict[str, Path]:
-    """Return the files of the metrics in the folder of a run."""
-    return {name: folder / "logs" / "csv" / "scalars" / f"{metric}.csv" for name, metric in METRICS.items()}
-
-
 def find_runs(folders: list[Path]) -> list[Run]:
-    """Read all runs in folders and their subfolders."""
-    found = sorted({path.parent for folder in folders for path in folder.rglob("config.yaml") if _is_run(path.parent)})
-    return [Run.read(folder) for folder in tqdm(found, desc="runs", leave=False)]
+    """Read all runs in folders and their subfolders, except for those without CSV logs."""
+    runs = []
+    for path in sorted({path.parent for folder in folders for path in folder.rglob("config.yaml")}):
+        run = Run.read(path)
+        if {"success", "seconds"} <= run.logs.keys():
+            runs.append(run)
+        else:
+            print(f"Left out, without CSV logs of training and evaluation: {path}")
+    return runs
 
 
-def _is_run(folder: Path) -> bool:
-    return all(paths(folder)[name].exists() for name in ("success", "seconds"))
-
-
-def median_and_range(values: list[float], digits: int = 2) -> str:
+def median_and_range(values: list[float]) -> str:
     """Write ``0.97 (0.95 to 1.00)``, or ``0.97`` for a single value."""
-    median, lowest, highest = (f"{value:.{digits}f}" for value in (np.median(values), min(values), max(values)))
+    median, lowest, highest = (f"{value:.2f}" for value in (np.median(values), min(values), max(values)))
     return median if len(values) == 1 else f"{median} ({lowest} to {highest})"
 
 
@@ -96,42 +91,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="folders that contain runs, at any depth")
     parser.add_argument("--by", nargs="+", default=["algorithm"], help="settings that define the groups")
-    parser.add_argument("--panels", nargs="*", default=[], help="settings with a separate panel for each value")
     parser.add_argument("--step", type=int, help="step of the table (default: the last that all runs reached)")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--title", default="")
     arguments = parser.parse_args()
 
-    picture = arguments.picture or arguments.folders[0] / "comparison.png"
-    if not picture.suffix:
-        parser.error(f"--picture={picture} must be a file with an ending, such as comparison.png")
-    for folder in arguments.folders:
-        below = {path.parent for path in folder.rglob("config.yaml") if path.parent.name != ".hydra"}
-        if not any(map(_is_run, below)):
-            raise SystemExit(f"There is no run with CSV logs below {folder}.")
-        if left_out := sorted(str(path) for path in below if not _is_run(path)):
-            print(f"Left out, without CSV logs of training and evaluation: {', '.join(left_out)}\n")
-    found = find_runs(arguments.folders)
-    known = {name for run in found for name in names_of(cast(dict, OmegaConf.to_container(run.config)))}
-    for entry in (*arguments.by, *arguments.panels):
-        if entry not in known:
-            raise SystemExit(f"No run has a setting {entry!r}.{suggest(entry, known)}")
-    last = int(min(run.logs["success"][-1, 0] for run in found))
+    runs = find_runs(arguments.folders)
+    if not runs:
+        raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, arguments.folders))}.")
+    for entry in arguments.by:
+        if all(OmegaConf.select(run.config, entry) is None for run in runs):
+            raise SystemExit(f"No run has a setting {entry!r}.")
+    last = int(min(run.logs["success"][-1, 0] for run in runs))
     step = last if arguments.step is None else arguments.step
-    if not 0 <= step <= last:
-        parser.error(f"--step={step} must be from 0 to {last}, the last step that all runs reached")
-    runs = sorted(found, key=lambda run: run.group([*arguments.panels, *arguments.by]))
     groups: dict[str, list[Run]] = {}
-    panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
-    for run in runs:
-        groups.setdefault(run.group([*arguments.by, *arguments.panels]), []).append(run)
-    for members in groups.values():
-        panel = panels.setdefault(members[0].group(arguments.panels), {})
-        panel[members[0].group(arguments.by)] = curves(members)
-    unit = "updates" if "updates" in found[0].config else "environment steps"
+    for run in sorted(runs, key=lambda run: run.group(arguments.by)):
+        groups.setdefault(run.group(arguments.by), []).append(run)
+    unit = "updates" if "updates" in runs[0].config else "environment steps"
     print(f"At {step:,} {unit}:\n\n{table(groups, step)}")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison(panels, picture, arguments.title, unit)
+    picture = arguments.folders[0] / "comparison.png"
+    draw_comparison({"": {name: curves(members) for name, members in groups.items()}}, picture, "", unit)
     print(f"\nPicture: {picture}")
 
 

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictParams, TensorDictSequential, dispatch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import Compose, ExplorationType, GymEnv, set_exploration_type
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal
-from torchrl.objectives import LossModule
 from tqdm import tqdm
 
 import torchrl_her.envs  # noqa: F401  # registers PointReach
@@ -35,84 +33,51 @@ from torchrl_her import Geometric, HERTransform, NormalizedInputs
 EVALUATION_SEED = 1_000_000  # of the first episode
 
 
-class ContrastiveLoss(LossModule):
+class ContrastiveLoss(nn.Module):
     """The loss of contrastive RL: symmetric InfoNCE for the encoders, and an actor with a learned entropy weight.
 
     The logit of a state-action pair and a goal is the negative distance of their representations. Each row of a batch
     is the positive example of its own goal, and a negative example of the others.
 
     Args:
-        actor_network (ProbabilisticActor): the policy.
-        encoder (TensorDictModule): writes the representation of state and action, ``[batch, features]``.
-        goal_encoder (TensorDictModule): writes the representation of the goal, ``[batch, features]``.
-
-    Keyword Args:
-        target_entropy (float): the entropy of the policy that the weight maintains.
-        penalty (float): the weight of the squared log-sum-exp of logits, which keeps them bounded. Default: 0.1.
+        actor: the policy.
+        encoder: writes the ``"representation"`` of state and action, ``[batch, features]``.
+        goal_encoder: writes the ``"goal_representation"``, ``[batch, features]``.
+        target_entropy: the entropy of the policy that the weight maintains.
+        penalty: the weight of the squared log-sum-exp of logits, which keeps them bounded.
     """
 
-    @dataclass
-    class _AcceptedKeys:
-        action: NestedKey = "action"
-        representation: NestedKey = "representation"
-        goal_representation: NestedKey = "goal_representation"
-
-    default_keys = _AcceptedKeys
-    actor_network: ProbabilisticActor
-    encoder: TensorDictModule
-    goal_encoder: TensorDictModule
-    actor_network_params: TensorDictParams
-    encoder_params: TensorDictParams
-    goal_encoder_params: TensorDictParams
-    target_actor_network_params: TensorDictParams  # unused, but every LossModule has them
-    target_encoder_params: TensorDictParams
-    target_goal_encoder_params: TensorDictParams
-    out_keys = ["loss_actor", "loss_critic", "loss_alpha", "alpha", "accuracy"]  # noqa: RUF012
-
     def __init__(
-        self,
-        actor_network: ProbabilisticActor,
-        encoder: TensorDictModule,
-        goal_encoder: TensorDictModule,
-        *,
-        target_entropy: float,
-        penalty: float = 0.1,
-    ):
+        self, actor: ProbabilisticActor, encoder: TensorDictModule, goal_encoder: TensorDictModule,
+        *, target_entropy: float, penalty: float = 0.1,
+    ):  # fmt: skip
         super().__init__()
-        self.convert_to_functional(actor_network, "actor_network")
-        self.convert_to_functional(encoder, "encoder")
-        self.convert_to_functional(goal_encoder, "goal_encoder")
+        self.actor, self.encoders = actor, TensorDictSequential(encoder, goal_encoder)
         self.log_alpha = nn.Parameter(torch.zeros(()))
         self.target_entropy, self.penalty = target_entropy, penalty
-        self.in_keys = [*actor_network.in_keys, self.tensor_keys.action]
 
-    @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+    def forward(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         """Return the losses of transitions ``[batch]`` whose goals were reached later in their episodes."""
-        pairs, goals = self._encode(tensordict, self.encoder_params, self.goal_encoder_params)  # [batch, features]
+        encoded = self.encoders(tensordict.copy())
+        pairs, goals = encoded["representation"], encoded["goal_representation"]  # [batch, features]
         logits = -torch.cdist(pairs, goals)  # [batch, goals]
         correct, over_goals, over_pairs = logits.diagonal(), logits.logsumexp(1), logits.logsumexp(0)
         # The cross-entropies of classifying the goal of each pair, and the pair of each goal
         critic = (over_goals + over_pairs - 2 * correct).mean() + self.penalty * over_goals.square().mean()
 
-        with self.actor_network_params.to_module(self.actor_network):
-            policy = self.actor_network.get_dist(tensordict)
+        policy = self.actor.get_dist(tensordict)
         action = policy.rsample()
         log_prob = policy.log_prob(action)
-        acting = tensordict.copy().set(self.tensor_keys.action, action)
         alpha = self.log_alpha.exp().detach()
-        fixed = self.encoder_params.data, self.goal_encoder_params.data  # the actor does not change the encoders
-        pairs, goals = self._encode(acting, *fixed)
-        actor = (alpha * log_prob + (pairs - goals).norm(dim=-1)).mean()
-        entropy_weight = -self.log_alpha * (log_prob.detach() + self.target_entropy).mean()
-        accuracy = (logits.argmax(1) == torch.arange(len(logits), device=logits.device)).float().mean()
-        return TensorDict(dict(zip(self.out_keys, (actor, critic, entropy_weight, alpha, accuracy), strict=True)))
-
-    def _encode(self, tensordict: TensorDictBase, encoder: Any, goal_encoder: Any) -> tuple[Tensor, Tensor]:
-        """Return the representations of states with their actions, and of goals, ``[batch, features]`` each."""
-        with encoder.to_module(self.encoder), goal_encoder.to_module(self.goal_encoder):
-            encoded = self.goal_encoder(self.encoder(tensordict.copy()))
-        return encoded.get(self.tensor_keys.representation), encoded.get(self.tensor_keys.goal_representation)
+        with TensorDict.from_module(self.encoders).data.to_module(self.encoders):  # the actor does not change them
+            encoded = self.encoders(tensordict.copy().set("action", action))
+        distance = (encoded["representation"] - encoded["goal_representation"]).norm(dim=-1)
+        return {
+            "loss_actor": (alpha * log_prob + distance).mean(),
+            "loss_critic": critic,
+            "loss_alpha": -self.log_alpha * (log_prob.detach() + self.target_entropy).mean(),
+            "accuracy": (logits.argmax(1) == torch.arange(len(logits))).float().mean(),
+        }
 
 
 def make_networks(env: GymEnv, inputs: NormalizedInputs, hidden: list[int], features: int = 64) -> list[Any]:
@@ -185,27 +150,27 @@ def main() -> None:
     options = {"init_random_frames": config.random_steps, "auto_register_policy_transforms": False}
     collector = Collector(env, policy, frames_per_batch=chunk, total_frames=config.steps, **options)
 
-    def update() -> TensorDict:
+    def update() -> float:
         batch = rb.sample()
         losses = loss(batch[batch["hindsight", "relabelled"].squeeze(-1)])  # the others may never reach their goal
         (losses["loss_actor"] + losses["loss_critic"] + losses["loss_alpha"]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return losses.detach()
+        return float(losses["accuracy"])
 
     rows = ["steps,success,seconds", f"0,{evaluate(policy, config.env):.4f},0"]
-    bar, due, losses = tqdm(total=config.steps, unit=" steps"), 0.0, TensorDict(accuracy=float("nan"))
+    bar, due, accuracy = tqdm(total=config.steps, unit=" steps"), 0.0, float("nan")
     seconds, began = 0.0, time.process_time()
     for data in collector:
         rb.extend(data)
         bar.update(len(data))
         due += len(data) * config.updates_per_step if bar.n > config.random_steps else 0
         while due >= 1:
-            losses, due = update(), due - 1
+            accuracy, due = update(), due - 1
         if (bar.n % config.evaluate_every < chunk and bar.n > config.random_steps) or bar.n >= config.steps:
             seconds += time.process_time() - began
             success = evaluate(policy, config.env)
-            bar.set_postfix(success=success, accuracy=f"{float(losses['accuracy']):.2f}")
+            bar.set_postfix(success=success, accuracy=f"{accuracy:.2f}")
             rows.append(f"{bar.n},{success:.4f},{seconds:.2f}")
             if config.output:
                 config.output.parent.mkdir(parents=True, exist_ok=True)

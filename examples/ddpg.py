@@ -23,24 +23,24 @@ from torchrl.envs import EnvBase
 from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
+from training.environments import prepare
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
 from training.run import Run
-from training.settings import DDPG
-from training.start import prepare
+from training.settings import DDPG, Settings
 
 from torchrl_her import NormalizedInputs
 
 # Networks
 
 
-def make_policy(config: DDPG, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
+def make_policy(config: Settings, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
     """Make the greedy policy, which reads raw observations and goals."""
     spec = env.action_spec.to(config.device)
     actor = TensorDictModule(MLP(len(inputs.mean), spec.shape[-1], **hidden_layers(config)), ["inputs"], ["action"])
     return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
 
 
-def make_critic(config: DDPG, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
+def make_critic(config: Settings, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
     """Make a critic, which reads normalized inputs and actions."""
     features = len(inputs.mean) + env.action_spec.shape[-1]
     return ValueOperator(MLP(features, 1, **hidden_layers(config)), in_keys=["inputs", "action"])

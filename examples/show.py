@@ -9,21 +9,18 @@ It loads the last checkpoint of the run, or those of ``--step``, which then play
     python examples/show.py outputs/sac/PointMaze_Large-v3/2026-01-31_12-00-00 --goals 10000 50000 200000
 
 The picture is ``episodes.png`` in the folder of the run. With ``--render``, it shows frames that the environment
-renders (``rgb_array``). ``--video`` also writes ``episodes.gif``, of the same episodes, with the goal drawn in. MuJoCo
-needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display. With ``--goals``, ``goals.png`` shows
-which goals a run with ``goals.selection`` selected until each of these steps.
+renders (``rgb_array``), with the goal drawn in. ``--video`` also writes these frames to ``episodes.gif``, those of
+several checkpoints side by side. MuJoCo needs ``MUJOCO_GL=egl`` or ``MUJOCO_GL=osmesa`` to render without a display.
+With ``--goals``, ``goals.png`` shows which goals a run with ``goals.selection`` selected until each of these steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
-
-from training.rendering import is_mujoco, make_rendering_env, mark_goal  # isort: skip (before TorchRL)
 
 import imageio.v3 as imageio
 import numpy as np
@@ -37,13 +34,13 @@ from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from training.command import read_settings
 from training.environments import EVALUATION_SEED, LONGEST_EPISODE, Evaluation, load_function, make_env
 from training.parts import make_buffer, make_hindsight, make_inputs
-from training.plots import Walls, draw_episodes, draw_frames, draw_goals, draw_step, pixels_of, save
+from training.plots import Walls, draw_episodes, draw_frames, draw_goals, save
+from training.rendering import make_rendering_env, mark_goal
 from training.settings import Env, Settings
 
 from torchrl_her.checkpoints import damage_of
 
 MAZE_RADIUS = 0.45  # metres; an attribute for it is missing in the mazes of Gymnasium-Robotics
-FRAMES = 6  # per episode of a picture
 FRAMES_PER_SECOND = 20  # of the video
 MOST_POINTS = 4_000  # in a panel of the picture of goals
 
@@ -102,27 +99,20 @@ def play(env: EnvBase, policy: TensorDictModuleBase, seed: int, config: Env) -> 
         "success": bool(steps["next", config.success][-1]),
     }
     if "pixels" in steps.keys():  # noqa: SIM118
-        shown = np.unique(np.linspace(0, len(steps), FRAMES).round().astype(int))
         pixels = with_start("pixels").numpy()
         every = max(1, pixels.shape[1] // 240)
-        video = pixels[:, ::every, ::every]
-        episode |= {"video": video, "frames": video[shown], "frame_steps": shown}
+        episode["video"] = pixels[:, ::every, ::every]
     return episode, next_seed
 
 
-def draw_video(
-    episodes: list[dict[str, Any]], count: int, radius: float | None, unit: str, walls: Walls, note: str
-) -> Iterator[np.ndarray]:
-    """Yield the frames of a video ``[height, width, 3]``: drawn goals of all episodes, or rendered frames.
-
-    ``count`` is the number of episodes of each checkpoint. Rendered episodes follow each other, and those of the
-    checkpoints are side by side.
-    """
-    rendered = "video" in episodes[0]
-    for together in [episodes[number::count] for number in range(count)] if rendered else [episodes]:
-        for step in range(max(len(episode["achieved_goal"]) for episode in together)):
-            figure = draw_step(together, step, note) if rendered else draw_episodes(together, radius, unit, walls, step)
-            yield pixels_of(figure)
+def make_video(episodes: list[dict[str, Any]], count: int) -> list[np.ndarray]:
+    """Return the frames of ``count`` episodes of each checkpoint, ``[height, width, 3]``, one after the other."""
+    frames = []
+    for number in range(count):
+        videos = [episode["video"] for episode in episodes[number::count]]  # side by side
+        for step in range(max(map(len, videos))):
+            frames.append(np.hstack([video[min(step, len(video) - 1)] for video in videos]))
+    return frames
 
 
 def find_walls(env: EnvBase) -> Walls:
@@ -148,9 +138,13 @@ def goals_between(config: Settings, checkpoint: Path, env: EnvBase, steps: list[
         selection = part.get("goal_selection", None)
         selected = torch.zeros(len(part), 1) if selection is None else selection["selected"]
         panels[f"{begin:,} to {end:,} steps"] = {
-            "achieved": (achieved if goal_fn is None else goal_fn(achieved))[:: -(-len(part) // MOST_POINTS)].numpy(),
-            "selected": goals[selected.flatten().bool()].unique(dim=0).numpy(),
-            "environment": (goals if selection is None else selection["desired_goal"]).unique(dim=0).numpy(),
+            "achieved goals": (achieved if goal_fn is None else goal_fn(achieved))[
+                :: -(-len(part) // MOST_POINTS)
+            ].numpy(),
+            "selected goals": goals[selected.flatten().bool()].unique(dim=0).numpy(),
+            "goals of the environment": (goals if selection is None else selection["desired_goal"])
+            .unique(dim=0)
+            .numpy(),
         }
     return panels
 
@@ -184,20 +178,17 @@ def main() -> None:
     torch.set_float32_matmul_precision(config.matmul_precision.name)
     checkpoints = find_checkpoints(arguments.folder, arguments.step)
     env = make_env(config.env)
-    radius, unit, walls, note = success_radius(env), "m" if is_mujoco(env) else "", find_walls(env), ""
-    renders = (arguments.render or arguments.video) and "rgb_array" in env.unwrapped.metadata["render_modes"]
-    if arguments.render and not renders:
-        print(f"{config.env.name} renders nothing: the picture shows goals.")
+    radius, walls, note = success_radius(env), find_walls(env), ""
     if arguments.goals:
         picture = arguments.folder / "goals.png"
-        figure = draw_goals(goals_between(config, max(checkpoints.items())[1], env, arguments.goals), walls, unit)
+        figure = draw_goals(goals_between(config, max(checkpoints.items())[1], env, arguments.goals), walls)
         save(figure, picture, f"{config.algorithm}, {config.env.name}")
         print(f"Picture: {picture}")
         return
     policies = {step: load_policy(config, checkpoint) for step, checkpoint in checkpoints.items()}
-    if renders:  # all episodes in one environment: after it is closed, MuJoCo renders black frames in others
-        env = make_rendering_env(config.env, env)
-        note = mark_goal(env, radius) if is_mujoco(env) else ""
+    if arguments.render or arguments.video:
+        env = make_rendering_env(config.env)  # for all episodes: MuJoCo renders black frames after one is closed
+        note = mark_goal(env, radius)
 
     evaluation, episodes = Evaluation(config, arguments.seed), []
     for step, policy in policies.items():
@@ -210,14 +201,12 @@ def main() -> None:
             episodes.append(episode | {"title": f"{after}: {'success' if episode['success'] else 'failure'}"})
     evaluation.close()
     env.close()
-    figure = (
-        draw_frames(episodes, note) if arguments.render and renders else draw_episodes(episodes, radius, unit, walls)
-    )
+    figure = draw_frames(episodes, note) if arguments.render else draw_episodes(episodes, radius, walls)
     picture, steps = arguments.folder / "episodes.png", " and ".join(f"{step:,}" for step in policies)
     save(figure, picture, f"{config.algorithm}, {config.env.name}, after {steps} steps")
     print(f"Picture: {picture}")
     if arguments.video:
-        frames = list(draw_video(episodes, arguments.episodes, radius, unit, walls, note))
+        frames = make_video(episodes, arguments.episodes)
         imageio.imwrite(picture.with_suffix(".gif"), frames, duration=1000 / FRAMES_PER_SECOND, loop=0)
         print(f"Video: {picture.with_suffix('.gif')}")
 

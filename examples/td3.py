@@ -17,33 +17,16 @@ if __name__ == "__main__":  # before the imports that take seconds
 from functools import partial
 from pathlib import Path
 
+from ddpg import make_critic, make_policy  # the networks are those of DDPG
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torchrl.envs import EnvBase
-from torchrl.modules import MLP, TanhModule, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
-from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.environments import prepare
+from training.parts import make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
 from training.run import Run
 from training.settings import TD3
-from training.start import prepare
-
-from torchrl_her import NormalizedInputs
-
-# Networks
-
-
-def make_policy(config: TD3, env: EnvBase, inputs: NormalizedInputs) -> TensorDictSequential:
-    """Make the greedy policy, which reads raw observations and goals."""
-    spec = env.action_spec.to(config.device)
-    actor = TensorDictModule(MLP(len(inputs.mean), spec.shape[-1], **hidden_layers(config)), ["inputs"], ["action"])
-    return TensorDictSequential(inputs, actor, TanhModule(in_keys=["action"], spec=spec))
-
-
-def make_critic(config: TD3, env: EnvBase, inputs: NormalizedInputs) -> ValueOperator:
-    """Make a critic, which reads normalized inputs and actions."""
-    features = len(inputs.mean) + env.action_spec.shape[-1]
-    return ValueOperator(MLP(features, 1, **hidden_layers(config)), in_keys=["inputs", "action"])
-
 
 # Loss
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from pydantic import ConfigDict, PositiveInt
 
 from training.settings import Precision, hydra_settings
 
@@ -35,20 +36,22 @@ class CRL:
 
 @dataclass
 class Evaluating:
-    interval: int = 10_000  # updates
-    episodes: int = 20  # of each of the five tasks
+    interval: PositiveInt = 10_000  # updates
+    episodes: PositiveInt = 20  # of each of the five tasks
 
 
 @dataclass
 class Config:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     algorithm: Algorithm = Algorithm.gciql
     seed: int = 0
     env: str = "pointmaze-medium-v0"  # another one with states may need other data, alphas and gamma
     data: str = "outputs/data/${env}.npz"  # written by: python examples/pointmaze_data.py ENV
     # OGBench makes a million updates, with batches of 1,024 and hidden layers of 512 units. One core makes 4 (HIQL) to
     # 60 (GCBC) of them per second. With these settings, 100,000 updates take an hour at most.
-    updates: int = 100_000
-    batch_size: int = 256
+    updates: PositiveInt = 100_000
+    batch_size: PositiveInt = 256
     hidden: list[int] = field(default_factory=lambda: [256, 256, 256])  # units of each hidden layer
     learning_rate: float = 3e-4
     gamma: float = 0.99  # also for the geometric goals
@@ -61,16 +64,11 @@ class Config:
     record: bool = True  # whether to replay the tensor operations of an update, see training/record.py
     hydra: Any = field(default_factory=lambda: hydra_settings("offline", "${name:${algorithm}}/${file_name:${env}}"))
 
+    def __post_init__(self) -> None:
+        if not Path(self.data).is_file():
+            raise ValueError(
+                f"There is no file {self.data}: python examples/pointmaze_data.py writes data of PointMaze"
+            )
+
 
 ConfigStore.instance().store("offline", Config)
-
-
-def check(config: DictConfig) -> Config:
-    """Return the settings as a dataclass, or exit if they cannot work."""
-    for name in ("updates", "batch_size", "evaluation.interval", "evaluation.episodes"):
-        if (number := OmegaConf.select(config, name)) < 1:
-            raise SystemExit(f"{name}={number} must be 1 or more.")
-    if not Path(config.data).is_file():
-        hint = f"run python examples/pointmaze_data.py {config.env}" if "pointmaze" in config.env else "pass data=..."
-        raise SystemExit(f"There is no file {config.data}: {hint}")
-    return cast(Config, OmegaConf.to_object(config))

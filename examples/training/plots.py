@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito 2008).
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
@@ -29,15 +29,10 @@ PANELS = {  # title: the label of the y axis, and the metrics to draw
     "Losses": ("loss", ["train/loss", "train/loss_value", "train/loss_qvalue", "train/loss_actor", "train/loss_alpha"]),
     "Q values": ("value", ["train/q_value", "train/target_value"]),
 }
-LABELS = {
-    "evaluation/success": "evaluation (greedy)", "train/success": "training (exploring)",
-    "evaluation/return": "evaluation (greedy)", "train/loss": "Q", "train/loss_value": "critic",
-    "train/loss_qvalue": "critic", "train/loss_actor": "actor", "train/loss_alpha": "entropy weight",
-    "train/q_value": "Q", "train/target_value": "target",
-}  # fmt: skip
 
 GREY = "0.88"
 COLUMNS = 4  # of panels
+FRAMES = 6  # of an episode
 
 Walls: TypeAlias = Sequence[tuple[float, float, float]]  # squares: left, lower, side
 
@@ -54,7 +49,7 @@ def draw_training(history: dict[str, list[list[float]]], path: Path, title: str)
             panel.set_yscale("log") if positive else panel.set_yscale("symlog", linthresh=0.1)
         for metric, (steps, values) in curves.items():
             marker = "o" if metric.startswith("evaluation/") or len(steps) == 1 else None
-            panel.plot(steps, values, label=LABELS[metric], marker=marker, ms=3)
+            panel.plot(steps, values, label=metric, marker=marker, ms=3)
         panel.set(title=name, ylabel=label)
         panel.grid(alpha=0.3)
         panel.legend(frameon=False) if curves else panel.set_axis_off()
@@ -90,52 +85,33 @@ def draw_comparison(
         panel.set_ylabel("success rate")
     if len(names) > 1:
         lines = [Line2D([], [], **styles[name], ms=4) for name in names]
-        columns = int(11 * figure.get_figwidth() / (max(map(len, names)) + 6))  # as many as fit
-        figure.legend(lines, names, loc="outside lower center", ncols=min(max(columns, 1), 4), frameon=False)
+        figure.legend(lines, names, loc="outside lower center", ncols=2, frameon=False)
     save(figure, path, title)
 
 
-def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: Walls, unit: str) -> Figure:
+def draw_goals(panels: dict[str, dict[str, np.ndarray]], walls: Walls = ()) -> Figure:
     """Draw where goals were selected, a panel for each part of a run.
 
     Args:
-        panels: for each title, the positions ``"achieved"``, ``"selected"`` and ``"environment"``, ``[n, 2 or 3]``.
-            Of positions with three dimensions, the first and the last one are drawn.
+        panels: for each title, groups of positions by label, ``[n, 2 or 3]``. The first and the last dimension are
+            drawn.
         walls: squares of a maze.
-        unit: of the positions.
     """
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False)
-    looks: dict[str, tuple[str, dict[str, Any]]] = {
-        "achieved": ("achieved goals", {"color": "0.6", "marker": ".", "s": 4, "lw": 0}),
-        "selected": ("selected goals", {"color": PURPLE, "marker": "o", "s": 12, "lw": 0}),
-        "environment": ("goals of the environment", {"color": BLUE, "marker": "*", "s": 60, "lw": 0}),
-    }
-    for panel, (title, goals) in zip(axes.flat, panels.items(), strict=True):
-        for name, (_, look) in looks.items():
-            panel.scatter(goals[name][:, 0], goals[name][:, -1], rasterized=True, **look)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False, sharex=True, sharey=True
+    )
+    for panel, (title, groups) in zip(axes.flat, panels.items(), strict=True):
+        for (label, goals), colour, size in zip(groups.items(), ("0.6", PURPLE, BLUE), (2, 12, 40), strict=True):
+            panel.scatter(goals[:, 0], goals[:, -1], color=colour, s=size, lw=0, label=label)
         _draw_walls(panel, walls)
-        panel.set(title=title, aspect="equal", xlabel=f"x, {unit}".strip(" ,"))
-    axes[0, 0].set_ylabel(f"{'yz'[len(goals['achieved'][0]) - 2]}, {unit}".strip(" ,"))
-    lines = [
-        Line2D([], [], ls="", marker=look["marker"].replace(".", "o"), color=look["color"], ms=6, label=label)
-        for name, (label, look) in looks.items()
-        if any(len(goals[name]) for goals in panels.values())
-    ]
-    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
+        panel.set(title=title, aspect="equal")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
 def _draw_walls(panel: Axes, walls: Walls) -> None:
     for left, lower, side in walls:
         panel.add_patch(plt.Rectangle((left, lower), side, side, color="0.3", lw=0))
-
-
-def pixels_of(figure: Figure) -> np.ndarray:
-    """Return the pixels of a figure, ``[height, width, 3]``, and close it."""
-    canvas: Any = figure.canvas
-    canvas.draw()
-    plt.close(figure)
-    return np.array(canvas.buffer_rgba())[..., :3]
 
 
 def save(figure: Figure, path: Path, title: str) -> None:
@@ -148,11 +124,8 @@ def save(figure: Figure, path: Path, title: str) -> None:
 # Episodes
 
 
-def draw_episodes(
-    episodes: list[dict[str, Any]], radius: float | None = None, unit: str = "", walls: Walls = (),
-    until: int | None = None,
-) -> Figure:  # fmt: skip
-    """Draw the achieved goals and the desired goal of each episode, all at the same scale.
+def draw_episodes(episodes: list[dict[str, Any]], radius: float | None = None, walls: Walls = ()) -> Figure:
+    """Draw the achieved goals and the desired goal of each episode.
 
     Goals of zeros and ones are drawn as rows of bits, and goals with two or three dimensions as positions. For other
     goals, the distance from the desired goal is drawn.
@@ -160,48 +133,25 @@ def draw_episodes(
     Args:
         episodes: for each, ``"achieved_goal"`` ``[steps + 1, goal]``, ``"desired_goal"`` ``[goal]`` and ``"title"``.
         radius: the largest distance at which a goal is reached.
-        unit: the unit of goals and radius, such as m.
         walls: squares of a maze.
-        until: the last step that is drawn.
     """
     goals = np.concatenate([[*episode["achieved_goal"], episode["desired_goal"]] for episode in episodes])
     bits, size = bool(np.isin(goals, (0, 1)).all()), goals.shape[1]
     draw = _draw_bits if bits else _draw_positions if size in (2, 3) else _draw_distance
-    space = draw == _draw_positions and size == 3
+    in_space = size == 3 and not bits
+    shared = not (bits or in_space)  # axes: rows of bits differ in number, and each cube has its own scale
     columns, rows = min(len(episodes), COLUMNS), -(-len(episodes) // COLUMNS)
-    figure = plt.figure(figsize=(max(3.2 * columns, 6), 3.2 * rows + 0.7))
-    figure.set_layout_engine("constrained", h_pad=0.1)  # inches
-    for number, episode in enumerate(episodes):
-        panel = figure.add_subplot(rows, columns, number + 1, projection="3d" if space else None)
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(max(3.2 * columns, 6), 3.2 * rows + 0.7), layout="constrained", squeeze=False,
+        sharex=shared, sharey=shared, subplot_kw={"projection": "3d" if in_space else None},
+    )  # fmt: skip
+    for panel in panels.flat[len(episodes) :]:
+        panel.set_axis_off()
+    for panel, episode in zip(panels.flat, episodes, strict=False):
+        draw(panel, episode["achieved_goal"].astype(float), episode["desired_goal"], radius)
         panel.set(title=episode["title"])
-        achieved = episode["achieved_goal"].astype(float)
-        achieved[len(achieved) if until is None else until + 1 :] = np.nan  # not drawn
-        draw(panel, achieved, episode["desired_goal"], radius, f" [{unit}]" if unit else "")
-        if number % columns and not space:
-            panel.set_ylabel("")
-    limits = {}
-    if draw == _draw_positions:  # squares or cubes: a unit has the same length on all axes
-        corners = [corner for *low, side in walls for corner in (np.array(low), np.array(low) + side)]
-        goals = np.concatenate([goals, *([corners] if corners else [])])
-        middle, half = (goals.max(0) + goals.min(0)) / 2, 0.55 * np.ptp(goals, axis=0).max() + (radius or 0)
-        limits = {f"{axis}lim": (at - half, at + half) for axis, at in zip("xyz", middle, strict=False)}
-    else:
-        for axis in "xy":
-            found = [getattr(panel, f"get_{axis}lim")() for panel in figure.axes]
-            limits[f"{axis}lim"] = np.min(found), np.max(found)
-    panels: list[Any] = figure.axes  # mypy does not know panels with three axes
-    for panel, episode in zip(panels, episodes, strict=True):
-        panel.set(**limits)
-        if space:
-            floor, (x, y) = limits["zlim"][0], episode["achieved_goal"][: until and until + 1].T[:2]
-            panel.plot(x, y, floor, color="0.5", lw=1, label="projection on the floor")
-            panel.set_box_aspect((1, 1, 1), zoom=0.85)
-        elif bits:
-            panel.invert_yaxis()
-        elif draw == _draw_positions:
-            panel.set_aspect("equal")
-            _draw_walls(panel, walls)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+        _draw_walls(panel, walls)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
@@ -226,34 +176,20 @@ def draw_relabelled(episodes: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_frames(episodes: list[dict[str, Any]], note: str = "") -> Figure:
-    """Draw a row for each episode: ``"frames"`` ``[n, height, width, 3]`` of the steps ``"frame_steps"`` ``[n]``."""
-    rows, columns = len(episodes), max(len(episode["frames"]) for episode in episodes)
-    size = (1.8 * columns, 2.1 * rows + 0.4)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    """Draw a row for each episode: some steps of ``"video"`` ``[steps + 1, height, width, 3]``."""
+    size = (1.8 * FRAMES, 2.1 * len(episodes) + 0.4)
+    figure, axes = plt.subplots(len(episodes), FRAMES, figsize=size, layout="constrained", squeeze=False)
     for row, episode in zip(axes, episodes, strict=True):
-        for panel, frame, step in zip(row, episode["frames"], episode["frame_steps"], strict=False):
-            panel.imshow(frame)
-            panel.set(title=f"step {step}")
-        for panel in row:
-            panel.set(xticks=[], yticks=[], frame_on=bool(panel.images))
+        steps = np.linspace(0, len(episode["video"]) - 1, FRAMES).round().astype(int)
+        for panel, step in zip(row, steps, strict=True):
+            panel.imshow(episode["video"][step])
+            panel.set(title=f"step {step}", xticks=[], yticks=[])
         row[0].set_ylabel(episode["title"])
     figure.supxlabel(note, fontsize="medium")
     return figure
 
 
-def draw_step(episodes: list[dict[str, Any]], step: int, note: str = "") -> Figure:
-    """Draw a step, or else the last one, of episodes side by side: ``"video"`` ``[steps + 1, height, width, 3]``."""
-    figure, axes = plt.subplots(
-        1, len(episodes), figsize=(2.4 * len(episodes), 2.9), layout="constrained", squeeze=False
-    )
-    for panel, episode in zip(axes[0], episodes, strict=True):
-        panel.imshow(episode["video"][min(step, len(episode["video"]) - 1)])
-        panel.set(title=episode["title"], xticks=[], yticks=[], frame_on=False)
-    figure.supxlabel(note, fontsize="small")
-    return figure
-
-
-def _draw_positions(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:
+def _draw_positions(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None) -> None:
     if radius and len(desired) == 3:
         around, down = np.mgrid[0 : 2 * np.pi : 25j, 0 : np.pi : 13j]
         unit_sphere = np.stack([np.cos(around) * np.sin(down), np.sin(around) * np.sin(down), np.cos(down)])
@@ -266,26 +202,23 @@ def _draw_positions(panel: Any, achieved: np.ndarray, desired: np.ndarray, radiu
     panel.plot(*achieved.T, color=BLUE, marker=".", ms=4, lw=1.2, label="achieved goals")
     panel.plot(*achieved[:1].T, color="black", marker="s", ms=5, ls="", label="start")
     panel.plot(*desired[:, None], color=VERMILION, marker="+", ms=9, mew=2, ls="", label="desired goal")
-    for axis in "xyz"[: len(desired)]:
-        panel.set(**{f"{axis}label": axis + unit})
-        panel.locator_params(axis=axis, nbins=5)
+    panel.set(xlabel="x", ylabel="y", aspect="equal")
 
 
-def _draw_bits(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:
+def _draw_bits(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None) -> None:
     rows = np.stack([desired, np.full(len(desired), np.nan), *achieved])  # the goal, a gap, and a row for each step
     extent = (-0.5, len(desired) - 0.5, len(achieved) - 0.5, -2.5)
     panel.imshow(rows, ListedColormap([GREY, BLUE]), vmin=0, vmax=1, aspect="auto", extent=extent)
     for value, colour in enumerate([GREY, BLUE]):
         panel.plot([], [], color=colour, marker="s", ms=8, ls="", label=f"bit {value}")
-    steps, wrong = np.nonzero((achieved != desired) & ~np.isnan(achieved))
+    steps, wrong = np.nonzero(achieved != desired)
     panel.plot(wrong, steps, color=VERMILION, marker=".", ms=5, ls="", label="differs from the desired goal")
     last = len(achieved) - 1
     panel.set(xlabel="bit", ylabel="step", yticks=[-2, 0, last], yticklabels=["goal", "0", last])
-    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
-def _draw_distance(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None, unit: str) -> None:
+def _draw_distance(panel: Any, achieved: np.ndarray, desired: np.ndarray, radius: float | None) -> None:
     panel.plot(np.linalg.norm(achieved - desired, axis=1), color=BLUE, label="distance from the desired goal")
     if radius:
         panel.axhline(radius, color=VERMILION, ls="--", label="success radius")
-    panel.set(xlabel="step", ylabel="distance" + unit)
+    panel.set(xlabel="step", ylabel="distance")

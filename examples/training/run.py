@@ -1,31 +1,45 @@
-"""Read this to see what happens around the updates: counting, logs, the progress bar, evaluation and checkpoints."""
+"""Read this to see what happens around the updates: counting, logs, evaluation, and checkpoints that resume exactly."""
 
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.checkpoint import GlobalRNGState
 from torchrl.collectors import Collector
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
-from training.checkpoints import SavedRun
+from torchrl_her import Checkpoints, GoalSelection
 from training.environments import Evaluation
+from training.parts import anneal
 from training.plots import draw_training
 from training.settings import LoggerKind, Priority, Settings
 
 AT_ONCE = 16  # batches that are sampled in one call of the buffer, which is faster
 
 
+def saved_text(config: Settings) -> str:
+    """Return the text of ``config.yaml``, which has no settings of a single command."""
+    return OmegaConf.to_yaml(OmegaConf.structured(replace(config, resume=None, hydra=None)))
+
+
 class Run:
     """A training run in a folder.
+
+    TorchRL's ``Trainer`` does not resume exactly: a simulator cannot be saved. Here environments start new episodes
+    after each checkpoint, with seeds that depend on the step, so that a resumed run has the same results, bit for bit,
+    as a run that was not interrupted.
 
     Args:
         config: the settings.
@@ -45,11 +59,13 @@ class Run:
         self.counts: dict[str, Any] = {"steps": 0, "updates": 0, "seconds": 0.0}
         self.history: dict[str, list[list[float]]] = {}  # of each metric: [step, value]
         self.hindsight, self.policy, self.evaluate = hindsight, policy, Evaluation(config)
-        self.saved = SavedRun(
-            config, folder, collector, hindsight, policy=policy, buffer=buffer, log=self.history, progress=self.counts,
-            **components,
-        )  # fmt: skip
-        self.components = self.saved.components
+        self.components = components | {
+            "policy": policy, "buffer": buffer, "log": self.history, "progress": self.counts, "rng": GlobalRNGState()
+        }  # fmt: skip
+        for transform in collector.env.modules():
+            if isinstance(transform, GoalSelection):
+                self.components["goals"] = transform
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, **self.components)
         self._losses: dict[str, Tensor] = {}  # of the last update
         self._successes: list[Tensor] = []  # of the episodes since the last log
         self._start = time.perf_counter()
@@ -68,7 +84,8 @@ class Run:
         """Yield chunks of transitions, from the last checkpoint on. Between chunks, log, evaluate and save."""
         config = self.config
         with self._paused():
-            self.saved.resume_or_start()
+            self._resume() if config.resume else self._reserve_folder()
+            (self.folder / "config.yaml").write_text(saved_text(config))
             self._start_logs()
             if not self.steps:
                 self._evaluate()
@@ -84,7 +101,8 @@ class Run:
                 if self._due(config.evaluation.interval):
                     self._evaluate()
                 if self._due(config.checkpoint.interval):
-                    self.saved.save(self.steps)
+                    self.checkpoints.save(self.steps)
+                    self._end_episodes()
         self._close()
 
     def batches(self) -> Iterator[TensorDictBase]:
@@ -95,6 +113,11 @@ class Run:
         config, size = self.config, self.config.batch_size
         most = 1 if config.buffer.prioritized == Priority.error else AT_ONCE
         due = round(config.updates_per_step * (self.steps - config.collector.random_steps), 6)
+        if due > 0 and not len(self.buffer):
+            raise SystemExit(
+                f"hindsight.when=writing stores whole episodes, and none ended in the first {self.steps:,} steps: "
+                "increase collector.random_steps and checkpoint.interval."
+            )
         while (count := int(min(due - self.updates, most))) > 0:
             for batch in self.buffer.sample(count * size).split(size):
                 yield batch
@@ -115,6 +138,35 @@ class Run:
         self.counts["seconds"] += time.perf_counter() - self._start
         yield
         self._start = time.perf_counter()
+
+    # Resumption
+
+    def _reserve_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if any(self.folder.iterdir()):
+            raise SystemExit(
+                f"{self.folder}/ is not empty: continue a run in it with resume={self.folder}, delete it, or name "
+                "another folder (hydra.run.dir=..., hydra.sweep.dir=...)."
+            )
+
+    def _resume(self) -> None:
+        step, chunk = self.checkpoints.load(), self.config.collector.steps_per_chunk
+        if step is None:
+            raise SystemExit(f"The run in {self.folder}/ has no checkpoint: delete it and start again.")
+        if step > self.config.total_steps:
+            raise SystemExit(f"The run in {self.folder}/ already has {step:,} steps: set a larger total_steps.")
+        # Only these numbers: the policy is saved separately, exploration may change, and other state breaks a
+        # ParallelEnv.
+        self.collector.load_state_dict({"frames": step, "iter": 0}, strict=False)
+        anneal(self.collector.policy, step // chunk)
+        self._end_episodes()
+
+    def _end_episodes(self) -> None:
+        self.hindsight.flush()
+        if self.steps < self.config.total_steps:
+            seed = np.random.SeedSequence([self.config.seed, self.steps]).generate_state(1)[0]
+            self.collector.set_seed(int(seed))
+            self.collector.reset()
 
     # Logs
 
@@ -147,7 +199,7 @@ class Run:
         for logger in self.loggers:
             logger.log_metrics(means, self.steps)
         shown = {name: values[-1][1] for name, values in self.history.items() if "/success" in name or "/loss" in name}
-        self.bar.set_postfix({name.replace("evaluation/", ""): f"{value:.2g}" for name, value in shown.items()}, False)
+        self.bar.set_postfix({name: f"{value:.2g}" for name, value in shown.items()}, refresh=False)
 
     def _log_training(self) -> None:
         successes, self._successes = torch.cat(self._successes), []

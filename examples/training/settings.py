@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Annotated, Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 OmegaConf.register_new_resolver("file_name", lambda text: text.replace(":", "-").replace("/", "-"), replace=True)
 
 STRATEGIES = "current", "future", "final", "episode", "random", "past_desired"
 CHUNK = "collector.steps_per_chunk"
+MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all metrics
+    CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
+    "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
+}  # fmt: skip
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
 Priority = Enum("Priority", "error movement")
@@ -35,8 +40,6 @@ def check_strategy(strategy: Any) -> Any:
     for name in shares:
         if name not in STRATEGIES:
             raise ValueError(f"Unknown strategy {name!r}: use one of {', '.join(STRATEGIES)}")
-    if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in shares.values()):
-        raise ValueError("Shares must be numbers from 0 to 1")
     if abs(sum(shares.values()) - 1) > 1e-6:
         raise ValueError("Shares must sum to 1")
     return strategy
@@ -52,7 +55,6 @@ def hydra_settings(script: str, folder: str) -> dict[str, Any]:
         "job": {"name": script},
         "run": {"dir": f"outputs/{script}/{folder}/{now}"},
         "sweep": {"dir": f"outputs/{script}/multirun/{now}"},
-        "callbacks": {"folder": {"_target_": "training.command.FolderOfRun"}},
         "output_subdir": None,  # the settings of the run are in config.yaml
         "job_logging": {"handlers": {"file": {"delay": True}}, "root": {"handlers": ["console"]}},  # no log file
     }
@@ -150,6 +152,8 @@ class Saving:
 class Settings:
     """The settings of all scripts. Steps are environment steps, over all environments together."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     algorithm: str = ""
     seed: Seed = 0
     total_steps: PositiveInt = 5_000
@@ -178,6 +182,21 @@ class Settings:
     logger: Logging = field(default_factory=Logging)
     checkpoint: Saving = field(default_factory=Saving)
     hydra: Any = field(default_factory=lambda: hydra_settings("${algorithm}", "${file_name:${env.name}}"))
+
+    def __post_init__(self) -> None:
+        """Refuse settings that do not work together. Only a ValueError is reported without a traceback."""
+        if self.algorithm != type(self).algorithm:
+            raise ValueError(f"{type(self).algorithm}.py cannot train with algorithm={self.algorithm}")
+        for name, unit in MULTIPLES.items():
+            if (value := attrgetter(name)(self)) % (of := attrgetter(unit)(self)):
+                raise ValueError(f"{name}={value} must be a multiple of {unit}={of}")
+        if (random_steps := self.collector.random_steps) >= self.total_steps:
+            raise ValueError(f"collector.random_steps={random_steps} must be less than total_steps={self.total_steps}")
+        if self.buffer.size < (least := max(self.collector.steps_per_chunk, self.batch_size)):
+            raise ValueError(f"buffer.size={self.buffer.size} must be at least {least}, the size of a chunk or batch")
+        least = (self.buffer.n_steps + 2) * self.env.num_envs
+        if self.buffer.n_steps > 1 and self.collector.steps_per_chunk < least:
+            raise ValueError(f"{CHUNK} must be at least (buffer.n_steps + 2) * env.num_envs = {least}")
 
 
 # Algorithms
@@ -226,6 +245,7 @@ class SAC(Settings):
     buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dropped_quantiles >= self.quantiles:
             raise ValueError(f"dropped_quantiles must be less than quantiles={self.quantiles}")
 

@@ -23,15 +23,10 @@ BITS = ["+env.kwargs.n_bits=5", "collector.steps_per_chunk=25"]
 NOT_COMPARED = ("second", "hindsight_stamp", "traj_ids")  # times, and numbers of episodes, which a resumed run changes
 
 
-def compose_settings(script, *overrides):
-    """The settings of a script before they are checked."""
-    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
-        return compose(script, overrides=list(overrides))
-
-
 def configure(script, *overrides):
     """The checked settings of a script."""
-    return check(compose_settings(script, *overrides))
+    with initialize_config_dir(str(EXAMPLES / "config"), version_base="1.3"):
+        return check(compose(script, overrides=list(overrides)))
 
 
 def train(command, folder, *, picture=False):

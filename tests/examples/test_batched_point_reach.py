@@ -66,7 +66,3 @@ def test_starts_and_goals_are_uniform_and_a_seed_repeats_them_on_the_given_devic
     values = torch.cat([first["achieved_goal"], first["desired_goal"]], 1)
     assert values.abs().max() <= 1
     torch.testing.assert_close(torch.cov(values.T), torch.eye(4) / 3, atol=0.015, rtol=0)  # uniform and independent
-
-
-def test_the_command_prints_steps_per_second(run_script):
-    assert "steps per second on cpu" in run_script("batched_point_reach", "--num-envs", 10, "--device", "cpu")

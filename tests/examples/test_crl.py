@@ -27,8 +27,7 @@ def loss_and_batch():
 def test_the_critics_loss_is_symmetric_infonce_with_a_penalty(loss_and_batch):
     loss, batch = loss_and_batch
     values = loss(batch)
-    with loss.encoder_params.to_module(loss.encoder), loss.goal_encoder_params.to_module(loss.goal_encoder):
-        encoded = loss.goal_encoder(loss.encoder(batch.copy()))
+    encoded = loss.encoders(batch.copy())
     pairs, goals = encoded["representation"].tolist(), encoded["goal_representation"].tolist()
     logits = [[-math.dist(pair, goal) for goal in goals] for pair in pairs]
     expected, correct = 0.0, 0
@@ -44,8 +43,7 @@ def test_the_critics_loss_is_symmetric_infonce_with_a_penalty(loss_and_batch):
 def test_each_loss_changes_only_its_own_networks(loss_and_batch):
     loss, batch = loss_and_batch
     values = loss(batch)
-    changed = {"loss_actor": {"actor_network_params"}, "loss_alpha": {"log_alpha"}}
-    changed["loss_critic"] = {"encoder_params", "goal_encoder_params"}
+    changed = {"loss_actor": {"actor"}, "loss_alpha": {"log_alpha"}, "loss_critic": {"encoders"}}
     for name, owners in changed.items():
         loss.zero_grad()
         values[name].backward(retain_graph=True)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from script_runs import compose_settings
+from script_runs import configure as configure_script
 from tensordict import TensorDict
 
 from torchrl_her import load_ogbench
@@ -84,7 +84,7 @@ def test_states_are_normalized(path):
 
 
 def configure(path, *overrides):
-    return offline.check(compose_settings("offline", f"data={path}", *SMALL, *overrides))
+    return configure_script("offline", f"data={path}", *SMALL, *overrides)
 
 
 def locate(states, goals):
@@ -308,7 +308,7 @@ def test_a_short_run_learns_logs_and_saves(algorithm, path, run_script, tmp_path
     success = np.loadtxt(logs / "evaluation" / "success.csv", delimiter=",")
     assert success[:, 0].tolist() == [10, 20]
     assert success[:, 1] == pytest.approx(np.mean(tasks, axis=0)[:, 1])
-    with pytest.raises(SystemExit, match=r"The run in run/ is not one of dqn\.py, ddpg\.py, td3\.py, sac\.py"):
+    with pytest.raises(SystemExit, match=r"no run of dqn\.py, ddpg\.py, td3\.py, sac\.py in run/"):
         run_script("show", "run")
     compared = run_script("compare", "run")
     assert "At 20 updates:\n\n| | runs | success: median (range) | training, s |" in compared
@@ -343,9 +343,7 @@ def test_a_policy_that_knows_the_way_succeeds(path):
 
 
 def test_settings_that_cannot_work_are_refused(path):
-    with pytest.raises(SystemExit, match=r"no file nowhere: run python examples/pointmaze_data\.py pointmaze-medium"):
+    with pytest.raises(SystemExit, match=r"no file nowhere: python examples/pointmaze_data\.py writes"):
         configure("nowhere")
-    with pytest.raises(SystemExit, match=r"no file nowhere: pass data="):
-        configure("nowhere", "env=antmaze-medium-v0")
-    with pytest.raises(SystemExit, match=r"evaluation\.episodes=0 must be 1 or more"):
+    with pytest.raises(SystemExit, match=r"evaluation\.episodes=0: Input should be greater than 0"):
         configure(path, "evaluation.episodes=0")

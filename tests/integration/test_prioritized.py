@@ -1,8 +1,6 @@
 """Prioritized replay with hindsight, and several batches of one call."""
 
-import runpy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -118,12 +116,6 @@ def test_priorities_of_prioritized_slices_belong_to_their_transitions(storage):
     sampler = PrioritizedSliceSampler(SIZE, ALPHA, BETA, EPS, slice_len=3, truncated_key=None)
     recorded = make(TensorDictReplayBuffer, storage, sequence_length=3, sampler=sampler, batch_size=33)
     check_loop(recorded, lambda uids: [first for first in uids[::3] for _ in range(3)])
-
-
-@pytest.mark.slow
-def test_dqn_with_prioritized_replay_flips_15_bits():
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "prioritized_bit_flipping.py"))
-    assert example["train"](seed=0) >= 0.95
 
 
 # Several batches of one call
