@@ -99,7 +99,9 @@ def main() -> None:
         raise SystemExit(f"There is no run with CSV logs below {', '.join(map(str, arguments.folders))}.")
     for entry in arguments.by:
         if all(OmegaConf.select(run.config, entry) is None for run in runs):
-            raise SystemExit(f"No run has a setting {entry!r}.")
+            settings = [item for run in runs for item in run.config.items() if OmegaConf.is_dict(item[1])]
+            near = " or ".join(sorted({f"{key}.{entry}" for key, values in settings if entry in values}))
+            raise SystemExit(f"No run has a setting {entry!r}." + (f" Did you mean {near}?" if near else ""))
     last = int(min(run.logs["success"][-1, 0] for run in runs))
     step = last if arguments.step is None else arguments.step
     groups: dict[str, list[Run]] = {}

@@ -99,6 +99,8 @@ def test_runs_that_hydra_makes_are_compared(run_script, tmp_path):
     assert is_picture(tmp_path / "sweep" / "comparison.png")
     with pytest.raises(SystemExit, match=r"No run has a setting 'hindsight\.stragety'"):
         run_script("compare", "sweep", "--by", "hindsight.stragety")
+    with pytest.raises(SystemExit, match=r"No run has a setting 'her_ratio'. Did you mean hindsight\.her_ratio\?"):
+        run_script("compare", "sweep", "--by", "her_ratio")
 
 
 def test_the_table_has_medians_and_the_range_of_success_at_a_step_and_the_curves_common_steps():
