@@ -248,5 +248,5 @@ def with_own_descriptor(tensor: torch.Tensor) -> torch.Tensor:
     """
     storage = tensor.untyped_storage()
     descriptor, size = storage._share_fd_cpu_()
-    again = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # duplicates the descriptor
+    again = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # type: ignore[attr-defined]
     return torch.empty(0, dtype=tensor.dtype).set_(again, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
