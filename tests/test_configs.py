@@ -12,7 +12,6 @@ import sys
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
@@ -20,10 +19,10 @@ from omegaconf.errors import MissingMandatoryValue
 
 import torchrl_her
 import torchrl_her.envs
+from support.hydra_groups import torchrl_groups
 from support.pages import DOCS, python_blocks
 from torchrl_her import Current, Geometric, HERKeys, HERTransform, Mixture, PackedStorage, Random, configs
 
-REGISTERED: dict = {}  # the groups of Hydra with those of TorchRL
 NODES = [(group, name) for group, nodes in configs.CONFIGS.items() for name in nodes]
 GET_METHOD = {"_target_": "hydra.utils.get_method", "path": "support.goals.reward_of"}
 REQUIRED = {  # values of the arguments without a default
@@ -87,16 +86,9 @@ replay_buffer:
 
 @pytest.fixture(scope="module", autouse=True)
 def torchrl_configs():
-    """Register TorchRL's configs for these tests alone: in other tests, settings have the names of these groups."""
-    repo = ConfigStore.instance().repo
-    before = {*repo, "hydra"}
-    import torchrl.trainers.algorithms.configs  # noqa: F401
-
-    repo.update(REGISTERED)
-    REGISTERED.update(repo)
-    yield
-    for group in {*repo} - before:
-        del repo[group]
+    """Register TorchRL's configs for these tests."""
+    with torchrl_groups():
+        yield
 
 
 def node_of(group, name, **values):
