@@ -251,14 +251,15 @@ _KEPT: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()  # for e
 class _SharingPickler(ForkingPickler):
     """Pickles tensors in shared memory with file descriptors of their own, which exist until the process has started.
 
-    No public function of torch opens shared memory a second time.
+    Opening shared memory duplicates its descriptor, and torch has no public function for this.
     """
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_cpu or get_sharing_strategy() != "file_descriptor":
             return NotImplemented
         storage = value.untyped_storage()
-        again = torch.UntypedStorage._new_shared_fd_cpu(*storage._share_fd_cpu_())  # duplicates the descriptor
+        descriptor, size = storage._share_fd_cpu_()
+        again = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # type: ignore[attr-defined]
         tensor = value.new_empty(0).set_(again, value.storage_offset(), value.shape, value.stride())
         _KEPT.setdefault(get_spawning_popen(), []).append(tensor)
         return reduce_tensor(tensor)
