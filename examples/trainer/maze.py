@@ -64,7 +64,7 @@ def make_buffer(
     """
     adopted = TensorStorage(offline.adopt(load_ogbench(data)))
     data_set = ReplayBuffer(storage=adopted, transform=Compose(offline, inputs), batch_size=1)
-    inputs.update(data_set.sample(10_000))  # samples have goals
+    inputs.update(data_set.sample(5_000))  # samples have goals
     buffer = OfflineToOnlineReplayBuffer(data_set, online_storage=storage, **options)
     buffer.online_buffer.append_transform(online)
     buffer.online_buffer.append_transform(inputs)

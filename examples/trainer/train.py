@@ -1,7 +1,5 @@
 """Train an agent with one of TorchRL's trainers: python examples/trainer/train.py --config-name sac_fetch_reach."""
 
-import contextlib
-
 import hydra
 import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  registers TorchRL's configs
@@ -9,16 +7,12 @@ import torchrl.trainers.algorithms.configs  # noqa: F401  registers TorchRL's co
 import torchrl_her.configs
 import torchrl_her.envs  # noqa: F401
 
-with contextlib.suppress(ImportError):
-    import gymnasium_robotics  # noqa: F401  registers Fetch and PointMaze
-
 
 @hydra.main(config_path="config", config_name="sac_fetch_reach", version_base="1.3")
 def main(config):
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
-    env = hydra.utils.instantiate(config.env)
-    env.fake_tensordict()  # the first use of the inputs sets their number of features, which other processes need
+    hydra.utils.instantiate(config.env).fake_tensordict()  # sets the sizes of the inputs, which other processes need
     trainer = hydra.utils.instantiate(config.trainer)
     if config.resume:
         trainer.load_from_file(config.resume)

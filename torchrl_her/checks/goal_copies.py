@@ -87,9 +87,11 @@ def _search(copies: GoalCopies, tensordict: TensorDictBase, goal: NestedKey, rew
         if not rewritten.issuperset(pair):
             found = _places(tensordict, pair, goals, stride)
             places[key] = found if copies.places is None else found & copies.places[key]
+    places = {key: each for key, each in places.items() if each}
+    if not places:
+        return GoalCopies(places)
     rows = goals[0].contiguous().view(torch.uint8).numpy(force=True)
-    seen = copies.goals.union(row.tobytes() for row in rows)
-    return GoalCopies({key: each for key, each in places.items() if each}, seen, copies.writes + 1)
+    return GoalCopies(places, copies.goals.union(row.tobytes() for row in rows), copies.writes + 1)
 
 
 def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
