@@ -634,7 +634,9 @@ sample = methodcaller("sample", 10)
 HAS_ADOPTED = r"RuntimeError: has adopted a data set, and .*ReplayBufferEnsemble\("
 NO_STAMP = r"KeyError: no stamp .*written before HERTransform .*transform=HERTransform\(.*result of adopt\(\)"
 DROPPED = r"KeyError: no entry {}, although it was written\. Place the transform that drops it after HERTransform"
-NOT_WRITTEN = r"{} .*when transitions are written, but adopted data .*Remove it, or write the data set with rb\.extend"
+NOT_WRITTEN = (
+    r"{} changes transitions when they are written, but adopted data .*Remove it, or write the data set with rb\.extend"
+)
 SELECTED = r"the episode and the step of one goal .*, two tensors torch\.int64 \(10,\), but select\(\) returned "
 REFUSED_CALLS = {  # a function that makes a buffer, a call, and the words
     **{f"{name}, adopted": (adopted, call, HAS_ADOPTED)

@@ -94,7 +94,8 @@ def test_settings_are_refused_before_the_slow_imports(script, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_sweep_says_which_run_is_refused_and_continues(run_script, tmp_path, capsys):
+def test_a_sweep_says_which_run_is_refused_and_continues(run_script, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "gettrace", lambda: None)  # Hydra raises errors in a debugger, and takes coverage for one
     sweep = ["total_steps=100", "batch_size=32,200,16", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     with pytest.raises(SystemExit, match="1"):
         run_script("dqn", "--multirun", *SMALL, *BITS, *sweep)

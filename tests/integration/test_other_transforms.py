@@ -52,7 +52,7 @@ AFTER = {
         CatTensors(in_keys=["observation", "desired_goal"], out_key="both"),
         CatTensors(in_keys=[NEXT_OBSERVATION, NEXT_GOAL], out_key=("next", "both"), del_keys=False),
     ],
-    "NormalizedInputs": lambda: [NormalizedInputs(clip=100)],  # statistics of later updates: tests/test_normalize.py
+    "NormalizedInputs": lambda: [NormalizedInputs(clip=100, normalize=False)],  # statistics: tests/test_normalize.py
     "RewardScaling": lambda: [RewardScaling(loc=1.0, scale=0.5, in_keys=[NEXT_REWARD])],
     "ToTensorImage": lambda: [ToTensorImage(in_keys=GOALS)],
     "DoubleToFloat": lambda: [DoubleToFloat()],
