@@ -587,13 +587,19 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_refused_update_changes_nothing(name):
-    changed, error, message = WRONG[name]
-    inputs, data = NormalizedInputs(), collected().exclude(*(("next", key) for key in changed))
+def with_entries(changed):
+    """Return transitions with other entries under "next", or without them where they are None."""
+    data = collected().exclude(*(("next", key) for key in changed))
     for key, values in changed.items():
         if values is not None:
             data["next", key] = values
+    return data
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_refused_update_changes_nothing(name):
+    changed, error, message = WRONG[name]
+    inputs, data = NormalizedInputs(), with_entries(changed)
     inputs.update(collected())
     before = inputs.get_extra_state()
     with pytest.raises(error, match=message):
@@ -606,10 +612,7 @@ def test_a_refused_update_changes_nothing(name):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_refused_write_changes_neither_statistics_nor_buffer(name):
     changed, error, _ = WRONG[name]
-    inputs, data = NormalizedInputs(), collected().exclude(*(("next", key) for key in changed))
-    for key, values in changed.items():
-        if values is not None:
-            data["next", key] = values
+    inputs, data = NormalizedInputs(), with_entries(changed)
     rb = make_buffer(inputs)
     rb.extend(collected())
     before = inputs.get_extra_state()
