@@ -347,7 +347,7 @@ def test_the_example_replaces_a_killed_collector_and_always_ends_without_leaving
         while processes() and time.monotonic() < until:
             time.sleep(0.1)
         assert not processes()
-    assert status or re.search(r"Success rate of 100 greedy episodes: [01]\.\d\d, ", out), out
+    assert status or re.search(r"Success rate of 100 greedy episodes: [01]\.\d\d\.", out), out
 
 
 @pytest.mark.slow
