@@ -264,7 +264,7 @@ def test_a_shared_object_is_the_same_at_each_reference_of_a_run():
 def test_the_script_of_the_page_runs_with_its_yaml_file(tmp_path):
     text = re.findall(r"```yaml\n(.*?)```", (DOCS / "how-to/trainers.md").read_text(), re.S)[0]
     (tmp_path / "config.yaml").write_text(text)
-    (tmp_path / "train.py").write_text(python_blocks("how-to/trainers")[1])
+    (tmp_path / "train.py").write_text(python_blocks("how-to/trainers")[2])
     command = [sys.executable, "train.py", "replay_buffer.transform.strategy.discount=0.9"]
     run = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True

@@ -103,6 +103,12 @@ def test_the_script_with_a_trainer_relabels_and_learns(frames, capsys):
     assert frames < 5_000 or float(capsys.readouterr().out.rsplit("success ", 1)[1]) >= 0.9
 
 
+@pytest.mark.newest
+def test_torchrl_refuses_transitions_of_the_policy_after_random_frames():
+    with pytest.raises(KeyError, match='"loc" not found'):
+        run_block("how-to/trainers", 1, {})
+
+
 def test_the_transform_of_an_own_environment_computes_its_reward():
     names = {}
     exec(OWN, names)

@@ -1,6 +1,5 @@
 """Hooks of TorchRL's trainers."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,9 +9,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrl.envs import EnvBase, set_exploration_type
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.trainers import Trainer, TrainerHookBase
-
-with contextlib.suppress(ImportError):
-    import gymnasium_robotics  # noqa: F401  registers Fetch and PointMaze
 
 LONGEST_EPISODE = 10_000  # steps
 

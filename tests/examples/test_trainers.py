@@ -1,5 +1,7 @@
 """The YAML files of examples/trainer, in small runs on the tape, whose goals show what was relabelled."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -152,6 +154,20 @@ def test_a_data_set_is_mixed_with_steps_and_adopted_again(make_trainer, tmp_path
         assert (goal[:, 1] == place[:, 1]).all()
         assert (goal[:, 2] > place[:, 2]).all()
         torch.testing.assert_close(batch["next", "reward"].squeeze(1), reward_of(batch["next", "observation"], goal))
+
+
+def test_the_command_trains_on_its_environment(tmp_path):
+    small = ["total_frames=200", "evaluation.last_episodes=10", f"hydra.run.dir={tmp_path}"]
+    command = [sys.executable, TRAINER / "train.py", "--config-name", "sac_fetch_reach", *small]
+    assert "200 frames: success" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_environments_of_all_files_are_made_in_a_new_process():
+    files = [path.read_text() for path in (TRAINER / "config").glob("*.yaml")]
+    names = [name for text in files for name in re.findall(r'^base_env: {env_name: "?([\w/:-]+)', text, re.M)]
+    assert len(names) == 6
+    script = "import sys, gymnasium, torchrl_her.envs; [gymnasium.make(name) for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", script, *names], cwd=TRAINER, check=True)
 
 
 @pytest.mark.slow
