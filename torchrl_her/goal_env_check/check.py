@@ -74,7 +74,13 @@ def check_goal_env(
     if reward is not None and not isinstance(reward, GoalReward):
         reward = GoalReward(reward)
     env, is_made = open_env(env)
-    env = _gymnasium_env(env)
+    if isinstance(env, GymWrapper):
+        env = gymnasium_env_of(env)
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            "check_goal_env needs one Gymnasium environment, a TorchRL wrapper of one, a function that creates it, or "
+            f"its id, got a {type(env).__name__}."
+        )
     report = GoalEnvReport(type(env.unwrapped).__name__)
     try:
         goals = Goals(keys, goal_fn)
@@ -109,6 +115,8 @@ def _check(
         yield Finding.of(*error.args)
         return
     yield from check_shapes(achieved, desired)
+    if achieved.shape != desired.shape:  # nothing else can be compared
+        return
     try:
         reward = EnvReward(env) if reward is None else reward
     except TypeError as error:
@@ -148,8 +156,6 @@ def _check_episodes(
     episodes: PlayedEpisodes, probes: list[Probe], watcher: Watcher, time_limit: int | None
 ) -> Iterator[Finding]:
     """Yield the findings in the episodes, as long as the values can be trusted."""
-    if episodes.next_achieved.shape != episodes.desired.shape:
-        return
     for probe in probes:
         probe.observe_later(episodes.next_achieved, episodes.desired, episodes.infos)
     not_numbers = [*check_numbers(episodes)]
@@ -160,14 +166,3 @@ def _check_episodes(
         yield from check_goals(episodes, watcher)
     if probes:
         yield from check_functions(probes, episodes, time_limit)
-
-
-def _gymnasium_env(env: Any) -> Any:
-    if isinstance(env, GymWrapper):
-        env = gymnasium_env_of(env)
-    if not isinstance(env, gymnasium.Env):
-        raise TypeError(
-            "check_goal_env needs one Gymnasium environment, a TorchRL wrapper of one, a function that creates it, or "
-            f"its id, got a {type(env).__name__}."
-        )
-    return env

@@ -124,11 +124,7 @@ class Finding(NamedTuple):
         return cls(name, message, advice.format(**details))
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, severity: str = "") -> str:
-        """Return the finding as wrapped lines, which start with ``severity`` if it is given."""
-        found = textwrap.fill(f"{severity} {self.name}: {self.message}".strip(), WIDTH, subsequent_indent="    ")
+        found = textwrap.fill(f"{self.name}: {self.message}", WIDTH, subsequent_indent="    ")
         advice = textwrap.fill(f"-> {self.advice}", WIDTH, initial_indent="    ", subsequent_indent="       ")
         return f"{found}\n{advice}"
 
@@ -150,8 +146,8 @@ class GoalEnvReport:
         >>> report = check_goal_env("torchrl_her.envs:torchrl_her/PointReach-v0", steps=500)
         >>> print(report)
         PointReach: 0 errors, 0 warnings, 1 note (500 steps, 10 episodes)
-        note no-goal-reached: No goal was reached in 500 steps. When the achieved goal moves, it moves by
-            0.05 per step (median), and by at most 0.07071.
+        note no-goal-reached: No goal was reached in 500 steps. When the achieved goal moves, it moves by 0.05
+            per step (median), and by at most 0.07071.
             -> At a reached goal, the reward of step and the end of the episode were not checked: play more
                steps.
         >>> [finding.name for finding in report.notes]
@@ -177,7 +173,7 @@ class GoalEnvReport:
         counts = ", ".join(_count(len(found), severity) for severity, found in lists.items())
         steps, episodes = _count(self.steps, "step"), _count(self.episodes, "episode")
         lines = [f"{self.env}: {counts} ({steps}, {episodes})"]
-        lines += [finding.text(severity) for severity, found in lists.items() for finding in found]
+        lines += [f"{severity} {finding}" for severity, found in lists.items() for finding in found]
         return "\n".join(lines)
 
 

@@ -25,12 +25,12 @@ def check_functions(probes: list[Probe], episodes: PlayedEpisodes, time_limit: i
     """Check the reward function, and the function that ends episodes or that one is missing."""
     reward, *others = probes
     yield from _check_reward(reward, episodes)
-    if reward.modified:  # step probably modifies its goals, too
+    if reward.failure or reward.modified:  # step probably modifies its goals, too
         return
     steps = int(episodes.step.max()) + 1
     if time_limit is None and steps > LONG and not (episodes.terminated | episodes.truncated).any():
         yield Finding.of("endless", f"No episode ended within {steps:,} steps.")
-    is_reached = _reached(reward, len(episodes.reward))
+    is_reached = reward.values.actual == reward.values.own  # the reward equals the reward for the achieved goal
     if others:
         yield from _check_termination(others[0], episodes, is_reached)
     else:
@@ -58,24 +58,9 @@ def _check_termination(probe: Probe, episodes: PlayedEpisodes, is_reached: np.nd
     if probe.failure:
         return
     faults = [*_check_is_function(probe)]
-    yield from faults
-    computed = probe.values.actual.astype(bool)
-    differs = computed != episodes.terminated
-    if differs.any() and not faults:
-        row, where = _example(differs, episodes)
-        yield Finding.of(
-            "terminated-differs",
-            f"step returned terminated={episodes.terminated[row]} and {probe.what} {computed[row]} ({where}).",
-        )
-    yield from _check_time_limit(episodes, is_reached | computed)
+    yield from faults or _check_step(probe, episodes.terminated, episodes)
+    yield from _check_time_limit(episodes, is_reached | probe.values.actual.astype(bool))
     yield from _check_batch(probe, episodes)
-
-
-def _reached(probe: Probe, steps: int) -> np.ndarray:
-    """Return which steps reach the goal, ``bool [steps]``: their reward equals the reward for the achieved goal."""
-    if probe.failure:
-        return np.zeros(steps, dtype=bool)
-    return probe.values.actual == probe.values.own
 
 
 # Both functions
@@ -101,50 +86,48 @@ def _check_calls(probe: Probe) -> Iterator[Finding]:
 
 def _check_is_function(probe: Probe) -> Iterator[Finding]:
     """Find functions that depend on more than their arguments, or ignore one of them."""
-    name, what = probe.name, probe.what
     actual, own, other, swapped, again = probe.values
     now, later = actual[[*probe.later]], np.array([*probe.later.values()])
     is_random = ~agree(actual, again, _scale_of(actual)).numpy()
     changes = ~agree(now, later, _scale_of(now)).numpy()
     # An end that depends on the achieved goal alone, such as a fall, is correct.
-    varies = changes.any() or (name == "reward" and len(np.unique([actual, swapped])) > 1)
+    varies = changes.any() or (probe.name == "reward" and len(np.unique([actual, swapped])) > 1)
+    ignores_desired = varies and np.array_equal(actual, own) and np.array_equal(actual, other)
+    ignores_achieved = np.array_equal(swapped, own) and not np.array_equal(own, other)
     if is_random.any():
-        row = int(is_random.argmax())
-        yield Finding.of(
-            f"{name}-random",
-            f"{what} is random, or remembers earlier calls: repeated calls with the same arguments differ in "
-            f"{is_random.sum():,} of {len(actual):,} steps, such as {actual[row] + 0:.6g}, {again[row] + 0:.6g}.",
-        )
+        name, rows, one, two = "random", is_random, actual, again
+        problem = "is random, or remembers earlier calls: repeated calls with the same arguments return"
     elif len(actual) < FEWEST:
         return
-    elif varies and np.array_equal(actual, own) and np.array_equal(actual, other):
-        row = int(np.abs(actual - np.median(actual)).argmax())
-        yield Finding.of(
-            f"{name}-ignores-desired-goal",
-            f"{what} does not use its argument desired_goal: it returns {actual[row] + 0:.6g} for the desired goal of "
-            f"the episode, for the achieved goal, and for another goal ({len(actual):,} steps).",
-        )
-    elif np.array_equal(swapped, own) and not np.array_equal(own, other):
-        yield Finding.of(
-            f"{name}-ignores-achieved-goal",
-            f"{what} does not use its argument achieved_goal: it returns {own[0] + 0:.6g} for the goal just achieved, "
-            f"and for another goal in its place ({len(own):,} steps).",
-        )
+    elif ignores_desired:
+        name, rows, one, two = "ignores-desired-goal", actual == other, actual, other
+        problem = "does not use its argument desired_goal: for the desired goal and for another one, it returns"
+    elif ignores_achieved:
+        name, rows, one, two = "ignores-achieved-goal", own == swapped, own, swapped
+        problem = "does not use its argument achieved_goal: for the achieved goal and for another one, it returns"
     elif changes.any():
-        row = int(changes.argmax())
-        yield Finding.of(
-            f"{name}-depends-on-state",
-            f"{what} depends on more than its arguments: for the same arguments, it returned {now[row] + 0:.6g} right "
-            f"after the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
-            "differ).",
-        )
+        name, rows, one, two = "depends-on-state", changes, now, later
+        problem = "depends on more than its arguments: right after the step and after the last episode, it returned"
+    else:
+        return
+    row = int(rows.argmax())
+    values = f"{one[row] + 0:.6g} and {two[row] + 0:.6g}"
+    yield Finding.of(
+        f"{probe.name}-{name}", f"{probe.what} {problem} {values} (in {rows.sum():,} of {len(rows):,} steps)."
+    )
 
 
 def _check_batch(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Find functions of the environment that cannot be called with a batch of goals."""
     if not probe.is_of_env:
         return
-    rows, achieved, desired = _pairs(episodes)
+    steps = len(episodes.reward)
+    rows = np.linspace(0, steps - 1, min(COMPARED_ROWS, steps)).astype(int)
+    achieved = episodes.next_achieved[rows]
+    # Goals as hindsight draws them: achieved goals, desired goals, and next outcomes, which are near the threshold.
+    desired = episodes.next_achieved[np.minimum(rows + 1, steps - 1)]
+    desired[::4] = achieved[::4]
+    desired[1::4] = episodes.desired[rows][1::4]
     infos = [episodes.infos[row] for row in rows]
     read = [key for key in sorted(probe.read) if all(key in info for info in infos)]
     info = {key: np.stack([np.asarray(each[key]) for each in infos]) for key in read}
@@ -166,24 +149,19 @@ def _check_batch(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
         yield Finding.of(f"{probe.name}-not-batched", f"{probe.what} {problem}.")
 
 
-def _pairs(episodes: PlayedEpisodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps, ``int64 [rows]``, with achieved goals and goals as hindsight draws them, ``[rows, *goal]``.
-
-    A quarter of the drawn goals equal the achieved goal, a quarter the desired goal, and half the next outcome, which
-    is close to the threshold.
-    """
-    steps = len(episodes.reward)
-    rows = np.linspace(0, steps - 1, min(COMPARED_ROWS, steps)).astype(int)
-    achieved = episodes.next_achieved[rows]
-    desired = episodes.next_achieved[np.minimum(rows + 1, steps - 1)]
-    desired[::4] = achieved[::4]
-    desired[1::4] = episodes.desired[rows][1::4]
-    return rows, achieved, desired
-
-
 def _scale_of(values: np.ndarray) -> float:
     """Return the scale at which rewards ``[n]`` are compared: their largest magnitude, and at most 1."""
     return min(1.0, float(np.abs(values).max(initial=0.0)))
+
+
+def _check_step(probe: Probe, returned: np.ndarray, episodes: PlayedEpisodes) -> Iterator[Finding]:
+    """Compare the values that ``step`` returned, ``[n]``, with those of the function."""
+    computed = probe.values.actual
+    differs = ~agree(returned, computed, _scale_of(computed)).numpy()
+    if differs.any():
+        row, where = _example(differs, episodes)
+        values = f"{probe.name}={returned[row] + 0:.6g} and {probe.what} {computed[row] + 0:.6g}"
+        yield Finding.of(f"{probe.name}-differs", f"step returned {values} ({where}).")
 
 
 def _example(rows: np.ndarray, episodes: PlayedEpisodes) -> tuple[int, str]:
@@ -206,8 +184,7 @@ def _check_values(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
             "reward-constant", f"{probe.what} returned {every[0] + 0:.6g} for all {len(every):,} pairs of goals."
         )
         return
-    scale = _scale_of(values.actual)
-    missed = (values.swapped > values.own) & ~agree(values.swapped, values.own, scale).numpy()
+    missed = (values.swapped > values.own) & ~agree(values.swapped, values.own, _scale_of(values.actual)).numpy()
     if missed.any():
         row = int(missed.argmax())
         yield Finding.of(
@@ -216,21 +193,13 @@ def _check_values(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
             f"{values.swapped[row] + 0:.6g} where another goal was achieved ({missed.sum():,} of {len(missed):,} "
             f"pairs; the first with the goal of step {episodes.step[row]} of episode {episodes.episode[row]}).",
         )
-    differs = ~agree(episodes.reward, values.actual, scale).numpy()
-    if differs.any():
-        row, where = _example(differs, episodes)
-        largest = np.abs(episodes.reward - values.actual).max()
-        yield Finding.of(
-            "reward-differs",
-            f"step returned the reward {episodes.reward[row] + 0:.6g} and {probe.what} {values.actual[row] + 0:.6g} "
-            f"({where}). They differ by up to {largest:.4g}.",
-        )
+    yield from _check_step(probe, episodes.reward, episodes)
 
 
 def _check_reached(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check which goals count as reached, if all reached goals have the same reward."""
     actual, own, *_ = probe.values
-    is_reached = _reached(probe, len(own))
+    is_reached = actual == own
     # The difference cancels a cost that does not depend on goals.
     is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2
     if is_sparse and not is_reached.any():

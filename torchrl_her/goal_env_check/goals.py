@@ -24,15 +24,11 @@ EXACT = 1e-5  # a copy differs by at most this share of its extent
 
 def check_shapes(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
     """Check the shapes and dtypes of an achieved and a desired goal, ``[*goal]``."""
-    if achieved.shape != desired.shape:
-        yield Finding.of(
-            "goal-shapes-differ",
-            f"The achieved goal has the shape {achieved.shape} and the desired goal {desired.shape}.",
-        )
-    if achieved.dtype != desired.dtype:
-        yield Finding.of(
-            "goal-dtypes-differ", f"The achieved goal is {achieved.dtype} and the desired goal {desired.dtype}."
-        )
+    for name in ("shape", "dtype"):
+        one, other = getattr(achieved, name), getattr(desired, name)
+        if one != other:
+            message = f"The achieved goal has the {name} {one} and the desired goal {other}."
+            yield Finding.of(f"goal-{name}s-differ", message)
 
 
 def check_numbers(episodes: PlayedEpisodes) -> Iterator[Finding]:

@@ -123,13 +123,12 @@ def play(
             observation, reward, terminated, truncated, info = _step(env, action)
             watcher.see(observation)
             after, next_rest = goals.read(observation), goals.rest(observation)
-            if after[0].shape == before[1].shape:
-                recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
-                other = visited[-1 - rng.integers(min(recent, len(visited)))]
-                for probe in probes:
-                    probe.observe(after[0], before[1], info, other)
-                if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
-                    action = env.action_space.sample()
+            recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
+            other = visited[-1 - rng.integers(min(recent, len(visited)))]
+            for probe in probes:
+                probe.observe(after[0], before[1], info, other)
+            if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
+                action = env.action_space.sample()
             visited.append(after[0])
             goals_of_step = before[0], after[0], before[1], after[1]
             yield info, *goals_of_step, rest, next_rest, reward, terminated, truncated, episode, step
