@@ -106,7 +106,7 @@ class RewardCheck:
         Discrete goals are not judged, because they can be reached exactly.
         """
         kept = self._moved  # other threads may write, and replace the list, at the same time
-        if kept is None:
+        if kept is None or not goals.is_floating_point():
             return
         before = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach()
         steps = goals.double() - before.double()
