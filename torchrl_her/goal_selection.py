@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs import Transform
@@ -49,10 +50,10 @@ class SelectionReport:
         reached = f"{self.reached:,} of {self.selected:,} selected goals"
         if self.selected:
             reached += f", {self.reached / self.selected:.1%}"
-        rows = [("episodes", f"{self.episodes:,}"), ("goal reached", reached)]
+        rows = [f"  episodes        {self.episodes:,}", f"  goal reached    {reached}"]
         if self.cutoff is not None:
-            rows += [("cutoff", f"{self.cutoff:.4g}, below which no goal is feasible")]
-        return "\n".join(["GoalSelection", *(f"  {name:<16}{text}" for name, text in rows)])
+            rows.append(f"  cutoff          {self.cutoff:.4g}, below which no goal is feasible")
+        return "\n".join(["GoalSelection", *rows])
 
 
 class GoalSelection(Transform):
@@ -137,17 +138,15 @@ class GoalSelection(Transform):
         for name, value in (("candidates", candidates), ("start", start)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}.")
-        if not hindsight.reward.out_keys:
-            raise ValueError("GoalSelection recomputes rewards, but hindsight has none: pass a reward to HERTransform.")
-        if STEPS_TO_GOAL in hindsight.reward.in_keys:
+        if not hindsight.reward.out_keys or STEPS_TO_GOAL in hindsight.reward.in_keys:
             raise ValueError(
-                "GoalSelection needs a reward that is computed from the goals, but this one reads the number of steps "
-                "to the goal: replace ReachedReward with GoalReward(reward_fn), SparseReward or EnvReward."
+                "GoalSelection computes rewards from the goals: pass HERTransform a GoalReward(reward_fn), "
+                "SparseReward or EnvReward instead of None or ReachedReward."
             )
         if not isinstance(hindsight.keys.done, str):
             raise ValueError(
-                f"GoalSelection needs the done flags at the root, got {hindsight.keys.done!r}: with nested flags, "
-                "TorchRL resets only the entries next to them. Move the flags of the environment to the root."
+                f"GoalSelection needs the done flags at the root, got {hindsight.keys.done!r}, because TorchRL resets "
+                "only the entries next to them. Move the flags of the environment to the root."
             )
         if start > hindsight.capacity:
             raise ValueError(
@@ -161,7 +160,8 @@ class GoalSelection(Transform):
         self.within_desired, self.towards_desired = within_desired, towards_desired
         self._kept_share = 0.0  # the probability that the environment's own goal is kept; used if `towards_desired`
         self._resets_to_fit = 0  # the number of resets before the selector learns again
-        self._box: tuple[Tensor, Tensor] | None = None  # the smallest and largest desired goals, [*goal] each
+        # The smallest and the largest desired goals, [*goal] each after the first reset
+        self._box = torch.tensor(math.inf), torch.tensor(-math.inf)
         self._desired: Tensor | None = None  # the last desired goals of the environment, [m, *goal]
         none = torch.zeros(0, dtype=torch.bool)
         self._selected = none  # bool [n], whether the goal of each environment is selected
@@ -235,7 +235,7 @@ class GoalSelection(Transform):
             "selected": selected.view(*batch, 1),
             "steps_at_goal": torch.zeros(*batch, 1, dtype=torch.int64, device=own.device),
         }
-        return tensordict_reset.set(SELECTION, TensorDict(selection, batch_size=batch, device=tensordict_reset.device))
+        return tensordict_reset.set(SELECTION, selection)
 
     def _check_process(self) -> None:
         if not self.hindsight.is_up_to_date:
@@ -243,10 +243,8 @@ class GoalSelection(Transform):
                 "GoalSelection reads a goal table in which no goal that the agent achieves would arrive. If it was "
                 "unpickled without its replay buffer, pickle both together, pickle.dumps((env, replay_buffer)). If it "
                 "is in another process than the buffer, their goal table must be shared: create the buffer with "
-                "shared=True, a storage that is shared, and HERTransform(..., "
-                'goal_spec=env.observation_spec["achieved_goal"]), before the collector. Or append GoalSelection to '
-                "the batched environment, TransformedEnv(ParallelEnv(...), GoalSelection(...)), in the process of the "
-                "buffer."
+                "shared=True, a shared storage and HERTransform(..., goal_spec=...) before the collector, or append "
+                "GoalSelection to the ParallelEnv, in the process of the buffer."
             )
 
     def _count_ended(self, resets: Tensor) -> None:
@@ -263,10 +261,8 @@ class GoalSelection(Transform):
 
     def _note_desired(self, goals: Tensor) -> None:
         """Remember desired goals of the environment, ``[n, *goal]``."""
-        low, high = goals.amin(0), goals.amax(0)
-        if self._box is not None:
-            low, high = torch.minimum(low, self._box[0]), torch.maximum(high, self._box[1])
-        self._box = low, high
+        low, high = self._box
+        self._box = torch.minimum(goals.amin(0), low), torch.maximum(goals.amax(0), high)
         if self.towards_desired:
             earlier = goals[:0] if self._desired is None else self._desired
             self._desired = torch.cat([earlier, goals])[-DESIRED_KEPT:]
@@ -326,8 +322,6 @@ class GoalSelection(Transform):
 
     def _within_box(self, goals: Tensor) -> Tensor:
         """Return which goals, ``[n, *goal]``, are within the box of the environment's goals so far, ``bool [n]``."""
-        if self._box is None:
-            return torch.ones(len(goals), dtype=torch.bool, device=goals.device)
         low, high = (bound.to(goals.device) for bound in self._box)
         margin = MARGIN * (high - low).max()  # an object at rest varies in height, and the goals on a table do not
         return ((goals >= low - margin) & (goals <= high + margin)).reshape(len(goals), -1).all(-1)
@@ -363,10 +357,7 @@ class GoalSelection(Transform):
             self._reached = (steps > 0).reshape(-1)
         # A collector updates its tensors in place, so no two entries may share memory.
         added = {"desired_goal": own.clone(), "selected": selected, "steps_at_goal": steps}
-        return next_tensordict.set(
-            SELECTION,
-            TensorDict(added, batch_size=next_tensordict.batch_size, device=next_tensordict.device),
-        )
+        return next_tensordict.set(SELECTION, added)
 
     def _recompute(self, tensordict: TensorDictBase, after: TensorDictBase, selected: Tensor) -> Tensor:
         """Recompute the rewards, and the done flags if the reward module writes them, where goals are selected.
@@ -389,17 +380,12 @@ class GoalSelection(Transform):
         computed, best = (each.get(keys.next_reward) for each in results)
         after.set(keys.reward, where(selected, computed, stored))
         if keys.next_terminated in reward.out_keys:
-            self._set_flags(after, selected, results[0].get(keys.next_terminated))
+            own_end = after.get(keys.terminated)
+            terminated = where(selected, results[0].get(keys.next_terminated), own_end)
+            after.set(keys.terminated, terminated).set(keys.done, after.get(keys.done) | terminated)
+            if (truncated := after.get(keys.truncated, None)) is not None:
+                after.set(keys.truncated, truncated | (own_end & ~terminated))  # the environment has ended for its goal
         return agree(computed, best).reshape(*batch, -1).all(-1, keepdim=True)
-
-    def _set_flags(self, after: TensorDictBase, selected: Tensor, terminated: Tensor) -> None:
-        keys = self.hindsight.keys
-        stored = after.get(keys.terminated)
-        terminated = where(selected, terminated, stored)
-        # If the environment has ended for its own goal, the episode is cut.
-        after.set(keys.terminated, terminated).set(keys.done, after.get(keys.done) | terminated)
-        if (truncated := after.get(keys.truncated, None)) is not None:
-            after.set(keys.truncated, truncated | (stored & ~terminated))
 
     # Copies, saving
 

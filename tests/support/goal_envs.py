@@ -320,7 +320,7 @@ FAULTS = {
         lambda s, a, d, i: -1.0 if np.any(apart(a, d) > 1) else -apart(a, d), longest=3, info=lambda *_: {}
     ),
     "reward-constant: nothing is reached": variant(threshold=-1),
-    "reward-reaches-everything: threshold": variant(threshold=2.5),
+    "reward-reaches-everything: threshold": variant(threshold=2.0),
     "reward-constant: everything is reached": variant(threshold=6),
     "threshold-too-small: unit": variant(threshold=1e-6),
     "no-goal-reached: far goals": variant(draw_goal=lambda s: s.np_random.uniform(1.3, 1.4, 2)),
@@ -367,7 +367,7 @@ FAULTS = {
     "achieved-goal-stale-at-reset: always": variant(StaleAtReset, share=1.0),
     "achieved-goal-jumps: reset": showing(achieved_goal=lambda s: s.position if s.time else np.full(2, -1.4)),
     "achieved-goal-lags: in the observation": Lagging,
-    "achieved-goal-lags: in the reward": paying(
+    "reward-differs: the reward of the next achieved goal": paying(
         lambda s, a, d, i: missed(s.position, d), showing(Lagging, observation=lambda s: np.zeros(2))
     ),
     "achieved-goal-moves-late: noise": showing(Lagging, observation=lambda s: s.np_random.uniform(-1, 1, 2)),

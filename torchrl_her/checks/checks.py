@@ -54,7 +54,7 @@ class Checks:
         self._has_entries = False  # whether a write had all entries
         self._has_written = False  # a collector's dummy does not count
         self._continuity = ContinuityCheck(keys)
-        self._rewards = RewardCheck(rewards.reward, keys, self._continuity, compares=compares, goal_fn=goal_fn)
+        self._rewards = RewardCheck(rewards.reward, keys, compares=compares, goal_fn=goal_fn)
         self._missing_ends = MissingEndsCheck(keys, self._continuity)
         self._time_limit = TimeLimitCheck(keys, self._rewards)
         self._goal_copies = GoalCopiesCheck(keys, extra_keys)
@@ -113,7 +113,6 @@ class Checks:
         if self._is_counted(written):
             self._has_written = True
             self._continuity.on_tracked(tensordict, written, tracked)
-            self._rewards.on_tracked()
             self._missing_ends.on_tracked(written, tracked)
             self._time_limit.on_tracked(tensordict, written, tracked)
             self._counts.count_compiled()

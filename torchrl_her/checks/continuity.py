@@ -65,7 +65,7 @@ class ContinuityCheck:
 
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Count the transitions of a write, and warn about them."""
-        count, first = len(written.done), WARM_UP - self.transitions
+        count, first = len(written.done), max(0, WARM_UP - self.transitions)
         if tracked.loaded and not tracked.continued:
             warn_user(
                 f"The loaded buffer has {tracked.loaded} running episode(s), and the first write after loading "
@@ -76,8 +76,14 @@ class ContinuityCheck:
         self.transitions += count
         self.breaks += len(tracked.breaks)
         self.ambiguous += tracked.ambiguous
-        if tracked.ambiguous:
-            self._warn_if_ambiguous()
+        share = self.ambiguous / self.transitions
+        if share > SHARE_AMBIGUOUS and self.transitions >= 1000 and not self._has_warned_of_ambiguous:
+            self._has_warned_of_ambiguous = True
+            warn_user(
+                f"{share:.0%} of the transitions could continue several running episodes, because these have the same "
+                "goals. Some may be assigned to the wrong episode: write trajectory ids "
+                "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
+            )
         if self.is_broken:
             return
         is_adopted = written.names.numbers is not None
@@ -86,11 +92,9 @@ class ContinuityCheck:
             # many environments, which the next write shows.
             self.of_first_write = self._message(1.0, tensordict, written, tracked.breaks[:0])
             return
-        self._counted += min(count, max(0, count - first))
-        breaks = tracked.breaks
-        if len(breaks):
-            breaks = breaks[breaks >= first]
-            self._counted_breaks += len(breaks)
+        breaks = tracked.breaks[tracked.breaks >= first]
+        self._counted += count - min(count, first)
+        self._counted_breaks += len(breaks)
         if self._counted >= JUDGED_TRANSITIONS:
             share = self._counted_breaks / self._counted
             self.is_broken = share >= SHARE_BROKEN
@@ -114,16 +118,6 @@ class ContinuityCheck:
             "little more than their own outcomes as goals. Possible causes, most likely first: "
             f"{'; '.join(dict.fromkeys(causes))}."
         )
-
-    def _warn_if_ambiguous(self) -> None:
-        share = self.ambiguous / self.transitions
-        if share > SHARE_AMBIGUOUS and self.transitions >= 1000 and not self._has_warned_of_ambiguous:
-            self._has_warned_of_ambiguous = True
-            warn_user(
-                f"{share:.0%} of the transitions could continue several running episodes, "
-                "because these have the same goals. Some may be assigned to the wrong episode: write trajectory ids "
-                "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
-            )
 
 
 def _likely_causes(tensordict: TensorDictBase, keys: HERKeys, written: Write) -> list[str]:

@@ -55,11 +55,10 @@ class MissingEndsCheck:
         if ended >= SILENT_EPISODES + self._begun and self._continuity.is_broken is False:
             self._is_over = True
             warn_user(
-                f"{ended} episodes ended without a done flag, and no transition had one: each time, the next "
-                "transition does not continue the episode. Losses and samplers cannot recognize these ends. Set "
-                f"{self._keys.next_done!r}, and {self._keys.next_terminated!r} or {self._keys.next_truncated!r}, in "
-                "the last transition of each episode. If several environments alternate, write trajectory ids "
-                "(keys=HERKeys(trajectory=...)), or each environment in its own row, [environments, steps]."
+                f"{ended} episodes ended without a done flag, and no transition had one: the next transition does not "
+                f"continue the episode. Losses and samplers cannot recognize these ends. Set {self._keys.next_done!r}, "
+                f"and {self._keys.next_terminated!r} or {self._keys.next_truncated!r}, in the last transition of each "
+                "episode. If environments alternate, write trajectory ids, or [environments, steps]."
             )
 
 
@@ -79,7 +78,7 @@ class TimeLimitCheck:
         self._rewards = rewards
         self._is_over = not rewards.reward.out_keys  # without rewards, reached goals are unknown
         self._length = 0  # of the first episode, in steps
-        self._last: list[np.ndarray] = []  # the last rewards of episodes, [episodes, agents] each
+        self._last: list[list[float]] = []  # the last rewards of episodes, [episodes, agents]
 
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Read the ends of the first episodes."""
@@ -88,25 +87,21 @@ class TimeLimitCheck:
         ends = np.flatnonzero(written.done)[:JUDGED_EPISODES]
         lengths = split_name(tracked.steps.name[ends])[1] + 1
         self._length = self._length or int(lengths[0])
-        # A task of one step has no time limit.
-        self._is_over = self._length == 1 or bool((lengths != self._length).any())
-        if self._is_over:
-            return
         rows = written.rows_of(tensordict.select(self._keys.next_terminated, strict=False))
         terminated = rows[to_device(ends, written.goals.device)].get(self._keys.next_terminated, None)
-        if terminated is None or written.rewards is None or not terminated.all():
+        has_limit = self._length > 1 and (lengths == self._length).all()  # a task of one step has no time limit
+        if not has_limit or terminated is None or written.rewards is None or not terminated.all():
             self._is_over = True
             return
-        self._last.append(written.rewards.double().numpy()[ends])
-        if sum(map(len, self._last)) >= JUDGED_EPISODES:
-            self._judge(self._rewards.reached_reward)
-
-    def _judge(self, reached_reward: float | None) -> None:
-        self._is_over, rewards, self._last = True, np.concatenate(self._last), []
-        if reached_reward is None or (np.abs(rewards - reached_reward) < 1e-6).any():
+        self._last += written.rewards[ends].tolist()
+        if len(self._last) < JUDGED_EPISODES:
+            return
+        self._is_over = True
+        reached_reward = self._rewards.reached_reward
+        if reached_reward is None or (np.abs(np.array(self._last) - reached_reward) < 1e-6).any():
             return
         warn_user(
-            f"The first {len(rewards)} episodes were all terminated after {self._length} steps, and none of them at "
+            f"The first {len(self._last)} episodes were all terminated after {self._length} steps, and none of them at "
             "its goal, so a time limit seems to be stored as a termination. The loss would assume that nothing follows "
             f"their last steps. Store the time limit under {self._keys.next_truncated!r}, and keep "
             f"{self._keys.next_terminated!r} False: step() of gymnasium returns both flags. If the task really ends "

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import ExcludeTransform, RenameTransform, Transform
 
@@ -15,21 +14,15 @@ from torchrl_her._private import warn_user
 from torchrl_her.keys import SELECTION, HERKeys
 
 OWN_GOAL = (SELECTION, "desired_goal")
-SEARCHED_ROWS = 64  # rows that are searched in each write
+SEARCHED_ROWS = 64  # rows that are searched for new goals in each write
 GOALS_OF_A_COPY = 8  # an entry that equals this many different goals is a copy
 SEARCHED_WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
 
 
-class GoalCopies(NamedTuple):
-    """The entries that contained a goal in all writes so far."""
-
-    places: dict[NestedKey, set[int]] | None = None  # where the goal starts in each entry; None before the first write
-    goals: frozenset[bytes] = frozenset()  # the different goals so far
-    writes: int = 0
-
-
 class GoalCopiesCheck:
     """Warns if written entries contain a copy of the desired goal.
+
+    The last transition of each goal is kept, until there are eight different goals.
 
     Args:
         keys (HERKeys): the keys of the entries.
@@ -38,9 +31,11 @@ class GoalCopiesCheck:
 
     def __init__(self, keys: HERKeys, replaced: frozenset[NestedKey]):
         self._keys = keys
-        self._replaced = replaced
-        # Copies of the desired goal, and of the environment's goal, which GoalSelection can replace.
-        self._found = {keys.desired_goal: GoalCopies(), OWN_GOAL: GoalCopies()}
+        goals = (keys.achieved_goal, keys.desired_goal, OWN_GOAL)
+        self._replaced = {*replaced, *goals, *(unravel_key(("next", goal)) for goal in goals)}
+        # Transitions with the desired goal, and with the environment's goal, which GoalSelection can replace.
+        self._rows: dict[NestedKey, dict[bytes, TensorDictBase]] = {keys.desired_goal: {}, OWN_GOAL: {}}
+        self._writes = 0
 
     def search(self, tensordict: TensorDictBase, later: Iterable[Transform]) -> None:
         """Search transitions ``[*batch]`` for entries that contain the desired goal.
@@ -49,49 +44,46 @@ class GoalCopiesCheck:
         copy, and a network that reads it learns the original goal with the new goal's reward. Copies are harmless in
         entries that relabelling replaces, and in entries that ``later`` transforms rewrite in every sample.
         """
-        if not self._found:
-            return
-        rewritten = _rewritten_by(later) | self._replaced
-        for goal in (self._keys.achieved_goal, self._keys.desired_goal, OWN_GOAL):
-            rewritten |= {goal, unravel_key(("next", goal))}
-        for key, copies in list(self._found.items()):
-            if tensordict.get(key, None) is None or tensordict.get(unravel_key(("next", key)), None) is None:
+        self._writes += 1
+        if self._writes > SEARCHED_WRITES:
+            self._rows = {}
+        for key, kept in [*self._rows.items()]:
+            goals = tensordict.get(key, None)
+            if goals is None:
                 continue
-            found = _search(copies, tensordict, key, rewritten)
-            self._found[key] = found
-            if found.places and len(found.goals) >= GOALS_OF_A_COPY:
-                self._found = {}
-                self._warn(found)
+            rows = tensordict.reshape(-1)
+            for goal, row in _rows_of_goals(goals, len(rows)).items():
+                kept[goal] = rows[row].clone()
+            if len(kept) < GOALS_OF_A_COPY:
+                continue
+            del self._rows[key]
+            found = LazyStackedTensorDict.lazy_stack([*kept.values()])
+            rewritten = _rewritten_by(later) | self._replaced
+            entries = found.keys(include_nested=True, leaves_only=True)
+            kept_entries = [each for each in entries if not rewritten.issuperset((each, unravel_key(("next", each))))]
+            if names := [each for each in kept_entries if _contains(found, each, key)]:
+                self._rows = {}
+                self._warn(names, len(kept))
                 return
-            if not found.places or found.writes >= SEARCHED_WRITES:
-                self._found.pop(key, None)
 
-    def _warn(self, copies: GoalCopies) -> None:
-        names = " and ".join(map(repr, copies.places or ()))
+    def _warn(self, names: list[NestedKey], goals: int) -> None:
         warn_user(
-            f"A copy of the desired goal is in {names} (equal for {len(copies.goals)} different goals, bit for bit). "
-            "Relabelling does not replace it, so the copy would keep the original goal. Do not concatenate in the "
-            f"environment, and let networks read {self._keys.desired_goal!r} in addition to the observation. Or add, "
-            "after the hindsight transform, a transform that rewrites the copy at the root and under 'next' "
-            "(CatTensors) or removes it (ExcludeTransform).",
+            f"A copy of the desired goal is in {' and '.join(map(repr, names))} (equal for {goals} different goals, "
+            "bit for bit). Relabelling does not replace it, so the copy would keep the original goal. Do not "
+            f"concatenate in the environment, and let networks read {self._keys.desired_goal!r} in addition to the "
+            "observation. Or add, after the hindsight transform, a transform that rewrites the copy at the root and "
+            "under 'next' (CatTensors) or removes it (ExcludeTransform).",
         )
 
 
-def _search(copies: GoalCopies, tensordict: TensorDictBase, goal: NestedKey, rewritten: set[NestedKey]) -> GoalCopies:
-    """Return which of the entries contain the goals of these transitions, too."""
-    goals = [_rows(tensordict, tensordict.get(each)) for each in (goal, unravel_key(("next", goal)))]
-    stride = math.prod(tensordict.get(goal).shape[tensordict.ndim + 1 :])
-    places: dict[NestedKey, set[int]] = {}
-    for key in copies.places or tensordict.keys(include_nested=True, leaves_only=True):
-        pair = (key, unravel_key(("next", key)))
-        if not rewritten.issuperset(pair):
-            found = _places(tensordict, pair, goals, stride)
-            places[key] = found if copies.places is None else found & copies.places[key]
-    places = {key: each for key, each in places.items() if each}
-    if not places:
-        return GoalCopies(places)
-    rows = goals[0].contiguous().view(torch.uint8).numpy(force=True)
-    return GoalCopies(places, copies.goals.union(row.tobytes() for row in rows), copies.writes + 1)
+def _rows_of_goals(goals: Tensor, count: int) -> dict[bytes, int]:
+    """Return a row of each goal, given the goals ``[*batch, *goal]`` of ``count`` transitions.
+
+    At most 64 rows are searched. They are evenly spaced, with the first and the last one.
+    """
+    rows = torch.linspace(0, count - 1, min(count, SEARCHED_ROWS)).long()
+    values = goals.reshape(count, -1)[rows.to(goals.device)].contiguous().view(torch.uint8).numpy(force=True)
+    return {value.tobytes(): row for value, row in zip(values, rows.tolist(), strict=True)}
 
 
 def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
@@ -110,34 +102,27 @@ def _rewritten_by(transforms: Iterable[Transform]) -> set[NestedKey]:
     return keys
 
 
-def _rows(tensordict: TensorDictBase, value: Tensor) -> Tensor:
-    """Return at most 64 rows of an entry ``[rows, features]``, evenly spaced, with the first and the last."""
-    count = tensordict.batch_size.numel()
-    rows = min(count, SEARCHED_ROWS)
-    index = (torch.arange(rows, device=value.device) * (count - 1)) // max(1, rows - 1)
-    return value.reshape(count, -1)[index]
-
-
-def _places(tensordict: TensorDictBase, pair: Iterable[NestedKey], goals: list[Tensor], stride: int) -> set[int]:
-    """Return where the goals ``[rows, goal]`` start in an entry, in all rows, at the root and under ``"next"``."""
+def _contains(rows: TensorDictBase, key: NestedKey, goal: NestedKey) -> bool:
+    """Return whether an entry of transitions ``[n]`` contains the goal, at the root and under ``"next"``."""
     places = torch.ones((), dtype=torch.bool)
-    for key, goal in zip(pair, goals, strict=True):
+    for pair in ((key, goal), (("next", key), ("next", goal))):
         try:
-            value = tensordict.get(key, None)
+            value, goals = (rows.get(unravel_key(each), None) for each in pair)
         except RuntimeError:  # its shape differs from row to row
-            return set()
-        if not isinstance(value, Tensor) or not _can_contain(value.dtype, goal.dtype):
-            return set()
-        values, goal = _rows(tensordict, value), goal.to(value.dtype)
-        last = values.shape[1] - goal.shape[1]  # the last position at which the goal can start
+            return False
+        if not isinstance(value, Tensor) or not _can_contain(value.dtype, goals.dtype):
+            return False
+        stride = math.prod(goals.shape[2:])
+        values, goals = (each.reshape(len(rows), -1) for each in (value, goals.to(value.dtype)))
+        last = values.shape[1] - goals.shape[1]  # the last position at which the goal can start
         if last < 0:
-            return set()
-        for feature in range(goal.shape[1]):  # one at a time, because [rows, places, goal] can take gigabytes
+            return False
+        for feature in range(goals.shape[1]):  # one at a time, because [rows, places, goal] can take gigabytes
             column = values[:, feature : feature + last + 1 : stride]  # [rows, places]
-            places = places & (column == goal[:, feature, None]).all(dim=0)
+            places = places & (column == goals[:, feature, None]).all(dim=0)
             if not places.any():
-                return set()
-    return set(places.nonzero().flatten().tolist())
+                return False
+    return True
 
 
 def _can_contain(dtype: torch.dtype, goal: torch.dtype) -> bool:

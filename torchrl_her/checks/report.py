@@ -88,29 +88,25 @@ class Report:
         lengths = ""
         if self.mean_length is not None:
             lengths = f"; length {self.mean_length:.1f} on average, {self.min_length:,} to {self.max_length:,}"
-        table, reasons, others = [], [], []
-        if self.others_wrote:
-            others = [("", "other processes or an earlier run wrote more transitions: their episodes are unknown here")]
-        if self.capacity is not None:
-            table = [("goal table", f"{self.table_size:,} of {self.capacity:,} goals")]
-            reasons = [
-                ("not relabelled", f"{_percent(self.left)} left the table: their goals are no longer kept"),
-                ("", f"{_percent(self.foreign)} foreign: another transform wrote them, or they are padding"),
-            ]
         rows = [
             ("episodes", f"{self.episodes:,}, {self.running:,} of them running{lengths}"),
             ("transitions", f"{self.transitions:,}, {_percent(self.discontinuous)} discontinuous"),
             ("", f"{_percent(self.ambiguous)} ambiguous: they could continue several running episodes"),
-            *others,
-            *table,
-            ("sampled", f"{self.sampled:,}, {_percent(self.relabelled)} relabelled (her_ratio {self.her_ratio:.2g})"),
-            *reasons,
-            ("mean reward", f"{_number(self.original_reward)} original, {_number(self.relabelled_reward)} relabelled"),
-            (
-                "goal reached",
-                f"{_percent(self.original_reached)} original, {_percent(self.relabelled_reached)} relabelled",
-            ),
         ]
+        if self.others_wrote:
+            others = "other processes or an earlier run wrote more transitions: their episodes are unknown here"
+            rows.append(("", others))
+        if self.capacity is not None:
+            rows.append(("goal table", f"{self.table_size:,} of {self.capacity:,} goals"))
+        sampled = f"{self.sampled:,}, {_percent(self.relabelled)} relabelled (her_ratio {self.her_ratio:.2g})"
+        rows.append(("sampled", sampled))
+        if self.capacity is not None:
+            left = f"{_percent(self.left)} left the table: their goals are no longer kept"
+            foreign = f"{_percent(self.foreign)} foreign: another transform wrote them, or they are padding"
+            rows += [("not relabelled", left), ("", foreign)]
+        reward = f"{_number(self.original_reward)} original, {_number(self.relabelled_reward)} relabelled"
+        reached = f"{_percent(self.original_reached)} original, {_percent(self.relabelled_reached)} relabelled"
+        rows += [("mean reward", reward), ("goal reached", reached)]
         if self.step_length is not None:
             threshold = f"may be too small: a step moves the achieved goal by {self.step_length:.4g} (median),"
             rows += [("threshold", threshold), ("", "and goals at a hundredth of this distance are missed")]

@@ -12,18 +12,16 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_her._private import warn_user
-from torchrl_her.checks.continuity import ContinuityCheck
 from torchrl_her.episodes.write import Write, map_goals
-from torchrl_her.keys import STEPS_TO_GOAL, HERKeys, get_entry
+from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
 from torchrl_her.rewards.comparisons import agree, are_discrete
 from torchrl_her.rewards.goal_reward import ReachedReward
 
 COMPARED_ROWS = 64  # transitions that are compared in one write; the first ones are compared in every write
 ENOUGH_COMPARED = 16  # the check ends when this many compared transitions reach their goal and this many miss it
 DISTANCES = 2**22  # distances of one write are computed for at most this many components of goals
-# If no transition has missed its goal after this many different desired goals or transitions, none is expected to.
-TRIED_GOALS, TRIED_TRANSITIONS = 8, 2000
-ENOUGH_MOVED = 32  # transitions that move the achieved goal are judged together when there are this many
+TRIED = 1000  # if no transition has missed its goal after this many transitions, none is expected to
+ENOUGH_MOVED = 10  # transitions that move the achieved goal are judged together when there are this many
 PART = 100  # a goal at this part of a step should be reached
 GOAL_CHANGES = (
     "Its desired goal differs at the root and under 'next', so the two rewards are for different goals. A desired goal "
@@ -53,32 +51,28 @@ class RewardCheck:
         self,
         reward: TensorDictModuleBase,
         keys: HERKeys,
-        continuity: ContinuityCheck,
         *,
         compares: bool,
         goal_fn: Callable[[Tensor], Tensor] | None,
     ):
         self.reward = reward
         self.keys = keys
-        self._continuity = continuity
         self.goal_fn = goal_fn
         self.reached_reward: float | None = None
         self._is_over = not reward.out_keys  # only goals are relabelled
         self._reads_steps = STEPS_TO_GOAL in reward.in_keys  # written transitions have no such entry
         self.compares = compares
         self.step_length: float | None = None
-        # Transitions that move the achieved goal, with the goals achieved before and after, until they are judged.
-        self._moved: list[tuple[TensorDictBase, Tensor, Tensor]] | None = []
+        # Steps that move the achieved goal and where they end, [n, features] each, and whether goals there and nearby
+        # are missed, bool [n] each, until there are enough of them.
+        self._moved: list[tuple[Tensor, ...]] | None = []
         self.recomputes_ends = keys.next_terminated in reward.out_keys
         is_learned = any(each.requires_grad for each in reward.parameters())
         self._is_learned = is_learned or bool(getattr(reward, "recompute_all", False))
         self._checks_ends = not self.recomputes_ends  # until it is known whether episodes end on success
         self._reached = self._missed = 0  # compared transitions
         self._can_miss = False  # whether another goal than its own outcome gave a transition a worse reward
-        # The desired goals and the outcomes that were compared until a transition has missed its goal.
-        self._desired: set[bytes] = set()
-        self._outcomes: list[Tensor] = []
-        self._waiting: str | None = None  # a warning that is issued unless the achieved goals are wrong
+        self._outcomes: list[Tensor] = []  # compared until a transition has missed its goal
         self._range = (math.inf, -math.inf)  # of stored rewards
         self._written = self._next = 0  # transitions so far, and those at which the next comparison is due
 
@@ -86,16 +80,10 @@ class RewardCheck:
         """Compare some of the written transitions ``[*batch]``, and warn about differences.
 
         Raises:
-            KeyError: if there is no reward.
             ValueError: if the reward module writes rewards of another shape, or modifies its input.
         """
-        if self._is_over:
+        if self._is_over or written.rewards is None:
             return
-        if written.rewards is None:
-            get_entry(tensordict, self.keys.next_reward, "reward")  # raises the error
-        assert written.rewards is not None
-        if self._moved is not None and not self._reads_steps:
-            self._check_threshold(tensordict, written)
         values = written.rewards.float().numpy()
         low, high = float(values.min()), float(values.max())
         self._written += len(written.done)
@@ -107,45 +95,32 @@ class RewardCheck:
             rows, goals = written.rows_of(tensordict), written.goals
             chosen = self._choose(rows, goals)
             self._compare(rows[chosen], goals[chosen], lambda row: written.name(int(chosen[row])))
-            if not self._can_miss and not self._has_tried_enough():
+            if not self._can_miss and self._written < TRIED:
                 return  # the next write is compared, too
         self._next = 2 * self._written if self._written >= COMPARED_ROWS else 0
         self._range = min(low, self._range[0]), max(high, self._range[1])
 
-    def _check_threshold(self, tensordict: TensorDictBase, written: Write) -> None:
-        """Keep transitions that move the achieved goal until there are enough of them, then judge the threshold."""
-        kept, goals = self._moved, written.goals  # other threads may write, and replace the list, at the same time
-        moved = (written.start != written.outcome).nonzero()[0]
-        if kept is None or not len(moved):
-            return
-        if not goals.is_floating_point():
-            self._moved = None
-            return
-        index = torch.from_numpy(moved[:: -(-len(moved) // COMPARED_ROWS)]).to(goals.device)
-        rows, after = written.rows_of(tensordict)[index], goals[index]
-        before = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach().to(goals.dtype)
-        has_moved = (before != after).reshape(len(rows), -1).any(1)
-        kept.append((rows[has_moved].clone(), before[has_moved], after[has_moved]))
-        if sum(len(each) for *_, each in kept) >= ENOUGH_MOVED:
-            self._moved = None
-            self._judge_threshold(list(kept))
-
-    def _judge_threshold(self, kept: list[tuple[TensorDictBase, Tensor, Tensor]]) -> None:
+    def _check_threshold(self, rows: TensorDictBase, goals: Tensor, computed: Tensor, best: Tensor) -> None:
         """Find out whether goals at a hundredth of a step from the outcomes are missed.
 
         Discrete goals are not judged, because they can be reached exactly.
         """
-        before, after = (torch.cat([each[place] for each in kept]).double() for place in (1, 2))
-        steps = (after - before).reshape(len(before), -1)
-        if are_discrete(steps, after.view_as(steps)):
+        kept = self._moved  # other threads may write, and replace the list, at the same time
+        if kept is None or not goals.is_floating_point():
             return
-        missed = near_missed = 0
-        for rows, start, outcome in kept:
-            far, near = self._evaluate(rows), self._evaluate(rows, outcome + (start - outcome) / PART)
-            is_missed = is_better(self._evaluate(rows, outcome), far)
-            missed += int(is_missed.sum())
-            near_missed += int((is_missed & ~is_better(near, far)).sum())
-        if near_missed > missed / 2:
+        before = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach()
+        steps = goals.double() - before.double()
+        near = self._evaluate(rows, (goals - steps / PART).to(goals.dtype))
+        missed = is_better(best, computed)
+        of_rows = [each.reshape(len(rows), -1) for each in (steps, goals.double())]
+        columns = (*of_rows, missed, missed & ~is_better(near, computed))
+        moved = of_rows[0].any(1)
+        kept.append(tuple(column[moved] for column in columns))
+        steps, after, missed, near_missed = map(torch.cat, zip(*list(kept), strict=True))
+        if len(steps) < ENOUGH_MOVED:
+            return
+        self._moved = None
+        if near_missed.sum() > missed.sum() / 2 and not are_discrete(steps, after):
             self.step_length = float(steps.norm(dim=1).median())
 
     def _check_values(self, stored: np.ndarray) -> None:
@@ -178,6 +153,7 @@ class RewardCheck:
     def _compare(self, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]) -> None:
         stored = rows.get(self.keys.next_reward).to(goals.device).double().reshape(len(rows), -1)
         computed, best = self._evaluate(rows), self._evaluate(rows, goals)
+        self._check_threshold(rows, goals, computed, best)
         if not self._can_miss:
             self._look_for_missed_goals(rows, goals, computed, best, name)
         if not self._can_miss:
@@ -223,31 +199,22 @@ class RewardCheck:
                 )
         return reward[:count].to(stored.device).double().reshape(count, -1)
 
-    def _has_tried_enough(self) -> bool:
-        """Return whether another goal than a transition's own outcome should have given a worse reward by now."""
-        return len(self._desired) >= TRIED_GOALS or self._written >= TRIED_TRANSITIONS
-
     def _look_for_missed_goals(
         self, rows: TensorDictBase, goals: Tensor, computed: Tensor, best: Tensor, name: Callable[[int], str]
     ) -> None:
         """Find out whether the transitions get a better reward for their own outcome than for another goal."""
         kept = self._outcomes  # other threads may write, and replace the list, at the same time
         kept.append(goals)
-        outcomes, desired, rewards = torch.cat(list(kept)), rows.get(self.keys.desired_goal), computed
+        outcomes, rewards = torch.cat(list(kept)), computed
         others = outcomes.roll(len(outcomes) // 2, 0)[-len(goals) :]
         if not is_better(best, computed).any():
             rewards = self._evaluate(rows, others)
         self._can_miss = bool(is_better(best, rewards).any())
-        if self._can_miss:
-            self._desired, self._outcomes = set(), []
-            return
-        values = desired.reshape(len(rows), -1).contiguous().view(torch.uint8).numpy(force=True)
-        self._desired.update(goal.tobytes() for goal in values)
-        if not self._has_tried_enough():
+        if not self._can_miss and self._written < TRIED:
             return
         self._outcomes = []
-        apart = torch.cat([distances(goals, each) for each in (desired, others)])
-        if self._is_learned or not apart.any():
+        apart = torch.cat([distances(goals, each) for each in (rows.get(self.keys.desired_goal), others)])
+        if self._can_miss or self._is_learned or not apart.any():
             return
         self._is_over = True
         row = int(apart.argmax())
@@ -264,36 +231,21 @@ class RewardCheck:
     def _warn_if_rewards_differ(
         self, computed: Tensor, stored: Tensor, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]
     ) -> None:
-        differs = ~agree(computed, stored)
+        moved = ~_unchanged(rows, self.keys.achieved_goal, self.keys.next_achieved_goal).to(goals.device)
+        differs = ~agree(computed, stored) & moved[:, None]  # otherwise, the goals under "next" can be wrong
         of_row = differs.any(1)
-        if not bool(of_row.any()):
+        if not of_row.any():
             return
         self.compares = False
         has_one_goal = _unchanged(rows, self.keys.desired_goal, self.keys.next_desired_goal).to(goals.device)
-        unmoved = _unchanged(rows, self.keys.achieved_goal, self.keys.next_achieved_goal).to(goals.device)
         row = int((of_row.byte() * 2 + has_one_goal.byte()).argmax())  # first choice: a transition with one goal
         agent = int(differs[row].nonzero()[0])
-        distance = float(distances(goals[row : row + 1], rows[row : row + 1].get(self.keys.desired_goal)))
-        message = (
+        apart = float(distances(goals, rows.get(self.keys.desired_goal))[row])
+        warn_user(
             f"The reward module gives {_number(computed[row, agent])} for a transition whose stored reward is "
-            f"{_number(stored[row, agent])} ({name(row)}); its achieved and desired goal are {distance:.4g} apart. "
+            f"{_number(stored[row, agent])} ({name(row)}); its achieved and desired goal are {apart:.4g} apart. "
+            f"{self._advice(rows) if has_one_goal[row] else GOAL_CHANGES}"
         )
-        if not has_one_goal[row]:
-            warn_user(message + GOAL_CHANGES)
-            return
-        message += f"Relabelled and original rewards would be inconsistent. {self._advice(rows)}"
-        if unmoved[of_row].all():
-            self._waiting = message + " In this transition, the achieved goal is the same at the root and under 'next'."
-        else:
-            warn_user(message)
-
-    def on_tracked(self) -> None:
-        """Issue the warning that waits until it is known whether transitions continue each other, if they do."""
-        if self._waiting is None or self._continuity.is_broken is None:
-            return
-        message, self._waiting = self._waiting, None
-        if not self._continuity.is_broken:
-            warn_user(message)
 
     def _advice(self, rows: TensorDictBase) -> str:
         for key in getattr(self.reward, "info_keys", ()):
@@ -301,22 +253,19 @@ class RewardCheck:
             if rows.get(under_next, None) is not None:
                 return f"info_keys names {key!r}, which belongs to the previous step: use {under_next!r}."
         return (
-            "Use the environment's own reward, EnvReward(env), of an environment with the settings (reward_type, ...) "
-            "of the one that collects, and place transforms that scale rewards or normalize goals after the hindsight "
-            "transform, in the buffer. If step and compute_reward of the environment differ, check_goal_env(env) shows "
-            "how. For a learned reward, pass recompute_all=True to the reward module, such as GoalReward(reward_fn, "
-            "recompute_all=True)."
+            "Relabelled and original rewards would be inconsistent. Use the environment's own reward, EnvReward(env), "
+            "of an environment with the settings (reward_type, ...) of the one that collects, and place transforms "
+            "that scale rewards or normalize goals after the hindsight transform, in the buffer. If step and "
+            "compute_reward of the environment differ, check_goal_env(env) shows how. For a learned reward, pass "
+            "recompute_all=True, as in GoalReward(reward_fn, recompute_all=True)."
         )
 
     def _warn_if_ends_are_missing(self, reached: Tensor, terminated: Tensor | None) -> None:
-        if terminated is None:
-            self._checks_ends = False
+        if terminated is None or not reached.any():
             return
+        self._checks_ends = False
         ended = terminated.reshape(len(reached), -1).any(1).to(reached.device)
-        if bool((reached & ~ended).any()):
-            self._checks_ends = False
-        elif bool((reached & ended).any()):
-            self._checks_ends = False
+        if ended[reached].all():
             warn_user(
                 "The environment ends an episode when its goal is reached, and the reward module does not recompute "
                 f"{self.keys.next_terminated!r}: a relabelled transition that reaches its new goal would not be "

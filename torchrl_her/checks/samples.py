@@ -37,13 +37,8 @@ class AsyncCopy:
     """An asynchronous copy of a tensor ``[n]`` to the host."""
 
     def __init__(self, values: Tensor):
-        self._event = None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.current_stream(values.device).record_event()
-        else:
-            self._values = values.cpu()
+        self._values = values.to("cpu", non_blocking=True)  # in pinned memory
+        self._event = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
     def read(self) -> list[float] | None:
         """Return the values, or None if the copy has not finished."""
@@ -71,14 +66,6 @@ class Counts(NamedTuple):
     in_sequences: float = 0.0  # transitions of sequences whose last transition was relabelled
 
 
-class Counted(NamedTuple):
-    """The parts of a sample that are counted."""
-
-    relabelled: Tensor  # bool [*batch, 1]
-    reward: Tensor | None  # [*batch, ...]; None if only goals are relabelled
-    draw: Draw | None
-
-
 class SampleCounts:
     """Counts sampled transitions on their device, and warns if many are not relabelled.
 
@@ -99,7 +86,7 @@ class SampleCounts:
         self._judged = Counts()  # the totals when they were judged last
         self._warned: set[str] = set()
         self._has_sampled_returns = False
-        self._compiled: Counted | None = None  # the sample of the last compiled call, counted later
+        self._compiled: Sample | None = None  # the sample of the last compiled call, counted later
 
     def on_sample(self, sample: Sample) -> None:
         """Count a sample, unless it is one of many."""
@@ -108,11 +95,11 @@ class SampleCounts:
         self._samples += 1
         self._transitions += transitions
         if transitions and (is_early or self._samples % EVERY == 0):
-            self._count(self._parts_of(sample))
+            self._count(sample)
 
     def keep(self, sample: Sample) -> None:
         """Keep a sample for `count_compiled`. This is called while sampling is compiled."""
-        self._compiled = self._parts_of(sample)
+        self._compiled = sample._replace(data=sample.data.select(self._keys.next_reward, strict=False))
 
     def count_compiled(self) -> None:
         """Count the sample of the last compiled call."""
@@ -120,13 +107,10 @@ class SampleCounts:
         if sample is not None:
             self._count(sample)
 
-    def _parts_of(self, sample: Sample) -> Counted:
-        reward = sample.data.get(self._keys.next_reward, None) if self._recomputes else None
-        return Counted(sample.relabelled, reward, sample.draw)
-
-    def _count(self, sample: Counted) -> None:
+    def _count(self, sample: Sample) -> None:
         """Add a sample to the totals, and warn if many transitions are not relabelled."""
-        sums = _sums(sample, self._rewards.reached_reward)
+        reward = sample.data.get(self._keys.next_reward, None) if self._recomputes else None
+        sums = _sums(sample, reward, self._rewards.reached_reward)
         self._totals = sums if self._totals is None else self._totals.to(sums.device) + sums
         if sample.draw is None:
             return
@@ -166,18 +150,16 @@ class SampleCounts:
             self._warn_once(
                 "foreign",
                 f"{foreign:.0%} of the transitions selected for relabelling kept their goal, because another "
-                "HERTransform wrote them, and this one does not have their goals. Save and load a storage together "
-                "with its transform (rb.dumps and rb.loads), and pass the same transform to all buffers of one "
-                "storage.",
+                "HERTransform wrote them. Save and load a storage together with its transform (rb.dumps and rb.loads), "
+                "and pass the same transform to all buffers of one storage.",
             )
         elif lost >= SHARE_LEFT:
             least = capacity + 1 if lost == 1 else math.ceil(capacity / (1 - lost))
             self._warn_once(
                 "left",
                 f"{lost:.0%} of the transitions selected for relabelling kept their goal, because the achieved goals "
-                f"of their episodes are no longer in the goal table: HERTransform(capacity={capacity}) is too small "
-                "for the transitions in the storage. Pass the number of transitions that the storage can hold, and at "
-                f"least {least}.",
+                f"of their episodes are no longer in the goal table: HERTransform(capacity={capacity}) is too small. "
+                f"Pass the number of transitions that the storage can hold, and at least {least}.",
             )
         if apart >= SHARE_MIXED:
             self._warn_once(
@@ -193,16 +175,16 @@ class SampleCounts:
             warn_user(message)
 
 
-def _sums(sample: Counted, reached_reward: float | None) -> Tensor:
+def _sums(sample: Sample, reward: Tensor | None, reached_reward: float | None) -> Tensor:
     """Return the counts of a sample, ``float64 [counts]``."""
     relabelled = sample.relabelled.reshape(-1)
     ones = torch.ones(len(relabelled), dtype=torch.float64, device=relabelled.device)
-    reward = reached = judged = torch.zeros_like(ones)
-    if sample.reward is not None:
-        reward = sample.reward.reshape(len(relabelled), -1).mean(1, dtype=torch.float64)
+    rewards = reached = judged = torch.zeros_like(ones)
+    if reward is not None:
+        rewards = reward.reshape(len(relabelled), -1).mean(1, dtype=torch.float64)
     if reached_reward is not None:
-        reached, judged = ((reward - reached_reward).abs() < 1e-6).double(), ones
-    values = torch.stack([ones, reward, reached, judged], dim=1)  # [n, 4]
+        reached, judged = ((rewards - reached_reward).abs() < 1e-6).double(), ones
+    values = torch.stack([ones, rewards, reached, judged], dim=1)  # [n, 4]
     of_groups = torch.stack([~relabelled, relabelled]).double() @ values  # [2, 4]
     draw = sample.draw
     if draw is None:

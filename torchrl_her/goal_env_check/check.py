@@ -12,25 +12,9 @@ from torchrl.envs import GymWrapper
 
 from torchrl_her._private import gymnasium_env_of
 from torchrl_her.goal_env_check.finding import FINDINGS, Finding, GoalEnvReport
-from torchrl_her.goal_env_check.functions import check_reward, check_termination, reached
-from torchrl_her.goal_env_check.goals import (
-    check_achieved,
-    check_desired,
-    check_numbers,
-    check_observation,
-    check_seed,
-    check_shapes,
-)
-from torchrl_her.goal_env_check.probe import (
-    EnvironmentFails,
-    Goals,
-    PlayedEpisodes,
-    Probe,
-    UnreadableGoals,
-    Watcher,
-    play,
-    reset,
-)
+from torchrl_her.goal_env_check.functions import check_functions
+from torchrl_her.goal_env_check.goals import check_goals, check_numbers, check_seed, check_shapes
+from torchrl_her.goal_env_check.probe import Goals, PlayedEpisodes, Probe, Unplayable, Watcher, play, reset
 from torchrl_her.keys import HERKeys, check_keys
 from torchrl_her.rewards.env_reward import EnvReward, open_env
 from torchrl_her.rewards.goal_reward import GoalReward
@@ -90,7 +74,13 @@ def check_goal_env(
     if reward is not None and not isinstance(reward, GoalReward):
         reward = GoalReward(reward)
     env, is_made = open_env(env)
-    env = _gymnasium_env(env)
+    if isinstance(env, GymWrapper):
+        env = gymnasium_env_of(env)
+    if not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            "check_goal_env needs one Gymnasium environment, a TorchRL wrapper of one, a function that creates it, or "
+            f"its id, got a {type(env).__name__}."
+        )
     report = GoalEnvReport(type(env.unwrapped).__name__)
     try:
         goals = Goals(keys, goal_fn)
@@ -121,34 +111,37 @@ def _check(
     """Yield all findings, and set the numbers of steps and episodes in the report."""
     try:
         achieved, desired = goals.read(reset(env, seed))
-    except EnvironmentFails as error:
-        yield Finding.of("step-fails", f"{error}.")
-        return
-    except UnreadableGoals as error:
-        yield Finding.of("not-a-goal-env", str(error))
+    except Unplayable as error:
+        yield Finding.of(*error.args)
         return
     yield from check_shapes(achieved, desired)
+    if achieved.shape != desired.shape:  # nothing else can be compared
+        return
     try:
         reward = EnvReward(env) if reward is None else reward
     except TypeError as error:
         yield Finding.of("reward-missing", str(error))
-    probes = [] if reward is None else [Probe(function, reward.info_keys) for function in reward.functions]
+    probes = []
+    if reward is not None:
+        functions = zip(("reward", "terminated"), reward.functions, strict=False)
+        probes = [Probe(name, function, reward.info_keys) for name, function in functions]
     watcher = Watcher(getattr(env, "observation_space", None))
     played: list[tuple[Any, ...]] = []
-    repeated: list[Finding] = []
+    found: list[Finding] = []
     try:
         for step in play(env, goals, probes, watcher, steps, seed):
             played.append(step)
         other = seed + 1  # probes need a current goal that is not one of the episodes'
-        repeated += check_seed(_second_goal(env, goals, other), _second_goal(env, goals, other), other)
-    except EnvironmentFails as error:
-        yield Finding.of("step-fails", f"After {len(played):,} steps, {error}.")
+        found += check_seed(_second_goal(env, goals, other), _second_goal(env, goals, other), other)
+    except Unplayable as error:
+        name, message = error.args
+        yield Finding.of(name, f"After {len(played):,} steps: {message}")
     if played:
         infos, *columns = zip(*played, strict=True)
         episodes = PlayedEpisodes(list(infos), *map(np.stack, columns))
         report.steps, report.episodes = len(played), int(episodes.episode[-1]) + 1
         time_limit = None if env.spec is None else env.spec.max_episode_steps
-        found = [*_check_episodes(episodes, probes, watcher, time_limit), *repeated]
+        found += _check_episodes(episodes, probes, watcher, time_limit)
         names = {finding.name for finding in found}
         yield from (finding for finding in found if not names & EXPLAINED_BY.get(finding.name, set()))
 
@@ -163,33 +156,13 @@ def _check_episodes(
     episodes: PlayedEpisodes, probes: list[Probe], watcher: Watcher, time_limit: int | None
 ) -> Iterator[Finding]:
     """Yield the findings in the episodes, as long as the values can be trusted."""
-    if episodes.next_achieved.shape != episodes.desired.shape:
-        return
     for probe in probes:
         probe.observe_later(episodes.next_achieved, episodes.desired, episodes.infos)
-    if probes and probes[0].modified:  # step probably modifies them, too, and its goals are wrong
-        yield from check_reward(probes[0], episodes)
-        return
     not_numbers = [*check_numbers(episodes)]
     yield from not_numbers
     if not_numbers:
         return
-    yield from check_observation(episodes, watcher)
-    yield from check_achieved(episodes, watcher)
-    yield from check_desired(episodes)
+    if not (probes and probes[0].modified):  # step probably modifies them, too, and its goals are wrong
+        yield from check_goals(episodes, watcher)
     if probes:
-        yield from check_reward(probes[0], episodes)
-        terminated = probes[1] if len(probes) > 1 else None
-        is_reached = reached(probes[0], len(episodes.reward))
-        yield from check_termination(terminated, episodes, is_reached, time_limit)
-
-
-def _gymnasium_env(env: Any) -> Any:
-    if isinstance(env, GymWrapper):
-        env = gymnasium_env_of(env)
-    if not isinstance(env, gymnasium.Env):
-        raise TypeError(
-            "check_goal_env needs one Gymnasium environment, a TorchRL wrapper of one, a function that creates it, or "
-            f"its id, got a {type(env).__name__}."
-        )
-    return env
+        yield from check_functions(probes, episodes, time_limit)

@@ -7,31 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# The advice of the findings in both functions, compute_reward and compute_terminated, by severity.
-OF_FUNCTIONS = {
+# The advice of each finding, by severity. "*" stands for "reward" and for "terminated".
+ADVICE = {
     "error": {
-        "fails": "It is called with (achieved_goal, desired_goal), a function of the environment also with info, for "
-        "one pair of goals or a batch. It can read only the entries of info that step returns.",
-        "modifies-arguments": "Work on a copy: for example, replace achieved_goal -= desired_goal with achieved_goal - "
-        "desired_goal.",
-        "random": "A recomputed value must equal the value that step returns: compute it from the arguments alone, and "
-        "move noise into step.",
-        "depends-on-state": "Compute it from achieved_goal, desired_goal and info alone. Put other inputs (a step "
-        "count, the last action) into info.",
-        "ignores-desired-goal": "Read the argument, not the goal of the running episode (desired_goal instead of "
+        "*-fails": "It must take one pair of goals or a batch, and read only entries of info that step returns.",
+        "*-modifies-arguments": "Work on a copy: achieved_goal - desired_goal, not achieved_goal -= desired_goal.",
+        "*-random": "Compute it from the arguments alone, and move noise into step.",
+        "*-depends-on-state": "Put inputs other than the goals (a step count, the last action) into info.",
+        "*-ignores-desired-goal": "Read the argument, not the goal of the running episode (desired_goal instead of "
         "self.goal).",
-        "ignores-achieved-goal": "Read the argument, not the state of the environment (achieved_goal instead of "
+        "*-ignores-achieved-goal": "Read the argument, not the state of the environment (achieved_goal instead of "
         "self.position).",
-    },
-    "warning": {
-        "needs-info": "Store it with env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass "
-        "EnvReward(env, info_keys=[{keys}]). An entry that was computed with the original goal (a distance, "
-        "is_success) is wrong after relabelling: compute it from the goals.",
-    },
-}
-# The advice of the other findings.
-OTHERS = {
-    "error": {
         "not-a-goal-env": "Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one "
         "array of numbers, or name the entries with keys=HERKeys(achieved_goal=..., desired_goal=...).",
         "step-fails": "To see where, call env.reset() and env.step(env.action_space.sample()) until it fails. The "
@@ -43,66 +29,62 @@ OTHERS = {
         "achieved-goal-stale-at-reset": "Compute it in reset, after the new state is set.",
         "desired-goal-changes": "Draw it only in reset, and end the episode (truncated=True) before the goal changes.",
         "desired-goal-stale-at-reset": "Draw the new goal in reset before you build the observation.",
-        "reward-missing": "Define compute_reward(self, achieved_goal, desired_goal, info), or pass the reward that you "
-        "use.",
+        "reward-missing": "Define compute_reward(self, achieved_goal, desired_goal, info), or pass your own reward.",
         "reward-differs": "Let step return self.compute_reward(achieved_goal, desired_goal, info) for the goals that "
-        "it returns. A bonus or penalty that is not a function of the goals must come from info.",
+        "it returns. Any other bonus or penalty must come from info.",
         "terminated-differs": "Let step return the same for the goals that it returns, and a time limit as truncated. "
         "An end that does not depend on the goal (a fall) must be in both.",
         "reward-constant": "It must be higher for a reached goal: compare its arguments (not self.goal), with a "
         "threshold above 0 that is smaller than the distances between goals, in the unit of the goals.",
         "reward-misses-achieved-goal": "A reached goal must have the highest reward: check the sign, the threshold (<= "
         "instead of <), and the unit and frame of both goals.",
-        "ends-on-success": "Add compute_terminated(self, achieved_goal, desired_goal, info) to the environment, or "
-        "pass EnvReward(env, terminated_fn=...): otherwise relabelled transitions that reach their goal are not "
-        "terminated.",
+        "ends-on-success": "Add compute_terminated(self, achieved_goal, desired_goal, info), or pass EnvReward(env, "
+        "terminated_fn=...): otherwise relabelled transitions that reach their goal are not terminated.",
     },
     "warning": {
+        "*-needs-info": "Store it with env.set_info_dict_reader(default_info_dict_reader([{names}])), and pass "
+        "EnvReward(env, info_keys=[{keys}]). An entry that was computed with the original goal (a distance, "
+        "is_success) is wrong after relabelling: compute it from the goals.",
         "goal-dtypes-differ": "Return both with the same dtype: relabelling converts one to the other.",
         "achieved-goal-unmoved": "If it should change, compute it from the state after each step, not only in reset. "
         "If random actions cannot change it, hindsight has nothing to learn from until the policy does.",
         "achieved-goal-lags": "Compute the achieved goal after the simulation has advanced.",
-        "achieved-goal-moves-late": "If the first action already changes the state, the achieved goal is one step "
-        "late: compute it after the simulation has advanced. If it does not (an actuator with a delay, a mass at rest "
-        "with explicit Euler steps), ignore this.",
-        "achieved-goal-jumps": "Reset may return the goal of another state: compute it after the new state is set. If "
-        "the first step really moves further than any other (a throw, a fall), ignore this.",
+        "achieved-goal-moves-late": "Compute the achieved goal after the simulation has advanced. If the first action "
+        "really has no effect yet (an actuator with a delay, explicit Euler steps from rest), ignore this.",
+        "achieved-goal-jumps": "Compute it in reset after the new state is set. If the first step really moves further "
+        "than any other (a throw, a fall), ignore this.",
         "desired-goal-far": "Use the same unit and frame of reference for both. If random actions do not get far, this "
         "may be intended.",
         "desired-goal-in-observation": "Leave them out: relabelling does not replace them, and networks would learn "
         "the original goal with the new goal's reward. Let networks read 'desired_goal' besides the observation.",
         "observation-outside-space": "Correct the space, or the dtype and the values of the observation.",
-        "reward-reaches-everything": "Use a threshold that is smaller than the distances between goals, in the unit of "
-        "the goals.",
+        "reward-reaches-everything": "Use a threshold that is smaller than the distances between goals, in their unit.",
         "threshold-too-small": "A step seldom ends so near a goal: is the threshold in the unit of the goals? At a "
         "reached goal, the reward of step and the end of the episode were not checked.",
         "success-differs": "Compute both from the same distance and threshold.",
-        "terminated-one-verdict": "Compute it over the last axis (np.linalg.norm(..., axis=-1)) and return one value "
-        "per row.",
+        "terminated-one-verdict": "EnvReward calls it row by row, which is slow: compute it over the last axis "
+        "(np.linalg.norm(..., axis=-1)) and return one value per row.",
         "time-limit-terminates": "Return a time limit as truncated=True, or pass it to gymnasium.make as "
         "max_episode_steps: critics do not bootstrap from a terminated step. If the task itself ends then, add the "
         "number of remaining steps to the observation.",
     },
     "note": {
-        "one-goal": "Without hindsight, networks can ignore it. With hindsight, they must read it: relabelled goals "
-        "differ.",
+        "*-not-batched": "EnvReward calls it row by row, which is slow: operate on the last axis (axis=-1), or "
+        "pass a batched function, GoalReward(reward_fn) or EnvReward(env, terminated_fn=...).",
+        "one-goal": "With hindsight, networks must read it all the same: relabelled goals differ.",
         "reset-ignores-seed": "Training with a seed cannot be repeated. Call super().reset(seed=seed) in reset, and "
         "draw all random numbers from self.np_random.",
         "no-goal-reached": "At a reached goal, the reward of step and the end of the episode were not checked: play "
         "more steps.",
-        "reward-not-batched": "Use operations over the last axis (axis=-1), or pass a batched function: "
-        "GoalReward(reward_fn).",
-        "terminated-not-batched": "Use operations over the last axis (axis=-1), or pass a batched function: "
-        "EnvReward(env, terminated_fn=...).",
         "endless": "Pass max_episode_steps to gymnasium.make or to HERTransform. This is optional: running episodes "
         "are relabelled, too.",
     },
 }
 # The severity and the advice of each finding.
-FINDINGS = {name: (severity, advice) for severity, group in OTHERS.items() for name, advice in group.items()} | {
-    f"{function}-{name}": (severity, advice)
+FINDINGS = {
+    name.replace("*", function): (severity, advice)
     for function in ("reward", "terminated")
-    for severity, group in OF_FUNCTIONS.items()
+    for severity, group in ADVICE.items()
     for name, advice in group.items()
 }
 
@@ -125,8 +107,8 @@ class Finding(NamedTuple):
         >>> finding.name
         'not-a-goal-env'
         >>> print(finding)
-        not-a-goal-env: There is no achieved goal under 'achieved_goal': the observation has the type
-            ndarray.
+        not-a-goal-env: There is no achieved goal under 'achieved_goal': the observation is a ndarray with
+            entries [].
             -> Return a dictionary with 'observation', 'achieved_goal' and 'desired_goal', each goal one
                array of numbers, or name the entries with keys=HERKeys(achieved_goal=..., desired_goal=...).
     """
@@ -142,11 +124,7 @@ class Finding(NamedTuple):
         return cls(name, message, advice.format(**details))
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, severity: str = "") -> str:
-        """Return the finding as wrapped lines, which start with ``severity`` if it is given."""
-        found = textwrap.fill(f"{severity} {self.name}: {self.message}".strip(), WIDTH, subsequent_indent="    ")
+        found = textwrap.fill(f"{self.name}: {self.message}", WIDTH, subsequent_indent="    ")
         advice = textwrap.fill(f"-> {self.advice}", WIDTH, initial_indent="    ", subsequent_indent="       ")
         return f"{found}\n{advice}"
 
@@ -168,8 +146,8 @@ class GoalEnvReport:
         >>> report = check_goal_env("torchrl_her.envs:torchrl_her/PointReach-v0", steps=500)
         >>> print(report)
         PointReach: 0 errors, 0 warnings, 1 note (500 steps, 10 episodes)
-        note no-goal-reached: No goal was reached in 500 steps. When the achieved goal moves, it moves by
-            0.05 per step (median), and by at most 0.07071.
+        note no-goal-reached: No goal was reached in 500 steps. When the achieved goal moves, it moves by 0.05
+            per step (median), and by at most 0.07071.
             -> At a reached goal, the reward of step and the end of the episode were not checked: play more
                steps.
         >>> [finding.name for finding in report.notes]
@@ -195,7 +173,7 @@ class GoalEnvReport:
         counts = ", ".join(_count(len(found), severity) for severity, found in lists.items())
         steps, episodes = _count(self.steps, "step"), _count(self.episodes, "episode")
         lines = [f"{self.env}: {counts} ({steps}, {episodes})"]
-        lines += [finding.text(severity) for severity, found in lists.items() for finding in found]
+        lines += [f"{severity} {finding}" for severity, found in lists.items() for finding in found]
         return "\n".join(lines)
 
 

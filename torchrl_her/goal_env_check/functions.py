@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from torchrl_her.goal_env_check.finding import Finding
-from torchrl_her.goal_env_check.probe import TRIED_EVERY, WIDEST, PlayedEpisodes, Probe, distance, distances
+from torchrl_her.goal_env_check.probe import WIDEST, PlayedEpisodes, Probe, distance, distances
 from torchrl_her.rewards.comparisons import agree, agrees_with_rows, are_discrete, call_rows
 
 COMPARED_ROWS = 256  # rows of the batch that is compared with single calls
 FEWEST = 20  # constant values are reported only if there are at least this many steps
-FEWEST_LATE = 5  # at least this many rewards must match the next achieved goal
 PAIRS = 300  # pairs of achieved and desired goals, few of which should be reached
 SHARE_REACHED = 0.9
 NEAR = 20  # a goal at this part of a step should be reached
@@ -22,66 +21,54 @@ FEWEST_ENDS = 3  # fewer ends near the goal can be a coincidence
 LONG = 100  # an episode of more steps is long
 
 
-def check_reward(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
-    """Check the reward function. A fault hides the faults that it explains."""
-    what = "compute_reward" if probe.is_of_env else "The reward function"
-    yield from _check_calls(probe, "reward", what)
-    if probe.failure or probe.modified:
+def check_functions(probes: list[Probe], episodes: PlayedEpisodes, time_limit: int | None) -> Iterator[Finding]:
+    """Check the reward function, and the function that ends episodes or that one is missing."""
+    reward, *others = probes
+    yield from _check_reward(reward, episodes)
+    if reward.failure or reward.modified:  # step probably modifies its goals, too
         return
-    faults = [*_check_is_function(probe, "reward", what)] or [*_check_values(probe, episodes, what)]
-    yield from faults
-    if any(fault.name in ("reward-random", "reward-depends-on-state") for fault in faults):
-        return
-    yield from _check_batch(probe, episodes, "reward", what)
-    if not faults:
-        yield from _check_reached(probe, episodes, what)
-
-
-def check_termination(
-    probe: Probe | None, episodes: PlayedEpisodes, is_reached: np.ndarray, time_limit: int | None
-) -> Iterator[Finding]:
-    """Check the function that ends episodes, or find out whether one is missing; ``is_reached`` is ``bool [n]``."""
     steps = int(episodes.step.max()) + 1
     if time_limit is None and steps > LONG and not (episodes.terminated | episodes.truncated).any():
         yield Finding.of("endless", f"No episode ended within {steps:,} steps.")
-    if probe is None:
+    is_reached = reward.values.actual == reward.values.own  # the reward equals the reward for the achieved goal
+    if others:
+        yield from _check_termination(others[0], episodes, is_reached)
+    else:
         yield from _check_ends_on_success(episodes, is_reached)
         yield from _check_time_limit(episodes, is_reached)
+
+
+def _check_reward(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
+    """Check the reward function. A fault hides the faults that it explains."""
+    yield from _check_calls(probe)
+    if probe.failure or probe.modified:
         return
-    what = "compute_terminated" if probe.is_of_env else "terminated_fn"
-    yield from _check_calls(probe, "terminated", what)
-    if probe.failure:
-        return
-    faults = [*_check_is_function(probe, "terminated", what)]
+    faults = [*_check_is_function(probe)] or [*_check_values(probe, episodes)]
     yield from faults
-    computed = probe.values().actual.astype(bool)
-    differs = computed != episodes.terminated
-    if differs.any() and not faults:
-        row, where = _example(differs, episodes)
-        yield Finding.of(
-            "terminated-differs",
-            f"step returned terminated={episodes.terminated[row]} and {what} {computed[row]} ({where}).",
-        )
-    yield from _check_time_limit(episodes, is_reached | computed)
-    yield from _check_batch(probe, episodes, "terminated", what)
+    if any(fault.name in ("reward-random", "reward-depends-on-state") for fault in faults):
+        return
+    yield from _check_batch(probe, episodes)
+    if not faults:
+        yield from _check_reached(probe, episodes)
 
 
-def reached(probe: Probe, steps: int) -> np.ndarray:
-    """Return which steps reach the goal, ``bool [steps]``: their reward equals the reward for the achieved goal."""
+def _check_termination(probe: Probe, episodes: PlayedEpisodes, is_reached: np.ndarray) -> Iterator[Finding]:
+    """Check the function that ends episodes; ``is_reached`` is ``bool [n]``."""
+    yield from _check_calls(probe)
     if probe.failure:
-        return np.zeros(steps, dtype=bool)
-    return probe.values().actual == probe.values().own
+        return
+    faults = [*_check_is_function(probe)]
+    yield from faults or _check_step(probe, episodes.terminated, episodes)
+    yield from _check_time_limit(episodes, is_reached | probe.values.actual.astype(bool))
+    yield from _check_batch(probe, episodes)
 
 
 # Both functions
 
 
-def _check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
-    """Find functions that fail, modify their arguments, or read entries that are not stored.
-
-    ``name`` is the prefix of the findings' names, and ``what`` the name of the function in messages.
-    """
-    unknown = sorted(probe.read - probe.info_keys)
+def _check_calls(probe: Probe) -> Iterator[Finding]:
+    """Find functions that fail, modify their arguments, or read entries that are not stored."""
+    name, what, unknown = probe.name, probe.what, sorted(probe.read - probe.info_keys)
     if probe.failure:
         yield Finding.of(f"{name}-fails", f"{what} failed: {probe.failure}.")
     elif unknown:
@@ -97,95 +84,84 @@ def _check_calls(probe: Probe, name: str, what: str) -> Iterator[Finding]:
         yield Finding.of(f"{name}-modifies-arguments", f"{what} modifies its argument {names}.")
 
 
-def _check_is_function(probe: Probe, name: str, what: str) -> Iterator[Finding]:
+def _check_is_function(probe: Probe) -> Iterator[Finding]:
     """Find functions that depend on more than their arguments, or ignore one of them."""
-    actual, own, other, swapped, again = probe.values(TRIED_EVERY)
-    differs = ~agree(actual, again, _scale_of(actual)).numpy()
-    if differs.any():
-        row = int(differs.argmax())
-        yield Finding.of(
-            f"{name}-random",
-            f"{what} is random, or remembers earlier calls: repeated calls with the same arguments differ in "
-            f"{differs.sum():,} of {len(differs):,} steps, such as {actual[row] + 0:.6g}, {again[row] + 0:.6g}.",
-        )
-        return
-    if len(actual) < FEWEST:
-        return
-    now, later = probe.values().actual[[*probe.later]], np.array([*probe.later.values()])
+    actual, own, other, swapped, again = probe.values
+    now, later = actual[[*probe.later]], np.array([*probe.later.values()])
+    is_random = ~agree(actual, again, _scale_of(actual)).numpy()
     changes = ~agree(now, later, _scale_of(now)).numpy()
     # An end that depends on the achieved goal alone, such as a fall, is correct.
-    varies = changes.any() or (name == "reward" and len(np.unique([actual, swapped])) > 1)
-    if varies and np.array_equal(actual, own) and np.array_equal(actual, other):
-        row = int(np.abs(actual - np.median(actual)).argmax())
-        yield Finding.of(
-            f"{name}-ignores-desired-goal",
-            f"{what} does not use its argument desired_goal: it returns {actual[row] + 0:.6g} for the desired goal of "
-            f"the episode, for the achieved goal, and for another goal ({len(actual):,} steps).",
-        )
-    elif np.array_equal(swapped, own) and not np.array_equal(own, other):
-        yield Finding.of(
-            f"{name}-ignores-achieved-goal",
-            f"{what} does not use its argument achieved_goal: it returns {own[0] + 0:.6g} for the goal just achieved, "
-            f"and for another goal in its place ({len(own):,} steps).",
-        )
+    varies = changes.any() or (probe.name == "reward" and len(np.unique([actual, swapped])) > 1)
+    ignores_desired = varies and np.array_equal(actual, own) and np.array_equal(actual, other)
+    ignores_achieved = np.array_equal(swapped, own) and not np.array_equal(own, other)
+    if is_random.any():
+        name, rows, one, two = "random", is_random, actual, again
+        problem = "is random, or remembers earlier calls: repeated calls with the same arguments return"
+    elif len(actual) < FEWEST:
+        return
+    elif ignores_desired:
+        name, rows, one, two = "ignores-desired-goal", actual == other, actual, other
+        problem = "does not use its argument desired_goal: for the desired goal and for another one, it returns"
+    elif ignores_achieved:
+        name, rows, one, two = "ignores-achieved-goal", own == swapped, own, swapped
+        problem = "does not use its argument achieved_goal: for the achieved goal and for another one, it returns"
     elif changes.any():
-        row = int(changes.argmax())
-        yield Finding.of(
-            f"{name}-depends-on-state",
-            f"{what} depends on more than its arguments: for the same arguments, it returned {now[row] + 0:.6g} right "
-            f"after the step and {later[row] + 0:.6g} after the last episode ({changes.sum():,} of {len(now):,} steps "
-            "differ).",
-        )
+        name, rows, one, two = "depends-on-state", changes, now, later
+        problem = "depends on more than its arguments: right after the step and after the last episode, it returned"
+    else:
+        return
+    row = int(rows.argmax())
+    values = f"{one[row] + 0:.6g} and {two[row] + 0:.6g}"
+    yield Finding.of(
+        f"{probe.name}-{name}", f"{probe.what} {problem} {values} (in {rows.sum():,} of {len(rows):,} steps)."
+    )
 
 
-def _check_batch(probe: Probe, episodes: PlayedEpisodes, name: str, what: str) -> Iterator[Finding]:
+def _check_batch(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Find functions of the environment that cannot be called with a batch of goals."""
     if not probe.is_of_env:
         return
-    rows, achieved, desired = _pairs(episodes)
+    steps = len(episodes.reward)
+    rows = np.linspace(0, steps - 1, min(COMPARED_ROWS, steps)).astype(int)
+    achieved = episodes.next_achieved[rows]
+    # Goals as hindsight draws them: achieved goals, desired goals, and next outcomes, which are near the threshold.
+    desired = episodes.next_achieved[np.minimum(rows + 1, steps - 1)]
+    desired[::4] = achieved[::4]
+    desired[1::4] = episodes.desired[rows][1::4]
     infos = [episodes.infos[row] for row in rows]
     read = [key for key in sorted(probe.read) if all(key in info for info in infos)]
     info = {key: np.stack([np.asarray(each[key]) for each in infos]) for key in read}
     expected = call_rows(probe.function, achieved.copy(), desired.copy(), info)
     try:
         values = np.asarray(probe.function(achieved.copy(), desired.copy(), info))
-        problem = f"returned the shape {values.shape} for {len(rows)} pairs of goals"
-        if values.size == len(rows):
-            problem = f"returned other values for {len(rows)} pairs of goals than for each pair alone"
+        problem = f"returned other values (of the shape {values.shape}) for {len(rows)} pairs than for each pair alone"
     except Exception as error:
         values, problem = np.empty(0), f"failed with {len(rows)} pairs of goals ({type(error).__name__}: {error})"
     if agrees_with_rows(values, expected):
         return
-    if name == "terminated" and values.size == 1 and values.dtype != object:
+    if probe.name == "terminated" and values.size == 1 and values.dtype != object:
         yield Finding.of(
             "terminated-one-verdict",
-            f"{what} returns a single value, {bool(values.item())}, for a batch in which {int(expected.sum())} of "
-            f"{len(rows)} pairs of goals end the episode. EnvReward calls it row by row, which is slow.",
+            f"{probe.what} returns a single value, {bool(values.item())}, for a batch in which {int(expected.sum())} "
+            f"of {len(rows)} pairs of goals end the episode.",
         )
-        return
-    yield Finding.of(f"{name}-not-batched", f"{what} {problem}. EnvReward calls it row by row, which is slow.")
-
-
-def _pairs(episodes: PlayedEpisodes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps, ``int64 [rows]``, with achieved goals and goals as hindsight draws them, ``[rows, *goal]``.
-
-    A quarter of the drawn goals equal the achieved goal, a quarter the desired goal, and half are achieved at later
-    steps of the episode.
-    """
-    rows = np.linspace(0, len(episodes.reward) - 1, min(COMPARED_ROWS, len(episodes.reward))).astype(int)
-    last = np.searchsorted(episodes.episode, episodes.episode[rows], side="right") - 1
-    later = np.random.default_rng(0).integers(rows, last, endpoint=True)
-    later[::2] = np.minimum(rows[::2] + 1, last[::2])  # the next outcome: close to the threshold
-    achieved = episodes.next_achieved[rows]
-    desired = episodes.next_achieved[later]
-    desired[::4] = achieved[::4]
-    desired[1::4] = episodes.desired[rows][1::4]
-    return rows, achieved, desired
+    else:
+        yield Finding.of(f"{probe.name}-not-batched", f"{probe.what} {problem}.")
 
 
 def _scale_of(values: np.ndarray) -> float:
     """Return the scale at which rewards ``[n]`` are compared: their largest magnitude, and at most 1."""
     return min(1.0, float(np.abs(values).max(initial=0.0)))
+
+
+def _check_step(probe: Probe, returned: np.ndarray, episodes: PlayedEpisodes) -> Iterator[Finding]:
+    """Compare the values that ``step`` returned, ``[n]``, with those of the function."""
+    computed = probe.values.actual
+    differs = ~agree(returned, computed, _scale_of(computed)).numpy()
+    if differs.any():
+        row, where = _example(differs, episodes)
+        values = f"{probe.name}={returned[row] + 0:.6g} and {probe.what} {computed[row] + 0:.6g}"
+        yield Finding.of(f"{probe.name}-differs", f"step returned {values} ({where}).")
 
 
 def _example(rows: np.ndarray, episodes: PlayedEpisodes) -> tuple[int, str]:
@@ -199,59 +175,31 @@ def _example(rows: np.ndarray, episodes: PlayedEpisodes) -> tuple[int, str]:
 # Rewards
 
 
-def _check_values(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterator[Finding]:
-    values = probe.values()
-    every = np.concatenate(probe.values(TRIED_EVERY))
+def _check_values(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
+    """Compare the rewards of reached and of other goals, and the rewards of ``step`` with those of the function."""
+    values = probe.values
+    every = np.concatenate(values)
     if len(values.own) >= FEWEST and (every == every[0]).all():
         yield Finding.of(
-            "reward-constant",
-            f"{what} returned {every[0] + 0:.6g} for all {len(every):,} pairs of goals, with the goal just achieved, "
-            "with the desired goal, and with goals far away.",
+            "reward-constant", f"{probe.what} returned {every[0] + 0:.6g} for all {len(every):,} pairs of goals."
         )
         return
-    scale = _scale_of(values.actual)
-    better = values.swapped.copy()
-    better[:: 2 * TRIED_EVERY] = np.nan  # goals far away need not be valid
-    missed = (better > values.own) & ~agree(better, values.own, scale).numpy()
+    missed = (values.swapped > values.own) & ~agree(values.swapped, values.own, _scale_of(values.actual)).numpy()
     if missed.any():
         row = int(missed.argmax())
-        tried = (~np.isnan(better)).sum()
         yield Finding.of(
             "reward-misses-achieved-goal",
-            f"{what} returns {values.own[row] + 0:.6g} where the achieved goal is the desired one, and "
-            f"{better[row] + 0:.6g} where another goal was achieved ({missed.sum():,} of {tried:,} pairs; the first "
-            f"with the goal of step {episodes.step[row]} of episode {episodes.episode[row]}).",
+            f"{probe.what} returns {values.own[row] + 0:.6g} where the achieved goal is the desired one, and "
+            f"{values.swapped[row] + 0:.6g} where another goal was achieved ({missed.sum():,} of {len(missed):,} "
+            f"pairs; the first with the goal of step {episodes.step[row]} of episode {episodes.episode[row]}).",
         )
-    differs = ~agree(episodes.reward, values.actual, scale).numpy()
-    if differs.any() and _agrees_one_step_later(probe, episodes, differs):
-        yield Finding.of(
-            "achieved-goal-lags",
-            f"In all {differs.sum():,} steps in which the reward of step differs from the reward of its achieved goal, "
-            "it equals the reward of the next achieved goal.",
-        )
-    elif differs.any():
-        row, where = _example(differs, episodes)
-        largest = np.abs(episodes.reward - values.actual).max()
-        yield Finding.of(
-            "reward-differs",
-            f"step returned the reward {episodes.reward[row] + 0:.6g} and {what} {values.actual[row] + 0:.6g} "
-            f"({where}). They differ by up to {largest:.4g}.",
-        )
+    yield from _check_step(probe, episodes.reward, episodes)
 
 
-def _agrees_one_step_later(probe: Probe, episodes: PlayedEpisodes, differs: np.ndarray) -> bool:
-    """Return whether the rewards of step equal the rewards of the achieved goals one step later."""
-    same_episode = np.append(episodes.episode[1:] == episodes.episode[:-1], False)
-    steps = np.concatenate([np.flatnonzero(rows & same_episode)[:PAIRS] for rows in (differs, ~differs)])
-    goals, desired, infos = episodes.next_achieved, episodes.desired, episodes.infos
-    shifted = [probe.call(goals[step + 1], desired[step], infos[step]) for step in steps]
-    return (differs & same_episode).sum() >= FEWEST_LATE and bool(agree(shifted, episodes.reward[steps]).all())
-
-
-def _check_reached(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterator[Finding]:
+def _check_reached(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check which goals count as reached, if all reached goals have the same reward."""
-    actual, own, *_ = probe.values()
-    is_reached = reached(probe, len(own))
+    actual, own, *_ = probe.values
+    is_reached = actual == own
     # The difference cancels a cost that does not depend on goals.
     is_sparse = len(np.unique(np.round(actual - own, 6))) <= 2
     if is_sparse and not is_reached.any():
@@ -262,9 +210,9 @@ def _check_reached(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterato
         share = np.mean([probe.call(goals[row], desired[other], infos[row]) == own[0] for row, other in pairs])
         if share > SHARE_REACHED:
             yield Finding.of(
-                "reward-constant" if share == 1 else "reward-reaches-everything",
-                f"{what} counts {share:.0%} of {PAIRS} pairs of an achieved and a desired goal as reached (reward "
-                f"{own[0] + 0:.6g}).",
+                "reward-reaches-everything",
+                f"{probe.what} counts {share:.0%} of {PAIRS} pairs of an achieved and a desired goal as reached "
+                f"(reward {own[0] + 0:.6g}).",
             )
     if is_sparse:
         yield from _check_success(episodes, actual, own, is_reached)
@@ -272,29 +220,27 @@ def _check_reached(probe: Probe, episodes: PlayedEpisodes, what: str) -> Iterato
 
 def _none_reached(probe: Probe, episodes: PlayedEpisodes) -> Finding:
     """Find out whether goals at a twentieth of a step from achieved goals are missed."""
-    before, after, desired = episodes.achieved, episodes.next_achieved, episodes.desired
-    message = f"No goal was reached in {len(desired):,} steps."
-    moved = distances(before, after)
+    message = f"No goal was reached in {len(episodes.desired):,} steps."
+    moved = distances(episodes.achieved, episodes.next_achieved)
     rows = np.flatnonzero(moved)[:PAIRS]
-    if after.dtype.kind != "f" or desired.dtype.kind != "f" or not len(rows):
+    if not len(rows):
         return Finding.of("no-goal-reached", message)
-    step, goals = float(np.median(moved[moved > 0])), after[rows].reshape(len(rows), -1)
     message += (
-        f" When the achieved goal moves, it moves by {step:.4g} per step (median), and by at most {moved.max():.4g}."
+        f" When the achieved goal moves, it moves by {np.median(moved[moved > 0]):.4g} per step (median), and by at "
+        f"most {moved.max():.4g}."
     )
-    steps = goals - before[rows].reshape(len(rows), -1)
-    if are_discrete(*map(torch.from_numpy, (steps.astype(np.float64), goals.astype(np.float64)))):
+    after, infos, own = episodes.next_achieved[rows], [episodes.infos[row] for row in rows], probe.values.own[rows]
+    steps = np.subtract(after, episodes.achieved[rows], dtype=np.float64)
+    tensors = (torch.from_numpy(each.reshape(len(rows), -1)) for each in (steps, after.astype(np.float64)))
+    if are_discrete(*tensors):
         return Finding.of("no-goal-reached", message)
-    own, infos = probe.values().own, episodes.infos
-    missed = [
-        probe.call(after[row], (after[row] + (before[row] - after[row]) / NEAR).astype(desired.dtype), infos[row])
-        != own[row]
-        for row in rows
-    ]
-    if np.mean(missed) > 0.5:
-        message += f" Goals at a twentieth of a step from the achieved goal are missed ({np.mean(missed):.0%})."
-        return Finding.of("threshold-too-small", message)
-    return Finding.of("no-goal-reached", message)
+    near = (after - steps / NEAR).astype(after.dtype)
+    calls = zip(after, near, infos, strict=True)
+    share = np.mean([probe.call(*arguments) for arguments in calls] != own)
+    if share <= 0.5:
+        return Finding.of("no-goal-reached", message)
+    message += f" Goals at a twentieth of a step from the achieved goal are missed ({share:.0%})."
+    return Finding.of("threshold-too-small", message)
 
 
 def _check_success(

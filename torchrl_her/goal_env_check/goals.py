@@ -24,44 +24,56 @@ EXACT = 1e-5  # a copy differs by at most this share of its extent
 
 def check_shapes(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
     """Check the shapes and dtypes of an achieved and a desired goal, ``[*goal]``."""
-    if achieved.shape != desired.shape:
-        yield Finding.of(
-            "goal-shapes-differ",
-            f"The achieved goal has the shape {achieved.shape} and the desired goal {desired.shape}.",
-        )
-    if achieved.dtype != desired.dtype:
-        yield Finding.of(
-            "goal-dtypes-differ", f"The achieved goal is {achieved.dtype} and the desired goal {desired.dtype}."
-        )
+    for name in ("shape", "dtype"):
+        one, other = getattr(achieved, name), getattr(desired, name)
+        if one != other:
+            message = f"The achieved goal has the {name} {one} and the desired goal {other}."
+            yield Finding.of(f"goal-{name}s-differ", message)
 
 
 def check_numbers(episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check that goals are finite numbers."""
-    achieved, desired = episodes.next_achieved, episodes.desired
-    for name, *goals in (("achieved", episodes.achieved, achieved), ("desired", desired, episodes.next_desired)):
-        missing = sum(int((~np.isfinite(each)).reshape(len(each), -1).any(1).sum()) for each in goals)
-        if missing:
+    achieved, desired = (episodes.achieved, episodes.next_achieved), (episodes.desired, episodes.next_desired)
+    for name, pair in (("achieved", achieved), ("desired", desired)):
+        goals = np.concatenate(pair)
+        is_wrong = ~np.isfinite(goals.reshape(len(goals), -1)).all(1)
+        if is_wrong.any():
             yield Finding.of(
                 "goal-nan",
-                f"The {name} goal contains NaN or infinity in {missing:,} of {2 * len(desired):,} observations.",
+                f"The {name} goal contains NaN or infinity in {is_wrong.sum():,} of {len(goals):,} observations.",
             )
 
 
-def check_achieved(episodes: PlayedEpisodes, watcher: Watcher) -> Iterator[Finding]:
+def check_goals(episodes: PlayedEpisodes, watcher: Watcher) -> Iterator[Finding]:
+    """Check both goals and the rest of the observation."""
+    for path, count in watcher.modified.items():
+        yield Finding.of(
+            "modified-in-place",
+            f"The environment modified the array {path!r} of an observation after returning it ({count:,} times).",
+        )
+    if watcher.outside is not None:
+        number, observation = watcher.outside
+        yield Finding.of(
+            "observation-outside-space",
+            f"Observation {number} is not in observation_space: {_why_outside(watcher.space, observation)}.",
+        )
+    if not watcher.modified:  # modified values are unreliable
+        yield from _check_copies(episodes)
+        yield from _check_achieved(episodes)
+    yield from _check_desired(episodes)
+
+
+def _check_achieved(episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check that the achieved goal belongs to its own step."""
     achieved = episodes.next_achieved
     moved = distances(episodes.achieved, achieved)
-    if not moved.any() and len(moved) >= FEWEST:
-        if (achieved == achieved[:1]).all():
+    if not moved.any():
+        if len(moved) >= FEWEST:
+            is_constant = (achieved == achieved[:1]).all()
             yield Finding.of(
-                "achieved-goal-constant", f"The achieved goal was the same in all {len(achieved):,} steps."
+                "achieved-goal-constant" if is_constant else "achieved-goal-unmoved",
+                f"No step changed the achieved goal, in {len(moved):,} steps.",
             )
-        else:
-            yield Finding.of(
-                "achieved-goal-unmoved",
-                f"No step changed the achieved goal, in {len(achieved):,} steps; it differs between episodes.",
-            )
-    if not moved.any() or watcher.modified:  # modified values are unreliable
         return
     before, after = (_contains(each, achieved) for each in (episodes.observation, episodes.next_observation))
     if before and not after:
@@ -75,9 +87,15 @@ def check_achieved(episodes: PlayedEpisodes, watcher: Watcher) -> Iterator[Findi
     jumps, others = moved[first], moved[~first]
     if len(jumps) < EPISODES or not len(others):
         return
-    changes = (episodes.observation != episodes.next_observation)[first].any()
-    if not (after and changes):
-        yield from _check_late(jumps, moved[episodes.step == 1] > 0)
+    second = moved[episodes.step == 1] > 0
+    shows_change = after and (episodes.observation != episodes.next_observation)[first].any()
+    is_late = not jumps.any() and second.mean() >= 0.5 and (1 - second.mean()) ** len(jumps) < CHANCE
+    if is_late and not shows_change:
+        yield Finding.of(
+            "achieved-goal-moves-late",
+            f"The first step moved the achieved goal in none of {len(jumps):,} episodes, the second in "
+            f"{second.sum():,} of {len(second):,}.",
+        )
     yield from _check_resets(episodes, jumps, float(others.max()))
 
 
@@ -106,16 +124,6 @@ def _in_unit_range(values: np.ndarray) -> np.ndarray:
     return (2 * (values - values.min(0)) / np.where(extent > 0, extent, np.nan)) - 1
 
 
-def _check_late(jumps: np.ndarray, second: np.ndarray) -> Iterator[Finding]:
-    """Find out whether the first step never moves the goal, given its distances and whether the second one does."""
-    if not jumps.any() and second.mean() >= 0.5 and (1 - second.mean()) ** len(jumps) < CHANCE:
-        yield Finding.of(
-            "achieved-goal-moves-late",
-            f"The first step moved the achieved goal in none of {len(jumps):,} episodes, the second in "
-            f"{second.sum():,} of {len(second):,}.",
-        )
-
-
 def _check_resets(episodes: PlayedEpisodes, jumps: np.ndarray, longest: float) -> Iterator[Finding]:
     """Compare the distances that the achieved goal moved in first steps with the longest one in all others."""
     first = np.flatnonzero(episodes.step == 0)
@@ -140,7 +148,7 @@ def _check_resets(episodes: PlayedEpisodes, jumps: np.ndarray, longest: float) -
         )
 
 
-def check_desired(episodes: PlayedEpisodes) -> Iterator[Finding]:
+def _check_desired(episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check that the desired goal is constant within an episode, can be reached, and differs between episodes."""
     changed = distances(episodes.desired, episodes.next_desired) > 0
     first = episodes.step == 0
@@ -195,24 +203,6 @@ def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
     )
 
 
-def check_observation(episodes: PlayedEpisodes, watcher: Watcher) -> Iterator[Finding]:
-    """Check arrays that are reused, the observation space, and copies of the desired goal in the observation."""
-    for path, count in watcher.modified.items():
-        yield Finding.of(
-            "modified-in-place",
-            f"The environment modified the array {path!r} of an observation after it had returned it ({count:,} "
-            "times).",
-        )
-    if watcher.outside is not None:
-        number, observation = watcher.outside
-        yield Finding.of(
-            "observation-outside-space",
-            f"Observation {number} is not in observation_space: {_why_outside(watcher.space, observation)}.",
-        )
-    if not watcher.modified:
-        yield from _check_copies(episodes)
-
-
 def _check_copies(episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Find features that contain the desired goal, or its difference or distance from the achieved goal."""
     features = episodes.next_observation
@@ -237,14 +227,10 @@ def _check_copies(episodes: PlayedEpisodes) -> Iterator[Finding]:
 def _why_outside(space: Any, observation: Any, name: str = "it") -> str:
     """Describe the part of an observation that is not in its space."""
     parts = getattr(space, "spaces", None)
-    if isinstance(parts, dict) and isinstance(observation, dict):
-        if set(parts) != set(observation):
-            return f"it has the entries {sorted(observation)}, the space {sorted(parts)}"
+    if isinstance(parts, dict) and isinstance(observation, dict) and set(parts) == set(observation):
         wrong = next(key for key, part in parts.items() if not part.contains(observation[key]))
         return _why_outside(parts[wrong], observation[wrong], repr(wrong))
     if not isinstance(observation, np.ndarray):
         return f"{name} is {observation!r} of type {type(observation).__name__}, the space {space}"
-    if observation.dtype != getattr(space, "dtype", observation.dtype):
-        return f"{name} has the dtype {observation.dtype}, the space {space.dtype}"
     values = f"[{observation.min():.6g}, {observation.max():.6g}]"
-    return f"{name} of the shape {observation.shape} has values in {values} outside of {space}"
+    return f"{name} has the dtype {observation.dtype}, shape {observation.shape} and values in {values}, not as {space}"

@@ -19,12 +19,8 @@ STEPS, SECONDS = 2000, 6.0  # default limits
 WIDEST = 1000  # observations with more features than this, such as images, are not kept
 
 
-class UnreadableGoals(Exception):
-    """The observation has no goals that are arrays of numbers."""
-
-
-class EnvironmentFails(Exception):
-    """The environment raised an error in reset or step."""
+class Unplayable(Exception):
+    """The environment cannot be played. The arguments are the name and the message of the finding."""
 
 
 @dataclass
@@ -41,14 +37,12 @@ class Goals:
             try:
                 goals.append(np.array(_get(observation, key)))
             except (KeyError, IndexError, TypeError):
-                shown = f"the type {type(observation).__name__}"
-                if isinstance(observation, dict):
-                    shown = "the entries " + ", ".join(
-                        repr(path if path[1:] else path[0]) for path, _ in _leaves(observation)
-                    )
-                raise UnreadableGoals(f"There is no {name} goal under {key!r}: the observation has {shown}.") from None
+                entries = [path if path[1:] else path[0] for path, _ in _leaves(observation) if path]
+                kind = type(observation).__name__
+                message = f"There is no {name} goal under {key!r}: the observation is a {kind} with entries {entries}."
+                raise Unplayable("not-a-goal-env", message) from None
             if goals[-1].dtype.kind not in "biuf":
-                raise UnreadableGoals(f"The {name} goal under {key!r} is not one array of numbers.")
+                raise Unplayable("not-a-goal-env", f"The {name} goal under {key!r} is not one array of numbers.")
         if self.goal_fn is not None:
             goals[0] = torch.as_tensor(self.goal_fn(torch.as_tensor(goals[0]).unsqueeze(0)))[0].numpy(force=True)
         return goals[0], goals[1]
@@ -129,13 +123,12 @@ def play(
             observation, reward, terminated, truncated, info = _step(env, action)
             watcher.see(observation)
             after, next_rest = goals.read(observation), goals.rest(observation)
-            if after[0].shape == before[1].shape:
-                recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
-                other = visited[-1 - rng.integers(min(recent, len(visited)))]
-                for probe in probes:
-                    probe.observe(after[0], before[1], info, other)
-                if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
-                    action = env.action_space.sample()
+            recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
+            other = visited[-1 - rng.integers(min(recent, len(visited)))]
+            for probe in probes:
+                probe.observe(after[0], before[1], info, other)
+            if episode % 2 == 0 or distance(after[0], before[1]) >= distance(*before):
+                action = env.action_space.sample()
             visited.append(after[0])
             goals_of_step = before[0], after[0], before[1], after[1]
             yield info, *goals_of_step, rest, next_rest, reward, terminated, truncated, episode, step
@@ -149,7 +142,7 @@ def reset(env: Any, seed: int | None = None) -> Any:
     try:
         observation, _ = env.reset() if seed is None else env.reset(seed=seed)
     except Exception as error:
-        raise EnvironmentFails(f"reset failed: {type(error).__name__}: {error}") from error
+        raise Unplayable("step-fails", f"reset failed: {type(error).__name__}: {error}.") from error
     return observation
 
 
@@ -159,7 +152,7 @@ def _step(env: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]
         observation, reward, terminated, truncated, info = env.step(action)
         reward = float(np.asarray(reward).item())
     except Exception as error:
-        raise EnvironmentFails(f"step failed: {type(error).__name__}: {error}") from error
+        raise Unplayable("step-fails", f"step failed: {type(error).__name__}: {error}.") from error
     info = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in info.items()}
     return observation, reward, bool(terminated), bool(truncated), info
 
@@ -196,7 +189,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.ndarray, np.generic)) and np.asarray(value).dtype.kind in "biuf"
 
 
-TRIED_EVERY = 4  # other goals and repeated calls are tried after one step in this many
 LATER = 200  # for at most this many steps, values are computed again after the last episode
 
 
@@ -205,7 +197,7 @@ class Values(NamedTuple):
 
     actual: np.ndarray  # the achieved and the desired goal
     own: np.ndarray  # the achieved goal for both
-    other: np.ndarray  # the achieved goal, and another goal as the desired one; every second other goal is far away
+    other: np.ndarray  # the achieved goal, and another goal as the desired one
     swapped: np.ndarray  # the goals of `other`, exchanged
     again: np.ndarray  # `actual` repeated
 
@@ -214,12 +206,15 @@ class Probe:
     """Calls ``compute_reward`` or ``compute_terminated`` after each step.
 
     Args:
+        name: "reward" or "terminated", the prefix of the findings' names.
         function: ``function(achieved_goal, desired_goal, info)`` of one pair of goals.
         info_keys: the stored entries that become ``info``.
     """
 
-    def __init__(self, function: Callable[..., Any], info_keys: Iterable[NestedKey]):
+    def __init__(self, name: str, function: Callable[..., Any], info_keys: Iterable[NestedKey]):
+        self.name = name
         self.is_of_env = isinstance(function, EnvFunction)
+        self.what = f"compute_{name}" if self.is_of_env else f"{name}_fn"  # the name of the function in messages
         self.function = function.function if isinstance(function, EnvFunction) else _of_arrays(function)
         self.info_keys = {path_of(key)[-1] for key in info_keys}
         self.failure = ""  # the error of the first failed call; no calls follow it
@@ -228,28 +223,17 @@ class Probe:
         self.read: set[str] = set()  # the entries of info that were read
         self.later: dict[int, float] = {}  # step -> value, computed after the last episode
         self._values: list[tuple[float, ...]] = []
-        self._far_fails = False
 
-    def values(self, every: int = 1) -> Values:
-        """Return one row in ``every``. The fields after the first two are NaN except in one row of `TRIED_EVERY`."""
-        columns = np.array(self._values, dtype=np.float64).reshape(len(self._values), len(Values._fields))
-        return Values(*columns[::every].T)
+    @property
+    def values(self) -> Values:
+        """The values after each step."""
+        return Values(*np.array(self._values).reshape(-1, len(Values._fields)).T)
 
     def observe(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any], other: np.ndarray) -> None:
         """Call the function after a step, with the goals of the step and with an ``other`` goal ``[*goal]``."""
-        if self.failure:
-            return
-        first = self.call(achieved, desired, info), self.call(achieved, achieved, info)
-        if len(self._values) % TRIED_EVERY:
-            self._values.append((*first, np.nan, np.nan, np.nan))
-            return
-        if not self._far_fails and len(self._values) % (2 * TRIED_EVERY) == 0:
-            far = far_from(achieved)
-            with_far = self._call_far(achieved, far, info), self._call_far(far, achieved, info)
-            self._far_fails = bool(np.isnan(with_far).any())
-            other = other if self._far_fails else far
-        with_other = self.call(achieved, other, info), self.call(other, achieved, info)
-        self._values.append((*first, *with_other, self.call(achieved, desired, info)))
+        if not self.failure:
+            pairs = (achieved, desired), (achieved, achieved), (achieved, other), (other, achieved), (achieved, desired)
+            self._values.append(tuple(self.call(*pair, info) for pair in pairs))
 
     def observe_later(self, achieved: np.ndarray, desired: np.ndarray, infos: list[dict[str, Any]]) -> None:
         """Call the function again with the goals ``[n, *goal]`` of some steps, in a later state of the environment."""
@@ -277,24 +261,6 @@ class Probe:
             self.failure = self.failure or f"it returned {shown} for one pair of goals"
             return np.nan
         return float(value.item())
-
-    def _call_far(self, achieved: np.ndarray, desired: np.ndarray, info: dict[str, Any]) -> float:
-        """Call with a goal that may be invalid, so that an error is not a failure."""
-        before = self.failure
-        value = self.call(achieved, desired, info)
-        self.failure = before
-        return value
-
-
-def far_from(goal: np.ndarray) -> np.ndarray:
-    """Return a goal ``[*goal]`` far from another one, perhaps outside the goal space."""
-    if goal.dtype == bool:
-        return ~goal
-    if np.issubdtype(goal.dtype, np.integer):
-        is_bits = goal.min() >= 0 and goal.max() <= 1
-        largest = 1 if is_bits else int(goal.max()) + 1
-        return np.minimum(largest - goal.astype(np.int64), np.iinfo(goal.dtype).max).astype(goal.dtype)
-    return goal + 1000 * (1 + np.abs(goal)).astype(goal.dtype)
 
 
 def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
