@@ -174,10 +174,11 @@ class HindsightAugmentation(Transform):
                 tensordict = tensordict.contiguous()
             # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
             written = Write.read(tensordict, self.keys, self.goal_fn, self._first_goal)
-            self._checks.on_write(tensordict, written, neighbours.before + neighbours.after)
+            is_dummy = self._first_goal is None and written.is_dummy
+            if not is_dummy:
+                self._checks.on_write(tensordict, written, neighbours.before + neighbours.after)
             for transform in neighbours.checking:
                 transform.check_write(tensordict)
-            is_dummy = self._first_goal is None and written.is_dummy
             for transform in neighbours.counting:
                 tensordict = transform.count_write(tensordict, is_dummy)
             if is_dummy:  # a collector's dummy must be stored immediately
@@ -185,7 +186,8 @@ class HindsightAugmentation(Transform):
         with self._writing():
             if written is not None and len(written.done):
                 tracked = self._hold(tensordict, written)
-                self._checks.on_tracked(tensordict, written, tracked)
+                if not is_dummy:
+                    self._checks.on_tracked(tensordict, written, tracked)
             if len(tensordict) == 1 and not is_dummy:
                 self._held.warn_if_episodes_wait()
                 return None

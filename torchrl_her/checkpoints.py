@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Checkpoints:
 
     Raises:
         ValueError: if ``keep`` is not a positive integer.
-        TypeError: when saving or loading, if a component is of another kind.
+        TypeError: if a component is of another kind.
 
     Examples:
         >>> import tempfile
@@ -68,6 +68,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, /, *, keep: int = 2, **components: Any):
         self._checkpoint = Checkpoint()
         for name, component in components.items():
+            check_component(name, component)
             self._checkpoint.register(name, component)
         self._rotation = CheckpointRotation(folder, keep_last=check_at_least(1, "keep", keep))
 
@@ -157,6 +158,18 @@ class Checkpoints:
             elif hasattr(component, "state_dict"):
                 needed += bytes_of(component.state_dict())
         return needed
+
+
+def check_component(name: str, component: Any) -> None:
+    """Check that a component can be loaded in place. TorchRL also saves components that cannot."""
+    for methods in (("state_dict", "load_state_dict"), ("dump", "load")):
+        if all(callable(getattr(component, each, None)) for each in methods):
+            return
+    if not isinstance(component, (MutableMapping, list)):
+        raise TypeError(
+            f"The component {name!r} is a {type(component).__name__}, which cannot be loaded in place. Pass an object "
+            "with state_dict and load_state_dict, or put numbers and strings into a dictionary or a list."
+        )
 
 
 def step_of(path: Path) -> int:

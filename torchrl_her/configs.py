@@ -67,9 +67,13 @@ _SHARED: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()  # by
 def shared(name: str, value: Any) -> Any:
     """Return one object for all references to a config. Without this target, Hydra creates one at each ``${...}``.
 
+    An object is shared within a run of ``hydra.main``. Elsewhere, such as in a notebook, it is shared as long as
+    something refers to it, so give the object of another run another name.
+
     Args:
-        name (str): the name of the object, one for each in a run of Hydra.
-        value (Any): the object, which is dropped if another one has the name.
+        name (str): the name of the object.
+        value (Any): the object, which is dropped if another one has the name. A number, a string, a list or a
+            dictionary needs no sharing, and is a TypeError.
 
     Returns:
         Any: the first object with this name that still exists.

@@ -22,6 +22,9 @@ from torchrl_her.keys import MASK, HERKeys, check_keys, get_entry, is_key
 SMALLEST_SCALE = 0.01  # as in OpenAI Baselines, so that constant features do not explode
 LARGEST = torch.finfo(torch.float32).max
 SAMPLED_WITHOUT_UPDATE = 10_000  # transitions
+CHECKED_WRITE = 30  # the number of the write that is checked; in earlier ones, inputs can be raw
+UPDATES_WITHOUT_WRITE = 10
+IN_DOUBLE = (torch.float64, torch.int64, torch.int32)  # dtypes whose values need more than single precision
 
 
 class NormalizedInputs(Transform):
@@ -37,7 +40,7 @@ class NormalizedInputs(Transform):
     [Plappert et al. (2018)](https://arxiv.org/abs/1802.09464).
 
     The object can also be the first layer of a policy: ``TensorDictSequential(inputs, actor)`` reads raw observations
-    and goals, for example on a robot. Pass a loss the actor alone, because a loss copies statistics that it contains.
+    and goals, for example on a robot. Pass a loss actor and critic without it: some losses copy statistics.
 
     Its first use sets the sizes of the entries. Processes that collect share the statistics if the object was used
     before they start: create an environment with it, or call ``inputs(env.fake_tensordict())``.
@@ -60,15 +63,15 @@ class NormalizedInputs(Transform):
     Raises:
         ValueError: if an argument is out of range, if the sizes of entries differ from those of the first use, if
             entries of an update are NaN, infinite or beyond the range of ``float32`` (the statistics do not change, and
-            nothing is written), if statistics are loaded with ``normalize=False``, or if it comes before the hindsight
-            transform in a buffer (raised by the first write).
+            nothing is written), if statistics are loaded with ``normalize=False`` or for other entries, or if it comes
+            before the hindsight transform in a buffer (raised by the first write).
         TypeError: if an argument has the wrong type.
         KeyError: if an entry is missing.
         RuntimeError: if processes share the buffer, or the object is sent to a new process, before its first use.
 
     Warns:
-        UserWarning: if 10,000 transitions were sampled without an update, or if the environments of another process
-            use a copy that receives no updates.
+        UserWarning: if 10,000 transitions were sampled without an update, if environments use a copy or another
+            object, which receives no updates, or if only the environments, but not the buffer, use the object.
 
     Examples:
         >>> import torch
@@ -119,8 +122,10 @@ class NormalizedInputs(Transform):
                 f"in_keys must include the desired goal, {keys.desired_goal!r}, got {in_keys}. If it has another key, "
                 "pass keys=HERKeys(desired_goal=...)."
             )
-        if not clip > 0:
-            raise ValueError(f"clip must be positive, got {clip}.")
+        if not (goal_fn is None or callable(goal_fn)) or not isinstance(normalize, bool):
+            raise TypeError(f"goal_fn must be a function and normalize a bool, got {goal_fn!r} and {normalize!r}.")
+        if isinstance(clip, str) or not clip > 0:
+            raise ValueError(f"clip must be positive, got {clip!r}.")
         super().__init__(in_keys=in_keys, out_keys=[out_key])
         self.keys, self.goal_fn, self.clip, self.normalize = keys, goal_fn, float(clip), normalize
         self.register_buffer("mean", None, persistent=False)
@@ -130,6 +135,8 @@ class NormalizedInputs(Transform):
         self._moments = torch.zeros(3, 0, dtype=torch.float64)  # see moments_of
         self._sizes: list[int] = []  # of the entries; empty before the first use
         self._sampled = 0  # transitions, until the check for a missing update
+        self._writes = self._own_updates = 0  # calls of `count_write` and of `update`
+        self._is_in_env = False
         self._process = os.getpid()  # the process that created it
         self._lock = WriteLock()
 
@@ -144,6 +151,7 @@ class NormalizedInputs(Transform):
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
         """Add the spec of the inputs."""
+        self._is_in_env = True
         batch = observation_spec.shape
         shapes = [observation_spec[key].shape[len(batch) :] for key in self.in_keys]
         self._set_sizes([shape.numel() for shape in shapes], observation_spec.device)
@@ -176,11 +184,9 @@ class NormalizedInputs(Transform):
             values = [value.reshape(*batch, value.shape[len(batch) :].numel()) for value in values]
             self._set_sizes([value.shape[-1] for value in values], values[0].device)
             mean, scale = self.mean.to(values[0].device), self.scale.to(values[0].device)
-            is_double = any(value.dtype == torch.float64 for value in values)
-            dtype = torch.float64 if is_double else mean.dtype
+            dtype = torch.float64 if any(value.dtype in IN_DOUBLE for value in values) else mean.dtype
             inputs = torch.cat([value.to(dtype) for value in values], -1) - mean
-            if is_double:
-                inputs = inputs.sub_(self._mean_error.to(inputs.device)).to(scale.dtype)
+            inputs = inputs.sub_(self._mean_error.to(inputs.device)).to(scale.dtype)
             inputs = inputs.div_(scale).clamp(-self.clip, self.clip)
             tensordict.set(unravel_key((*place, *self.out_keys)), inputs)
             if place and not torch.compiler.is_compiling() and self._sampled < SAMPLED_WITHOUT_UPDATE:
@@ -204,11 +210,27 @@ class NormalizedInputs(Transform):
         does not count.
         """
         if not is_dummy:
-            self.update(tensordict)
+            self._writes += 1
+            if self._writes == CHECKED_WRITE and self.normalize:
+                self._check_environments(tensordict.reshape(-1)[-1:])
+            self._update(tensordict)
         key = self.out_keys[0]
         return tensordict.exclude(key, unravel_key(("next", key)))
 
-    @torch.no_grad()
+    def _check_environments(self, transition: TensorDictBase) -> None:
+        """Warn if the inputs of a written transition ``[1]`` are raw, although there are statistics."""
+        given = transition.get(self.out_keys[0], None)
+        if given is None:
+            return
+        raw = torch.cat([transition.get(key).reshape(1, -1) for key in self.in_keys], 1).clamp(-self.clip, self.clip)
+        normalized = self.forward(transition.select(*self.in_keys)).get(self.out_keys[0])
+        if torch.equal(given, raw.to(given.dtype)) and not torch.equal(given, normalized):
+            warn_user(
+                f"The environments write {self.out_keys[0]!r} with a NormalizedInputs that receives no updates, while "
+                "the buffer has another one: the policy reads raw inputs, and the loss normalized ones. Create one "
+                "object, and pass it to all environments and to the buffer (in YAML: torchrl_her.configs.shared)."
+            )
+
     def update(self, data: TensorDictBase) -> None:
         """Update the statistics with transitions ``[*batch]``; without effect if ``normalize=False``.
 
@@ -216,6 +238,17 @@ class NormalizedInputs(Transform):
         The entries under ``"next"`` are counted, without padding. The statistics of the desired goal also count the
         achieved goals.
         """
+        self._own_updates += 1
+        if self._own_updates == UPDATES_WITHOUT_WRITE and self._is_in_env and not self._writes:
+            warn_user(
+                "NormalizedInputs is a transform of environments and receives updates, but no buffer writes through "
+                f"it, so samples keep {self.out_keys[0]!r} with the goals from before relabelling. Add it to the "
+                "buffer, Compose(HERTransform(...), inputs), and leave out update."
+            )
+        self._update(data)
+
+    @torch.no_grad()
+    def _update(self, data: TensorDictBase) -> None:
         keys, count = self.keys, data.batch_size.numel()
         if not count or not self.normalize:
             return
@@ -272,7 +305,7 @@ class NormalizedInputs(Transform):
         # Collectors send the weights of a policy on their own, and its modules on the device "meta".
         is_without_weights = self.mean is not None and self.mean.is_meta
         if get_spawning_popen() is None or not self.normalize or is_without_weights:
-            return state
+            return state | {"_lock": WriteLock()}  # only processes that start can share a lock
         self.share_memory_()
         return pickled_for_process(state)
 
@@ -295,7 +328,8 @@ class NormalizedInputs(Transform):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the statistics for ``state_dict``."""
         with self._lock:
-            return {"sizes": list(self._sizes), "moments": self._moments.clone()}
+            entries = [str(key) for key in self.in_keys]
+            return {"entries": entries, "sizes": list(self._sizes), "moments": self._moments.clone()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load the result of `get_extra_state`."""
@@ -303,6 +337,11 @@ class NormalizedInputs(Transform):
             raise ValueError(
                 "The loaded statistics belong to NormalizedInputs that normalize, but this object was created with "
                 "normalize=False. Create it with the same argument."
+            )
+        if state["entries"] != (entries := [str(key) for key in self.in_keys]):
+            raise ValueError(
+                f"The loaded statistics belong to the entries {state['entries']}, but in_keys are {entries}. Create "
+                "the object with the same entries in the same order."
             )
         if state["sizes"]:
             self._set_sizes(list(state["sizes"]))

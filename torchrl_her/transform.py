@@ -169,20 +169,21 @@ class HERTransform(Transform):
         neighbours = self._check_neighbours()
         if isinstance(tensordict, list):
             tensordict = torch.stack(tensordict)
-        batch, written = tensordict.batch_size, None
+        batch, written, is_dummy = tensordict.batch_size, None, False
         if batch.numel():
             later = neighbours.after if self.her_ratio else None
             written = Write.read(tensordict, self.keys, self.goal_fn, self._episodes.goals)
-            self._checks.on_write(tensordict, written, later)
+            is_dummy = written.is_dummy and not self.table_size
+            if not is_dummy:
+                self._checks.on_write(tensordict, written, later)
             for transform in neighbours.checking:
                 transform.check_write(tensordict)
         for transform in neighbours.counting:
-            is_dummy = written is not None and written.is_dummy and not self.table_size  # a collector's dummy
             tensordict = transform.count_write(tensordict, is_dummy)
         n_step = None if neighbours.multi_step is None else self._n_step
         if n_step is not None:
             n_step.keep_flags(tensordict)
-        if written is None:
+        if written is None or is_dummy:
             return tensordict.set(STAMP, torch.zeros(batch, dtype=torch.int64, device=tensordict.device))
         stamps = to_device(self._append(tensordict, written, n_step), written.goals.device)
         return tensordict.set(STAMP, stamps.view(batch))

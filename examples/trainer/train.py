@@ -12,7 +12,8 @@ import torchrl_her.envs  # noqa: F401
 def main(config):
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
-    hydra.utils.instantiate(config.env).fake_tensordict()  # sets the sizes of the inputs, which other processes need
+    env = hydra.utils.instantiate(config.env)
+    env.fake_tensordict()  # sets the sizes of the inputs, which other processes need
     trainer = hydra.utils.instantiate(config.trainer)
     if config.resume:
         trainer.load_from_file(config.resume)

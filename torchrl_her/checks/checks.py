@@ -52,7 +52,6 @@ class Checks:
         self._replaced = rewards.replaced_keys
         self._extra = extra
         self._has_entries = False  # whether a write had all entries
-        self._has_written = False  # a collector's dummy does not count
         self._continuity = ContinuityCheck(keys)
         self._rewards = RewardCheck(rewards.reward, keys, compares=compares, goal_fn=goal_fn)
         self._missing_ends = MissingEndsCheck(keys, self._continuity)
@@ -82,7 +81,7 @@ class Checks:
             KeyError: if an entry is missing.
         """
         self._check_entries(tensordict, written)
-        if self._is_counted(written):
+        if len(written.done):
             self._rewards.on_write(tensordict, written)
             if later is not None:
                 self._goal_copies.search(tensordict, later)
@@ -105,13 +104,9 @@ class Checks:
         check_not_stored(tensordict, self._extra, self._keys)
         self._has_entries = True
 
-    def _is_counted(self, written: Write) -> bool:
-        return len(written.done) > 0 and (self._has_written or not written.is_dummy)
-
     def on_tracked(self, tensordict: TensorDictBase, written: Write, tracked: Tracked) -> None:
         """Check transitions ``[*batch]`` whose episodes are known."""
-        if self._is_counted(written):
-            self._has_written = True
+        if len(written.done):
             self._continuity.on_tracked(tensordict, written, tracked)
             self._missing_ends.on_tracked(written, tracked)
             self._time_limit.on_tracked(tensordict, written, tracked)
@@ -135,8 +130,7 @@ class Checks:
         counts = self._continuity.report() | self._counts.report()
         lengths, running = lanes.lengths, len(lanes)
         table_size = 0 if table is None else int(table.size)
-        # The dummy of a collector can be in the table, but is not counted.
-        more = table_size > counts["transitions"] + 1 or (counts["sampled"] and not counts["transitions"])
+        more = table_size > counts["transitions"] or (counts["sampled"] and not counts["transitions"])
         return Report(
             transform=repr(transform),
             her_ratio=her_ratio,

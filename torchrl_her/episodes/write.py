@@ -140,11 +140,12 @@ class Write(NamedTuple):
 
     @property
     def is_dummy(self) -> bool:
-        """Whether this looks like the dummy, a transition of zeros, with which collectors set up a shared buffer.
+        """Whether this looks like the dummy, transitions of zeros with which collectors set up a shared buffer.
 
-        A real transition whose goals are all zeros looks the same.
+        Real transitions whose goals are all zeros look the same.
         """
-        return len(self.done) == 1 and not any(self.start[0].tobytes() + self.outcome[0].tobytes())
+        goals = (self.start[:1], self.outcome[:1], self.start, self.outcome)  # the first transition decides quickly
+        return len(self.done) > 0 and not any(each.tobytes().strip(b"\0") for each in goals)
 
     def rows_of(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the transitions ``[*batch]`` of the write as ``[n]``, flattened and without padding."""
