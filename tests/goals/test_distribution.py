@@ -129,6 +129,16 @@ class FirstOfAny(GoalStrategy):
         return episode, torch.zeros_like(step)
 
 
+class Between(GoalStrategy):
+    """A state before the desired goal, as transitive Q-learning reads it, or the own outcome if there is none."""
+
+    refers_to = ("desired_goal",)
+
+    def select(self, transitions):
+        _, goal = transitions.drawn["desired_goal"]
+        return transitions.episode, uniform(transitions.step, torch.maximum(goal, transitions.step + 1))
+
+
 class BeyondTheEnd(GoalStrategy):
     """A step that the episode does not have."""
 
@@ -146,6 +156,11 @@ def near_future(place, held, earlier):
 
 def from_the_beginning(place, held, earlier):
     return evenly([(place[0], cell) for cell in range(held.lengths[place[0]] + 1)])
+
+
+def between(place, held, earlier):
+    (episode, step), (_, cell) = place, earlier["desired_goal"]
+    return evenly([(episode, j + 1) for j in range(step, max(cell - 1, step + 1))])
 
 
 def first_of_any(place, held, earlier):
@@ -390,6 +405,9 @@ SEVERAL = {
         {episode: 0.5, first_of_any: 0.5},
         {"actor": FirstOfAny()},
         {"actor": first_of_any},
+    ),
+    "a user's own strategy that refers to another goal": Case(
+        Geometric(0.9), {geometric(0.9): 1}, {"subgoal": Between()}, {"subgoal": between}
     ),
 }
 
