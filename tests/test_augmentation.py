@@ -94,15 +94,6 @@ def test_a_running_episode_waits_for_its_end_and_a_silent_reset_ends_one_after_a
     recorded.check(rows[rows["uid"] <= 200])
 
 
-@pytest.mark.parametrize("capacity", [6, 11, 17, 24])
-def test_all_transitions_get_their_copies_if_the_goals_of_a_write_exceed_the_capacity(capacity):
-    rb, data = make(strategy="current", capacity=capacity, max_episode_steps=6), episodes(6, 6, 1, 5, 6, 2, 2)
-    rb.extend(data)
-    rows = rb[:]
-    assert torch.equal(rows["uid"], data["uid"].repeat_interleave(5))
-    assert rows[RELABELLED].view(-1, 5).tolist() == [[False] + [True] * 4] * len(data)
-
-
 def test_a_transform_of_written_data_changes_flushed_transitions_once():
     cast = envs.DTypeCastTransform(torch.float64, torch.float32, in_keys=["observation"], in_keys_inv=["observation"])
     rb = make(transform=envs.Compose(make_augmentation(), cast))

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,12 +11,12 @@ from torchrl.checkpoint import CheckpointError, CheckpointRotation, GlobalRNGSta
 from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
-    ReplayBuffer,
     ReplayBufferEnsemble,
     TensorDictReplayBuffer,
 )
 
 from support import tape
+from support.data_sets import bytes_of
 from support.factories import make_augmentation, make_transform
 from support.oracle import Oracle
 from support.pages import run_block
@@ -26,7 +25,6 @@ from support.world import Goals, World, transitions
 from torchrl_her import Checkpoints, PackedStorage
 
 SIZE = 200
-STORAGES = [LazyTensorStorage, PackedStorage]
 
 
 def make_buffer(storage=LazyTensorStorage, transform=None, sampler=None, size=SIZE):
@@ -52,44 +50,31 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def contents(folder):
-    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-
-
 # What is restored
 
 
-@dataclass
-class Parts:
-    """The parts of a training."""
-
-    buffer: ReplayBuffer
-    loss: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-
-    @classmethod
-    def make(cls, storage):
-        loss = torch.nn.Linear(2, 2)
-        return cls(make_buffer(storage), loss, torch.optim.Adam(loss.parameters()))
+def make_parts(storage):
+    loss = torch.nn.Linear(2, 2)
+    return {"buffer": make_buffer(storage), "loss": loss, "optimizer": torch.optim.Adam(loss.parameters())}
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
 def test_a_loaded_training_samples_and_learns_like_the_saved_one(storage, tmp_path):
-    parts, twin = Parts.make(storage), Parts.make(storage)
-    recorded = record(parts.buffer)
+    parts, twin = make_parts(storage), make_parts(storage)
+    recorded = record(parts["buffer"])
     recorded.play([["go"] * 5 + ["truncated"] + ["go"] * 7, ["go"] * 9])  # both environments are in an episode
-    parts.loss(torch.ones(2)).sum().backward()
-    parts.optimizer.step()
-    Checkpoints(tmp_path, **vars(parts), rng=GlobalRNGState()).save(100)
+    parts["loss"](torch.ones(2)).sum().backward()
+    parts["optimizer"].step()
+    Checkpoints(tmp_path, **parts, rng=GlobalRNGState()).save(100)
     recorded.flush()
-    expected = parts.buffer.sample(500)
+    expected = parts["buffer"].sample(500)
     torch.manual_seed(1)
-    assert Checkpoints(tmp_path, **vars(twin), rng=GlobalRNGState()).load() == 100
-    assert (twin.buffer.sample(500) == expected).all()
-    recorded.rb = twin.buffer
+    assert Checkpoints(tmp_path, **twin, rng=GlobalRNGState()).load() == 100
+    assert (twin["buffer"].sample(500) == expected).all()
+    recorded.rb = twin["buffer"]
     assert recorded.check(expected) == 500
-    assert torch.equal(twin.loss.weight, parts.loss.weight)
-    assert twin.optimizer.state_dict()["state"][0]["step"] == 1
+    assert torch.equal(twin["loss"].weight, parts["loss"].weight)
+    assert twin["optimizer"].state_dict()["state"][0]["step"] == 1
 
 
 def test_episodes_that_were_running_end_and_new_ones_follow(tmp_path):
@@ -234,11 +219,11 @@ def test_if_all_checkpoints_are_damaged_loading_is_an_error_and_changes_nothing(
     for step in (1, 2):
         os.unlink(tmp_path / f"checkpoint-{step:012}" / "manifest.json")
     shutil.copytree(tmp_path / "checkpoint-000000000001", tmp_path / ".checkpoint-000000000003")
-    before = contents(tmp_path)
+    before = bytes_of(tmp_path)
     message = r"0002 is damaged \(manifest.json\)\. checkpoint-0*1 is damaged .* There is no other checkpoint in "
     with pytest.raises(OSError, match=message):
         checkpoints.load()
-    assert contents(tmp_path) == before
+    assert bytes_of(tmp_path) == before
 
 
 def test_checkpoints_of_a_rotation_are_loaded(tmp_path):
@@ -253,11 +238,11 @@ def test_checkpoints_of_a_rotation_are_loaded(tmp_path):
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_a_step_that_is_not_larger_than_the_newest_is_refused(step, tmp_path):
     saved(tmp_path, 5)
-    before = contents(tmp_path)
+    before = bytes_of(tmp_path)
     message = rf"larger than that of the newest one, 5 in {tmp_path}/, got {step}: load\(\) the newest one before"
     with pytest.raises(ValueError, match=message):
         saved(tmp_path, step)
-    assert contents(tmp_path) == before
+    assert bytes_of(tmp_path) == before
 
 
 def test_wrong_arguments_are_refused(tmp_path):

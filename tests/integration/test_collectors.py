@@ -8,8 +8,6 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
-import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -19,13 +17,13 @@ from tensordict.nn import TensorDictModule
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv
+from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv, TransformedEnv
 
 from support import tape
 from support.factories import make_augmentation, make_transform, start_processes_from_a_server
 from support.named import named
 from support.tape import LENGTHS, RELABELLED, check, collect, length_of, make_serial, make_tape, places, taken
-from torchrl_her import EnvReward, HERKeys, PackedStorage
+from torchrl_her import EnvReward, GoalSelection, HERKeys, NormalizedInputs, PackedStorage, Uniform
 
 NUMBER = 8  # environments in one process
 STEPS, BATCHES = 8, 6  # steps of each environment per batch, and batches per collector
@@ -323,45 +321,26 @@ def test_each_process_holds_its_own_transitions_back_and_stores_whole_episodes_w
     assert incomplete <= (8 if kind is MultiAsyncCollector else 0)  # of the write that is cut
 
 
-SPAWNED = """
-import functools, time
-from torchrl.collectors import MultiAsyncCollector
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import Compose, GymEnv, TransformedEnv
-from torchrl_her import EnvReward, GoalSelection, HERTransform, NormalizedInputs, Uniform
-
-POINT_REACH = "torchrl_her.envs:torchrl_her/PointReach-v0"
-
-def make_env(*transforms):
-    return TransformedEnv(GymEnv(POINT_REACH), Compose(*transforms))
-
-if __name__ == "__main__":
-    env, inputs = GymEnv(POINT_REACH), NormalizedInputs()
-    inputs(env.fake_tensordict())
-    her = HERTransform(EnvReward(env), capacity=2000, goal_spec=env.observation_spec["achieved_goal"])
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(2000), transform=Compose(her, inputs), shared=True, batch_size=256
-    )
-    make = functools.partial(make_env, GoalSelection(her, Uniform(), start=50, share=1.0), inputs)
-    collector = MultiAsyncCollector([make] * 2, frames_per_batch=50, total_frames=600, replay_buffer=rb)
-    collector.start()
-    while rb.write_count < 600:
-        time.sleep(0.1)
-    collector.async_shutdown()
-    stored, batch = rb.storage[:], rb.sample()
-    mean = stored["next", "observation"].double().mean(0)
-    print("statistics", bool((inputs.mean[:4] - mean).abs().max() < 1e-6))
-    print("selected", bool(stored["goal_selection", "selected"].any()))
-    print("relabelled", bool(batch["hindsight", "relabelled"].float().mean() > 0.7))
-"""
+def with_selection(her, inputs, number):
+    return TransformedEnv(make_tape(number), Compose(GoalSelection(her, Uniform(), start=50, share=1.0), inputs))
 
 
 @pytest.mark.slow
-def test_spawned_workers_share_goals_and_statistics_with_a_shared_buffer(tmp_path):
+def test_spawned_workers_share_goals_and_statistics_with_a_shared_buffer():
     """The environments and the buffer of a worker contain the same objects. The other tests use a fork server."""
-    (script := tmp_path / "script.py").write_text(SPAWNED)
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert [line for line in run.stdout.splitlines() if " " in line][-3:] == [
-        "statistics True", "selected True", "relabelled True",
-    ]  # fmt: skip
+    her, inputs = make_transform(reward=EnvReward(make_tape), capacity=2000, goal_spec=GOAL_SPEC), NormalizedInputs()
+    inputs(make_tape().fake_tensordict())
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(2000), transform=Compose(her, inputs), shared=True, batch_size=256
+    )
+    envs = [functools.partial(with_selection, her, inputs, number) for number in range(2)]
+    with started_by("spawn"):
+        collector = MultiAsyncCollector(envs, frames_per_batch=50, total_frames=600, replay_buffer=rb)
+    with shut_down_after(collector):
+        collector.start()
+        for _ in until(lambda: rb.write_count >= 600):
+            time.sleep(0.1)
+    stored = rb.storage[:]
+    torch.testing.assert_close(inputs.mean[:3], stored["next", "observation"].mean(0))
+    assert stored["goal_selection", "selected"].any()
+    assert rb.sample()[RELABELLED].float().mean() > 0.7
