@@ -1,7 +1,12 @@
 """Checkpoints are whole after each kill, restore all that they contain, and end the running episodes."""
 
+import itertools
 import os
 import shutil
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,6 +14,7 @@ import pytest
 import torch
 from torchrl.checkpoint import CheckpointError, CheckpointRotation, GlobalRNGState
 from torchrl.data import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBufferEnsemble,
@@ -17,11 +23,11 @@ from torchrl.data import (
 
 from support import tape
 from support.data_sets import bytes_of
-from support.factories import make_augmentation, make_transform
+from support.factories import forked, make_augmentation, make_transform, uids
 from support.oracle import Oracle
 from support.pages import run_block
 from support.recorded import Recorded
-from support.world import Goals, World, transitions
+from support.world import Goals, World, transitions, whole_episodes
 from torchrl_her import Checkpoints, PackedStorage
 
 SIZE = 200
@@ -32,8 +38,8 @@ def make_buffer(storage=LazyTensorStorage, transform=None, sampler=None, size=SI
     return TensorDictReplayBuffer(storage=storage(size), transform=transform, sampler=sampler, batch_size=50)
 
 
-def record(rb):
-    return Recorded(rb, Oracle({"future": 1.0}, SIZE), World(2, Goals()))
+def record(rb, ids=True):
+    return Recorded(rb, Oracle({"future": 1.0}, SIZE), World(2, Goals()), ids)
 
 
 def saved(folder, *steps, **components):
@@ -77,9 +83,10 @@ def test_a_loaded_training_samples_and_learns_like_the_saved_one(storage, tmp_pa
     assert twin["optimizer"].state_dict()["state"][0]["step"] == 1
 
 
-def test_episodes_that_were_running_end_and_new_ones_follow(tmp_path):
+@pytest.mark.parametrize("ids", [True, False])
+def test_episodes_that_were_running_end_and_new_ones_follow(ids, tmp_path):
     """The environments go on, so only the end of the running episodes separates the goals of both runs."""
-    recorded, twin = record(make_buffer()), make_buffer()
+    recorded, twin = record(make_buffer(), ids), make_buffer()
     recorded.play([["go"] * 7, ["go"] * 4])
     Checkpoints(tmp_path, buffer=recorded.rb).save(0)
     assert recorded.rb.transform[0].report().running == 2, "saving ends no episode"
@@ -158,6 +165,49 @@ def test_what_killed_processes_left_is_deleted(tmp_path):
         (tmp_path / name).mkdir()
     assert saved(tmp_path).load() == 2
     assert names_in(tmp_path) == ["checkpoint-000000000001", "checkpoint-000000000002", *others]
+
+
+# The file operations of a save, as the audit hooks of Python name them.
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
+
+
+def killed_at(operation, action):
+    """Run an action in a fork that is killed before a file operation; return whether it reached this operation."""
+    operations = itertools.count()
+
+    def kill(event, arguments):
+        if event in CHANGES and next(operations) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def run():
+        sys.addaudithook(kill)
+        action()
+
+    return os.WIFSIGNALED(forked(run))
+
+
+@pytest.mark.parametrize("every", [25, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, PackedStorage])
+def test_after_a_kill_at_any_file_operation_of_a_save_or_a_load_a_whole_checkpoint_is_loaded(storage, every, tmp_path):
+    recorded, newest = record(make_buffer(storage)), set()
+    recorded.play([whole_episodes(5)] * 2)
+    saved(tmp_path, 10, buffer=recorded.rb)
+    for number in itertools.count():
+        recorded.play([whole_episodes(5)] * 2)
+        written = len(recorded.oracle.order)
+        is_killed = killed_at(every * number, partial(saved, tmp_path, written, buffer=recorded.rb))
+        twin, progress = make_buffer(storage), {}
+        load = Checkpoints(tmp_path, buffer=twin, progress=progress).load
+        killed_at(number % 20, load)
+        step = load()
+        assert step == progress["step"] == twin.write_count
+        assert uids(twin[:]) == [*range(max(0, step - SIZE), step)]
+        assert replace(recorded, rb=twin).check() == len(twin)
+        newest.add(step == written)
+        if not is_killed:
+            break
+    assert newest == {True, False}
+    assert not list(tmp_path.glob("damaged-*"))
 
 
 def test_a_checkpoint_gets_its_name_when_all_of_its_files_are_on_the_disk(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import time
 import warnings
 from functools import partial
 
@@ -14,9 +13,9 @@ from tensordict import TensorDict, unravel_key
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import multiprocessing
 from torch._dynamo.testing import CompileCounter
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
-from torchrl.envs import Compose, GymEnv, MultiStepTransform, ParallelEnv, TransformedEnv
+from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import MLP
 
@@ -30,7 +29,7 @@ from support.factories import (
     start_processes_from_a_server,
 )
 from support.tape import collected, make_serial, make_tape
-from torchrl_her import EnvReward, HERKeys, HERTransform, NormalizedInputs, PackedStorage
+from torchrl_her import HERKeys, NormalizedInputs, PackedStorage
 
 processes_from_a_server = pytest.fixture(scope="module")(start_processes_from_a_server)
 PLAIN, NESTED = HERKeys(), HERKeys(("robot", "tip"), ("task", "target"), mask="kept")
@@ -72,9 +71,7 @@ def check(inputs, writes, keys=PLAIN, **options):
 
 
 def make_buffer(*after, before=(), storage=LazyTensorStorage, size=1000, **options):
-    hindsight = make_transform(
-        capacity=1000, **{name: options.pop(name) for name in ("goal_spec", "her_ratio") if name in options}
-    )
+    hindsight = make_transform(capacity=1000, goal_spec=options.pop("goal_spec", None))
     transform = Compose(*before, hindsight, *after)
     return TensorDictReplayBuffer(storage=storage(size), transform=transform, batch_size=200, **options)
 
@@ -297,19 +294,9 @@ def test_environments_give_normalized_inputs_and_the_buffer_updates_the_statisti
     assert out_key in batch.keys(True, True)
 
 
-def test_an_environment_that_resets_alone_has_inputs_of_its_new_goal():
-    inputs = NormalizedInputs(clip=math.inf)
-    env = TransformedEnv(make_serial(0, 1), inputs)
-    inputs.update(collected())
-    data = env.rollout(30, break_when_any_done=False)
-    assert data["next", "done"][0].sum() != data["next", "done"][1].sum()
-    check_acting(inputs, data)
-
-
-@pytest.mark.parametrize("ratio", [0.8, 0.0])
-def test_single_transitions_count_as_they_are_added(ratio):
+def test_single_transitions_count_as_they_are_added():
     inputs = NormalizedInputs()
-    rb = make_buffer(inputs, her_ratio=ratio)
+    rb = make_buffer(inputs)
     for step in collected():
         rb.add(step)
     check(inputs, [collected()])
@@ -463,22 +450,6 @@ def test_environments_in_other_processes_have_the_statistics_of_the_buffer():
     collector.shutdown()
 
 
-@pytest.mark.slow
-def test_workers_that_write_to_a_shared_buffer_update_the_statistics_of_all_processes():
-    inputs = NormalizedInputs(clip=1.5)
-    inputs(make_tape().fake_tensordict())
-    spec = make_tape().observation_spec["achieved_goal"]
-    rb = make_buffer(inputs, goal_spec=spec, shared=True)
-    envs = [partial(make_env_in_a_worker, inputs)] * 2
-    collector = MultiAsyncCollector(envs, frames_per_batch=20, total_frames=400, replay_buffer=rb)
-    collector.start()
-    while rb.write_count < 400:
-        time.sleep(0.1)
-    collector.async_shutdown()
-    check(inputs, [rb.storage[:]])
-    check_inputs(inputs, rb.sample(), [rb.storage[:]])
-
-
 def collect_in_a_copy(env, results):
     with warnings.catch_warnings(record=True) as caught:
         for _ in range(2):
@@ -576,20 +547,3 @@ def test_it_must_come_after_the_hindsight_transform():
     inputs = NormalizedInputs()
     rb = make_buffer(before=[inputs])
     check_refused(rb, lambda: rb.extend(collected()), ValueError, r"NormalizedInputs comes before .* Place it after")
-
-
-def test_one_object_serves_several_environments_and_buffers():
-    inputs = NormalizedInputs()
-    envs = [TransformedEnv(GymEnv("torchrl_her/PointReach-v0"), inputs) for _ in range(2)]
-    buffers = [
-        TensorDictReplayBuffer(
-            storage=LazyTensorStorage(100), transform=Compose(HERTransform(EnvReward(envs[0]), capacity=100), inputs)
-        )
-        for _ in range(2)
-    ]
-    writes = [env.rollout(50) for env in envs]
-    for rb, data in zip(buffers, writes, strict=True):
-        rb.extend(data)
-        assert rb.sample(8)["inputs"].shape == (8, 6)
-    check(inputs, writes)
-    check_acting(inputs, envs[1].rollout(5))

@@ -66,12 +66,6 @@ def test_without_noise_every_action_points_at_the_center_of_a_free_cell_nearby(m
     assert not any(maze.maze_map[cell] for cell in cells)
 
 
-def test_a_corridor_has_walls_on_opposite_sides():
-    maze_map = np.array([[1, 1, 1, 1, 1], [1, 0, 0, 0, 1], [1, 0, 1, 1, 1], [1, 0, 0, 0, 1], [1, 1, 1, 1, 1]])
-    corridors = [tuple(cell) for cell in np.argwhere(maze_map == 0) if pointmaze_data.is_corridor(maze_map, cell)]
-    assert corridors == [(1, 2), (2, 1), (3, 2)]
-
-
 # Goals
 
 

@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from support.data_sets import save_ogbench
 from support.goals import reward_of
 from support.hydra_groups import torchrl_groups
 from support.tape import ASKED, check, check_nothing_is_lost
@@ -120,21 +121,10 @@ def test_a_resumed_run_has_the_buffer_and_its_goals(make_trainer, tmp_path):
     assert check(resumed.replay_buffer.sample(), flags=False).share == pytest.approx(0.8, abs=0.08)
 
 
-def save_tape(path, episodes):
-    """Write episodes of five states in the format of OGBench, as if the tape had played them."""
-    states = [(0, episode, state) for episode in range(1000, 1000 + episodes) for state in range(6)]
-    terminals = np.arange(6 * episodes) % 6 == 5
-    np.savez(
-        path,
-        observations=np.array(states, np.float32),
-        actions=np.zeros((6 * episodes, 2), np.float32),
-        terminals=terminals,
-    )
-
-
 def test_a_data_set_is_mixed_with_steps_and_adopted_again(make_trainer, tmp_path):
     data = tmp_path / "data.npz"
-    save_tape(data, episodes=20)
+    states = [(0, episode, state) for episode in range(1000, 1020) for state in range(6)]  # as if the tape had played
+    save_ogbench(data, [6] * 20, observations=np.array(states, np.float32), qpos=np.zeros(0))
     overrides = (f"buffers.data={data}", "collector.init_random_frames=0", "her.info=false")
     first = make_trainer("offline_to_online_point_maze", *overrides)
     first.train()

@@ -355,7 +355,7 @@ def test_goals_of_the_own_episode_have_the_distribution_of(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*longer in the goal table")
-@pytest.mark.parametrize("name", ["random", "past_desired", "mixture"])
+@pytest.mark.parametrize("name", ANY)
 def test_goals_of_other_episodes_come_from_those_that_are_held(name):
     """The row of a desired goal that has left can hold an achieved goal of the transition's own episode."""
     case = ANY[name]
@@ -365,15 +365,6 @@ def test_goals_of_other_episodes_come_from_those_that_are_held(name):
     assert all(outcome is None or outcome in possible[place] for place, outcome in outcomes)
     assert name != "random" or all(outcome for _, outcome in outcomes)
     assert sum(count for (_, outcome), count in outcomes.items() if outcome) > 0.8 * DRAWS
-
-
-@pytest.mark.parametrize("name", ANY)
-def test_goals_of_any_episode_have_the_distribution_of(name):
-    """All episodes are held. The second one is written in two pieces."""
-    case, recorded = ANY[name], make(ANY[name], envs=2)
-    recorded.play([whole_episodes(1, 2, 5, 9, 120), ["go"] * 65])
-    recorded.play([whole_episodes(100), whole_episodes(65)])
-    check_ended(case, recorded, recorded.rb.sample(DRAWS))
 
 
 # Several goals, in a table of short episodes

@@ -202,27 +202,3 @@ def check_nothing_is_lost(rows: TensorDictBase, environments: int) -> None:
     counts = Counter(number for number, _, _ in found)
     assert len(counts) == environments, "one of the environments is missing"
     assert found == [place for number in range(environments) for place in taken(number, counts[number])]
-
-
-# Other forms of the data
-
-
-def in_double_precision(data: TensorDictBase) -> TensorDictBase:
-    """Return the transitions with float64 instead of float32."""
-    return data.apply(lambda value: value.double() if value.is_floating_point() else value)
-
-
-def with_images(data: TensorDictBase) -> TensorDictBase:
-    """Return the transitions with images ``[4, 5, 3]`` as goals, each number in a channel, and their rewards."""
-    data = data.clone()
-    for key in ("achieved_goal", "desired_goal"):
-        for place in (data, data["next"]):
-            place[key] = place[key].to(torch.uint8)[:, None, None, :].expand(-1, 4, 5, 3).clone()
-    goals = data["next", "achieved_goal"], data["desired_goal"]
-    data["next", "reward"] = image_reward(*goals).unsqueeze(-1).to(data["next", "reward"].dtype)
-    return data
-
-
-def image_reward(achieved: Tensor, desired: Tensor) -> Tensor:
-    """Return rewards ``[batch]`` of goals that are images: 0 if they are equal, else -1."""
-    return -(achieved != desired).flatten(1).any(dim=1).float()
