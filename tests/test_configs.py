@@ -47,11 +47,7 @@ NO_CONFIG = {  # public classes that are not part of a buffer, or only base clas
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torchrl_configs():
-    """Register TorchRL's configs for these tests."""
-    with torchrl_groups():
-        yield
+torchrl_configs = pytest.fixture(scope="module", autouse=True)(torchrl_groups)
 
 
 def node_of(group, name, **values):

@@ -15,7 +15,6 @@ from pytest_examples import find_examples
 from script_runs import EXAMPLES, configure, differences, state_of, train
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import nn
 from torchrl.data import Bounded
 from training import environments, parts
 from training.record import Recorded
@@ -101,31 +100,6 @@ def test_a_recorded_update_is_bit_for_bit_the_eager_one(run, tmp_path):
         found = state_of(train(f"{run} {steps}", tmp_path / "recorded"))
     # Stamps begin with a random number for each buffer.
     assert [path for path in differences(expected, found) if "['table']" not in path] == []
-
-
-def test_a_recording_does_what_the_function_does():
-    """The function has constants, writes in place, random numbers, and an alias that gets another shape."""
-    calls = []
-
-    def function(batch):
-        calls.append(batch)
-        total = torch.tensor(0.5)
-        total += batch["nested", "b"].sum()
-        alias = batch["a"].detach()
-        alias.unsqueeze_(0)
-        error = nn.functional.binary_cross_entropy_with_logits(batch["a"], torch.ones(3))
-        return TensorDict(total=total, alias=alias + 0, noisy=batch["a"] + torch.rand(3), error=error)
-
-    recorded, results = Recorded(function), []
-    for seed in range(5):
-        batch = TensorDict(a=torch.tensor([seed, 1.0, 2.0]), nested=TensorDict(b=torch.tensor([2.0, seed])))
-        for call in (function, recorded):
-            torch.manual_seed(seed)
-            results.append((call(batch), torch.rand(3)))
-    for (expected, drawn), (found, drawn_after) in zip(results[::2], results[1::2], strict=True):
-        torch.testing.assert_close(found.to_dict(), expected.to_dict())  # the next call did not overwrite it
-        assert torch.equal(drawn, drawn_after)
-    assert len(calls) == 5 + 2
 
 
 def test_a_function_that_reads_a_value_of_its_batch_runs_eagerly_with_a_warning():
