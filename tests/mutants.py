@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant("a subgoal limited by goals behind", "goals/strategies.py", "& (goal_step >= transitions.step)",
         "& (goal_step >= 0)", f"{DISTRIBUTION} -k joint"),
     Mutant("past_desired may return the own episode", "goals/strategies.py",
-        "first = (drawn != transitions.episode).to", "first = (drawn != 0).to", f"{DISTRIBUTION} -k past_desired"),
+        "first = (drawn != transitions.episode).to", "first = (drawn != 0).to", f"{DISTRIBUTION} -k joint"),
     Mutant("one random number for two goals", "goals/draw.py", "drawn[name] = select_goals(strategy, transitions)",
         "drawn[name] = select_goals(strategy, transitions) if torch.manual_seed(0) else None",
         f"{DISTRIBUTION} -k joint"),

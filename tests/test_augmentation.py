@@ -1,7 +1,6 @@
 """HindsightAugmentation in real buffers: what the comparison with the oracle in `test_state_machine.py` leaves out."""
 
 import copy
-import os
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
@@ -12,7 +11,7 @@ from tensordict import TensorDict
 from torchrl import envs
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 
-from support.factories import make_augmentation, same
+from support.factories import forked, make_augmentation, same
 from support.goals import reward_of
 from support.named import named
 from support.oracle import Oracle
@@ -192,11 +191,12 @@ def test_a_forked_process_drops_the_transitions_that_its_parent_holds_back(is_sh
     hindsight.inv(episodes(5)[:3])
     if is_shared:
         hindsight.share_memory_()
-    process = os.fork()
-    if not process:
+
+    def flush():
         hindsight.flush()
-        os._exit(hindsight.held_back)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == left
+        assert hindsight.held_back == left
+
+    assert forked(flush) == 0
 
 
 def test_its_representation_shows_the_arguments_that_differ_from_the_defaults():

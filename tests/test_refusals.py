@@ -399,8 +399,6 @@ UNACCEPTED = {
             f"RewardScaling {COMES_BEFORE.format('reads .*reward')}"),
         "a normalized goal": (before(normalized("desired_goal", "raw")),
             f"ObservationNorm {COMES_BEFORE.format('writes .*desired_goal')}"),
-        "an excluded goal": (before(lambda: envs.ExcludeTransform("desired_goal")),
-            f"ExcludeTransform {COMES_BEFORE.format('reads .*desired_goal')}"),
         "a goal that is computed": (before(normalized("scaled", "desired_goal")),
             f"ObservationNorm {COMES_BEFORE.format('reads .*desired_goal')}"),
         "a flag that is renamed before it is restored": (

@@ -238,15 +238,6 @@ def test_no_python_line_is_executed_per_environment():
     assert all(abs(more - few) < 100 for few, more in zip(*counts, strict=True))
 
 
-def test_an_episode_is_not_continued_across_a_silent_reset_although_its_id_occurs_only_once():
-    world, hindsight = World(3, Goals()), make_transform()
-    for last in ("silent", "go"):
-        moves = [["go", last if number == 1 else "go"] for number in range(3)]
-        hindsight.inv(world.tensordict([row for number, each in enumerate(moves) for row in world.play(number, each)]))
-    report = hindsight.report()
-    assert (report.episodes, report.transitions, report.discontinuous) == (4, 12, 1 / 12)
-
-
 def walks(episodes, steps=8, states=3):
     """Return the transitions of episodes that start at 0 and whose goals are the same again and again."""
     data = World(1, Goals(())).written(whole_episodes(*[steps] * episodes))

@@ -103,14 +103,6 @@ current, future, later, final, episode = (
 # Strategies of users, and their rules
 
 
-class NearFuture(GoalStrategy):
-    """At most nine steps ahead."""
-
-    def select(self, transitions):
-        end = torch.minimum(transitions.step + 10, transitions.length)
-        return transitions.episode, uniform(transitions.step, end)
-
-
 class FromTheBeginning(GoalStrategy):
     """Any goal of the episode, including that of its first state, which has the cell 0."""
 
@@ -148,10 +140,6 @@ class BeyondTheEnd(GoalStrategy):
 
 def evenly(goals):
     return dict.fromkeys(goals, 1 / len(goals))
-
-
-def near_future(place, held, earlier):
-    return evenly([(place[0], cell) for cell in range(place[1] + 1, min(place[1] + 10, held.lengths[place[0]]) + 1)])
 
 
 def from_the_beginning(place, held, earlier):
@@ -299,10 +287,9 @@ OWN = {
     "the own step": Case(Geometric(0.0, truncated=True), {truncated(0.0): 1}),
     "subgoal": Case(Subgoal(25), {subgoal(25): 1}),
     "mixture": Case(
-        Mixture({"final": 0.0, Current(): 0.2, Geometric(0.99): 0.5, NearFuture(): 0.3, "random": 0.0}),
-        {final: 0, current: 0.2, geometric(0.99): 0.5, near_future: 0.3, anywhere: 0},
+        Mixture({"final": 0.0, Current(): 0.2, Geometric(0.99): 0.5, Subgoal(25): 0.3, "random": 0.0}),
+        {final: 0, current: 0.2, geometric(0.99): 0.5, subgoal(25): 0.3, anywhere: 0},
     ),
-    "a user's own strategy": Case(NearFuture(), {near_future: 1}),
     "a user's own strategy with the initial goal": Case(FromTheBeginning(), {from_the_beginning: 1}),
     "her_ratio": Case("future", {future: 1}, her_ratio=0.7),
 }

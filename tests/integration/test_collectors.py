@@ -129,34 +129,20 @@ def unpadded(batch):
     return rows[rows[MASK].reshape(-1)] if MASK in rows.keys(True) else rows
 
 
-def taken_with_resets(number, steps, every):
-    """Return the first steps of an environment that a collector resets at its creation and at an interval."""
-    found, episode = [], 0
-    for _ in range(0, steps, every):
-        episode, state = episode + 1, 0
-        for _ in range(every):
-            found.append((number, episode, state))
-            state += 1
-            if state == length_of(number, episode):
-                episode, state = episode + 1, 0
-    return found[:steps]
-
-
 def ended(steps):
     """Return the steps of complete episodes."""
     ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
     return [place for place in steps if place[:2] in ends]
 
 
-def check_buffer(rb, environments, steps=None, only_whole=False, reset_every=None, **options):
+def check_buffer(rb, environments, steps=None, only_whole=False, **options):
     """Check all goals, and that the first ``steps`` steps of every environment, by default all, are stored once."""
     stored = sorted(places(unpadded(rb[:])))
     counts = Counter(number for number, _, _ in stored)
     assert sorted(counts) == list(range(environments))
     expected = []
     for number in range(environments):
-        count = steps or counts[number]
-        those = taken_with_resets(number, count, reset_every) if reset_every else taken(number, count)
+        those = taken(number, steps or counts[number])
         expected += ended(those) if only_whole else those
     assert stored == expected
     check_hindsight(rb, **options)
@@ -180,6 +166,9 @@ def check_hindsight(rb, **options):
 def check_collected(rb, kind, make_envs, how, **options):
     """Collect transitions, and check that nothing is lost, all goals are correct, and ended episodes relabelled."""
     fill(rb, kind, make_envs, how, **options)
+    if "reset_at_each_iter" in options:  # episodes are cut
+        assert len({*places(rb[:])}) == len(rb) == STEPS * BATCHES * NUMBER
+        return check_hindsight(rb)
     only_whole = "trajs_per_batch" in options  # the collector holds back the other episodes
     has_all_steps = kind is not MultiAsyncCollector and how != "start" and (how == "replay_buffer" or not only_whole)
     check_buffer(
@@ -187,7 +176,6 @@ def check_collected(rb, kind, make_envs, how, **options):
         environments=(1 if make_envs is make_tape else NUMBER) * (1 if kind is Collector else 2),
         steps=STEPS * BATCHES if has_all_steps else None,
         only_whole=only_whole,
-        reset_every=STEPS if "reset_at_each_iter" in options else None,
         flags="set_truncated" not in options,
     )
 
@@ -203,7 +191,8 @@ CASES = [
     (Collector, parallel, "replay_buffer", {}, BATCHED),
     (Collector, serial, "replay_buffer", {"track_traj_ids": False}, BATCHED),
     (Collector, serial, "replay_buffer", {"trajs_per_batch": 4}, {"kind": ReplayBuffer}),
-    (Collector, serial, "replay_buffer", {"extend_buffer": False, "reset_at_each_iter": True}, {}),
+    (Collector, serial, "replay_buffer", {"extend_buffer": False}, {}),
+    (Collector, serial, "replay_buffer", {"reset_at_each_iter": True}, {}),
     (Collector, make_tape, "start", {}, {}),
     (MultiSyncCollector, serial, "extend", {}, {"ndim": 3}),
     (MultiSyncCollector, make_tape, "flattened", {"split_trajs": True}, {}),  # other ids in each batch
@@ -270,7 +259,7 @@ def test_a_checkpoint_that_is_made_while_collectors_in_other_processes_pause_is_
     resumed.transform[0].flush()
     assert len(resumed) == resumed.write_count == count
     # The running episodes of the other processes are missing.
-    assert check(resumed[:]).share > 1 - 2 * max(LENGTHS) / count
+    assert check(resumed[:]) > 1 - 2 * max(LENGTHS) / count
 
 
 # n-step returns
@@ -285,7 +274,7 @@ def test_workers_that_write_into_a_shared_buffer_have_separate_windows(filled_be
     if filled_before:
         rb.extend(*collect(make_tape(2), 103))
     collect(tapes(0, 2), 100, 15, MultiAsyncCollector, replay_buffer=rb)
-    assert 0.7 < check(rb[:], n=3, gamma=0.5).share < 0.85
+    assert 0.7 < check(rb[:], n=3, gamma=0.5) < 0.85
     tape.check_nothing_is_lost(rb[:], 2 + filled_before)  # the writes after the first one could lose transitions
 
 
