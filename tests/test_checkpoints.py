@@ -24,10 +24,9 @@ from torchrl.data import (
 from support import tape
 from support.data_sets import bytes_of
 from support.factories import forked, make_augmentation, make_transform, uids
-from support.oracle import Oracle
 from support.pages import run_block
-from support.recorded import Recorded
-from support.world import Goals, World, transitions, whole_episodes
+from support.recorded import recorded_in
+from support.world import transitions, whole_episodes
 from torchrl_her import Checkpoints, PackedStorage
 
 SIZE = 200
@@ -36,10 +35,6 @@ SIZE = 200
 def make_buffer(storage=LazyTensorStorage, transform=None, sampler=None, size=SIZE):
     transform = transform or make_transform(her_ratio=1.0, capacity=size)
     return TensorDictReplayBuffer(storage=storage(size), transform=transform, sampler=sampler, batch_size=50)
-
-
-def record(rb, ids=True):
-    return Recorded(rb, Oracle({"future": 1.0}, SIZE), World(2, Goals()), ids)
 
 
 def saved(folder, *steps, **components):
@@ -67,7 +62,7 @@ def make_parts(storage):
 @pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
 def test_a_loaded_training_samples_and_learns_like_the_saved_one(storage, tmp_path):
     parts, twin = make_parts(storage), make_parts(storage)
-    recorded = record(parts["buffer"])
+    recorded = recorded_in(parts["buffer"], 2)
     recorded.play([["go"] * 5 + ["truncated"] + ["go"] * 7, ["go"] * 9])  # both environments are in an episode
     parts["loss"](torch.ones(2)).sum().backward()
     parts["optimizer"].step()
@@ -86,7 +81,7 @@ def test_a_loaded_training_samples_and_learns_like_the_saved_one(storage, tmp_pa
 @pytest.mark.parametrize("ids", [True, False])
 def test_episodes_that_were_running_end_and_new_ones_follow(ids, tmp_path):
     """The environments go on, so only the end of the running episodes separates the goals of both runs."""
-    recorded, twin = record(make_buffer(), ids), make_buffer()
+    recorded, twin = recorded_in(make_buffer(), 2, ids=ids), make_buffer()
     recorded.play([["go"] * 7, ["go"] * 4])
     Checkpoints(tmp_path, buffer=recorded.rb).save(0)
     assert recorded.rb.transform[0].report().running == 2, "saving ends no episode"
@@ -173,7 +168,7 @@ def killed_at(operation, action):
 @pytest.mark.parametrize("every", [25, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("storage", [LazyMemmapStorage, PackedStorage])
 def test_after_a_kill_at_any_file_operation_of_a_save_or_a_load_a_whole_checkpoint_is_loaded(storage, every, tmp_path):
-    recorded, newest = record(make_buffer(storage)), set()
+    recorded, newest = recorded_in(make_buffer(storage), 2), set()
     recorded.play([whole_episodes(5)] * 2)
     saved(tmp_path, 10, buffer=recorded.rb)
     (tmp_path / "checkpoint-best").mkdir()  # the user's own

@@ -13,8 +13,7 @@ from torchrl.envs import Compose, MultiStepTransform, RenameTransform
 from support.dispatch import Operations
 from support.factories import WAYS_TO_COPY, make_augmentation, make_buffer, make_transform, same, seeded_sample
 from support.goals import reached, reward_of
-from support.oracle import Oracle
-from support.recorded import Recorded
+from support.recorded import recorded_in
 from support.world import FLAGS, Goals, World, transitions, whole_episodes
 from torchrl_her import CompactGoals, GoalReward, HERKeys, HERTransform, PackedStorage, SparseReward, Subgoal
 
@@ -23,10 +22,8 @@ hindsight = partial(make_transform, capacity=1000, her_ratio=1.0)
 buffer_with = partial(make_buffer, batch_size=256)
 
 
-def record(envs=1, ids=True, strategy="future", capacity=1000, **options):
-    """Return a recorded buffer; options are those of HERTransform."""
-    rb = buffer_with(hindsight(strategy=strategy, capacity=capacity, **options))
-    return Recorded(rb, Oracle({strategy: 1.0}, capacity), World(envs, Goals()), ids)
+def record(strategy="future"):
+    return recorded_in(buffer_with(hindsight(strategy=strategy)), 1, strategy)
 
 
 # Keys, goals of all kinds, padding, ends of episodes

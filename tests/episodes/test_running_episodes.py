@@ -12,8 +12,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from support.factories import make_transform
 from support.goals import reward_of
-from support.oracle import Oracle
-from support.recorded import Recorded
+from support.recorded import recorded_in
 from support.world import Goals, World, whole_episodes
 from torchrl_her import HERTransform
 from torchrl_her.episodes import lanes
@@ -27,9 +26,7 @@ def make_buffer(size=1000, capacity=10_000, ndim=1):
 
 
 def record(envs=1, **options):
-    return Recorded(
-        make_buffer(**options), Oracle({"final": 1.0}, options.get("capacity", 10_000)), World(envs, Goals())
-    )
+    return recorded_in(make_buffer(**options), envs, "final")
 
 
 def write(rb, *rows):
@@ -173,8 +170,8 @@ ALTERNATIVES = {
 def test_a_slower_way_to_find_episodes_gives_the_same_stamps(monkeypatch, layout, envs, ids, alternative):
     results = []
     for _ in range(2):
-        rb, oracle = make_buffer(ndim=2 if layout == "lanes" else 1), Oracle({"final": 1.0}, 1000)
-        recorded = Recorded(rb, oracle, World(envs, Goals()), ids)
+        rb = make_buffer(ndim=2 if layout == "lanes" else 1)
+        recorded = recorded_in(rb, envs, "final", ids=ids)
         for moves in itertools.product(("go", "silent", "stay"), ("go", "terminated", "silent"), ("go", "stay")):
             recorded.play([[*moves[env % 3 :], *moves[: env % 3]] for env in range(envs)], layout)
         recorded.play([["go"] * 4 + ["terminated"]] * envs, layout)

@@ -22,11 +22,9 @@ from support.dispatch import NoWaits
 from support.factories import make_buffer, make_transform
 from support.goals import reached, reward_of
 from support.losses import make_loss
-from support.oracle import Oracle
 from support.pages import run_block
-from support.recorded import Recorded
+from support.recorded import recorded_in
 from support.tape import collected
-from support.world import Goals, World
 from torchrl_her import EnvReward, Future, Geometric, GoalReward, Mixture, ReachedReward, SparseReward, Subgoal
 from torchrl_her.envs import BitFlipping, PointReach
 
@@ -172,7 +170,7 @@ def test_the_code_of_the_page_compiles_the_loss():
 @pytest.mark.parametrize("strategy", ["future", "random"])
 def test_compiled_draws_have_the_right_share_and_distribution(strategy):
     her = make_transform(strategy=strategy, her_ratio=0.8, capacity=1000)
-    recorded = Recorded(buffer(her), Oracle({strategy: 1.0}, 1000, her_ratio=0.8), World(1, Goals()))
+    recorded = recorded_in(buffer(her), 1, strategy)
     recorded.play([[*["go"] * 11, "truncated", "terminated", "go", "truncated"]])
     her.compile(fullgraph=True)
     batch = recorded.rb.transform(recorded.rb.storage[torch.arange(15).repeat_interleave(2000)])

@@ -9,9 +9,7 @@ from torchrl.data import PrioritizedSampler, PrioritizedSliceSampler, ReplayBuff
 
 from support.factories import make_transform, same
 from support.named import STORAGES, named
-from support.oracle import Oracle
-from support.recorded import Recorded
-from support.world import Goals, World
+from support.recorded import recorded_in
 
 SIZE = 80
 NUMBERS = {"alpha": 0.7, "beta": 0.5, "eps": 1e-8}
@@ -29,7 +27,7 @@ def make(transform, kind=whole, storage="LazyTensorStorage", make_sampler=None, 
 def record(sequence_length=None, **options):
     """Return a buffer with hindsight, and the oracle of its goals."""
     hindsight = make_transform(her_ratio=0.8, capacity=1000, sequence_length=sequence_length)
-    return Recorded(make(hindsight, **options), Oracle({"future": 1.0}, 1000, her_ratio=0.8), World(4, Goals()))
+    return recorded_in(make(hindsight, **options), 4)
 
 
 def writes(recorded, *others):
