@@ -183,6 +183,29 @@ def test_loaded_windows_are_correct_in_a_buffer_with_another_window(n, tmp_path)
     assert recorded.check() > 50
 
 
+@pytest.mark.parametrize("how", ["dumps", "flush", "an older checkpoint"])
+def test_after_loading_and_after_flush_all_environments_can_be_reset(how, tmp_path):
+    """Steps that were held back are not joined to what is written next."""
+    recorded = record(3)
+    play(recorded, writes=5, moves=["go"])
+    recorded.rb.dumps(tmp_path)
+    later = recorded.world.tensordict([row for env in range(3) for row in recorded.world.play(env, ["go"] * 9)])
+    if how == "flush":
+        recorded.flush()
+    else:
+        if how == "dumps":
+            recorded.rb = record(3).rb
+        else:  # the checkpoint is loaded after another write
+            recorded.rb.extend(later.reshape(3, 9))
+        recorded.rb.loads(tmp_path)
+        recorded.oracle.lose_held_steps()
+    for env in range(3):
+        recorded.world.play(env, ["truncated"])  # which nobody writes
+    play(recorded)
+    assert len(recorded.rb) == len(recorded.oracle.windows)
+    assert recorded.check() > 50
+
+
 def test_an_interrupted_write_can_be_repeated(monkeypatch):
     recorded = record(envs=1)
     recorded.play([["go"] * 3], "lanes")
