@@ -1,8 +1,12 @@
 """Checkpoints are whole after each kill, restore all that they contain, and end the running episodes."""
 
+import itertools
 import os
 import shutil
-from dataclasses import dataclass
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,32 +14,27 @@ import pytest
 import torch
 from torchrl.checkpoint import CheckpointError, CheckpointRotation, GlobalRNGState
 from torchrl.data import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
-    ReplayBuffer,
     ReplayBufferEnsemble,
     TensorDictReplayBuffer,
 )
 
 from support import tape
-from support.factories import make_augmentation, make_transform
-from support.oracle import Oracle
+from support.data_sets import bytes_of
+from support.factories import forked, make_augmentation, make_transform, uids
 from support.pages import run_block
-from support.recorded import Recorded
-from support.world import Goals, World, transitions
+from support.recorded import recorded_in
+from support.world import transitions, whole_episodes
 from torchrl_her import Checkpoints, PackedStorage
 
 SIZE = 200
-STORAGES = [LazyTensorStorage, PackedStorage]
 
 
 def make_buffer(storage=LazyTensorStorage, transform=None, sampler=None, size=SIZE):
     transform = transform or make_transform(her_ratio=1.0, capacity=size)
     return TensorDictReplayBuffer(storage=storage(size), transform=transform, sampler=sampler, batch_size=50)
-
-
-def record(rb):
-    return Recorded(rb, Oracle({"future": 1.0}, SIZE), World(2, Goals()))
 
 
 def saved(folder, *steps, **components):
@@ -52,49 +51,37 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def contents(folder):
-    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-
-
 # What is restored
 
 
-@dataclass
-class Parts:
-    """The parts of a training."""
-
-    buffer: ReplayBuffer
-    loss: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-
-    @classmethod
-    def make(cls, storage):
-        loss = torch.nn.Linear(2, 2)
-        return cls(make_buffer(storage), loss, torch.optim.Adam(loss.parameters()))
+def make_parts(storage):
+    loss = torch.nn.Linear(2, 2)
+    return {"buffer": make_buffer(storage), "loss": loss, "optimizer": torch.optim.Adam(loss.parameters())}
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, PackedStorage])
 def test_a_loaded_training_samples_and_learns_like_the_saved_one(storage, tmp_path):
-    parts, twin = Parts.make(storage), Parts.make(storage)
-    recorded = record(parts.buffer)
+    parts, twin = make_parts(storage), make_parts(storage)
+    recorded = recorded_in(parts["buffer"], 2)
     recorded.play([["go"] * 5 + ["truncated"] + ["go"] * 7, ["go"] * 9])  # both environments are in an episode
-    parts.loss(torch.ones(2)).sum().backward()
-    parts.optimizer.step()
-    Checkpoints(tmp_path, **vars(parts), rng=GlobalRNGState()).save(100)
+    parts["loss"](torch.ones(2)).sum().backward()
+    parts["optimizer"].step()
+    Checkpoints(tmp_path, **parts, rng=GlobalRNGState()).save(100)
     recorded.flush()
-    expected = parts.buffer.sample(500)
+    expected = parts["buffer"].sample(500)
     torch.manual_seed(1)
-    assert Checkpoints(tmp_path, **vars(twin), rng=GlobalRNGState()).load() == 100
-    assert (twin.buffer.sample(500) == expected).all()
-    recorded.rb = twin.buffer
+    assert Checkpoints(tmp_path, **twin, rng=GlobalRNGState()).load() == 100
+    assert (twin["buffer"].sample(500) == expected).all()
+    recorded.rb = twin["buffer"]
     assert recorded.check(expected) == 500
-    assert torch.equal(twin.loss.weight, parts.loss.weight)
-    assert twin.optimizer.state_dict()["state"][0]["step"] == 1
+    assert torch.equal(twin["loss"].weight, parts["loss"].weight)
+    assert twin["optimizer"].state_dict()["state"][0]["step"] == 1
 
 
-def test_episodes_that_were_running_end_and_new_ones_follow(tmp_path):
+@pytest.mark.parametrize("ids", [True, False])
+def test_episodes_that_were_running_end_and_new_ones_follow(ids, tmp_path):
     """The environments go on, so only the end of the running episodes separates the goals of both runs."""
-    recorded, twin = record(make_buffer()), make_buffer()
+    recorded, twin = recorded_in(make_buffer(), 2, ids=ids), make_buffer()
     recorded.play([["go"] * 7, ["go"] * 4])
     Checkpoints(tmp_path, buffer=recorded.rb).save(0)
     assert recorded.rb.transform[0].report().running == 2, "saving ends no episode"
@@ -159,20 +146,50 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
         assert checkpoints.load() == 9_000
 
 
-def test_what_killed_processes_left_is_deleted(tmp_path):
-    saved(tmp_path, 1, 2)
-    leftovers = (
-        ".checkpoint-000000000003",
-        "..checkpoint-000000000003.stage-0a1b",
-        ".checkpoint-000000000000.delete-0a1b",
-    )
-    for name in leftovers:
-        shutil.copytree(tmp_path / "checkpoint-000000000002", tmp_path / name)
-    others = ["checkpoint-best", "notes.txt"]
-    for name in others:
-        (tmp_path / name).mkdir()
-    assert saved(tmp_path).load() == 2
-    assert names_in(tmp_path) == ["checkpoint-000000000001", "checkpoint-000000000002", *others]
+# The file operations of a save, as the audit hooks of Python name them.
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
+
+
+def killed_at(operation, action):
+    """Run an action in a fork that is killed before a file operation; return whether it reached this operation."""
+    operations = itertools.count()
+
+    def kill(event, arguments):
+        if event in CHANGES and next(operations) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def run():
+        sys.addaudithook(kill)
+        action()
+
+    return os.WIFSIGNALED(forked(run))
+
+
+@pytest.mark.parametrize("every", [25, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, PackedStorage])
+def test_after_a_kill_at_any_file_operation_of_a_save_or_a_load_a_whole_checkpoint_is_loaded(storage, every, tmp_path):
+    recorded, newest = recorded_in(make_buffer(storage), 2), set()
+    recorded.play([whole_episodes(5)] * 2)
+    saved(tmp_path, 10, buffer=recorded.rb)
+    (tmp_path / "checkpoint-best").mkdir()  # the user's own
+    for number in itertools.count():
+        recorded.play([whole_episodes(5)] * 2)
+        written = len(recorded.oracle.order)
+        is_killed = killed_at(every * number, partial(saved, tmp_path, written, buffer=recorded.rb))
+        twin, progress = make_buffer(storage), {}
+        load = Checkpoints(tmp_path, buffer=twin, progress=progress).load
+        killed_at(number % 20, load)
+        step = load()
+        assert step == progress["step"] == twin.write_count
+        assert uids(twin[:]) == [*range(max(0, step - SIZE), step)]
+        assert replace(recorded, rb=twin).check() == len(twin)
+        names = [f"checkpoint-{each:012}" for each in range(10, written + 1, 10)] + ["checkpoint-best"]
+        assert {*names_in(tmp_path)} <= {*names}, "nothing is left of killed saves, and no checkpoint is damaged"
+        newest.add(step == written)
+        if not is_killed:
+            break
+    assert newest == {True, False}
+    assert "checkpoint-best" in names_in(tmp_path)
 
 
 def test_a_checkpoint_gets_its_name_when_all_of_its_files_are_on_the_disk(tmp_path, monkeypatch):
@@ -234,11 +251,11 @@ def test_if_all_checkpoints_are_damaged_loading_is_an_error_and_changes_nothing(
     for step in (1, 2):
         os.unlink(tmp_path / f"checkpoint-{step:012}" / "manifest.json")
     shutil.copytree(tmp_path / "checkpoint-000000000001", tmp_path / ".checkpoint-000000000003")
-    before = contents(tmp_path)
+    before = bytes_of(tmp_path)
     message = r"0002 is damaged \(manifest.json\)\. checkpoint-0*1 is damaged .* There is no other checkpoint in "
     with pytest.raises(OSError, match=message):
         checkpoints.load()
-    assert contents(tmp_path) == before
+    assert bytes_of(tmp_path) == before
 
 
 def test_checkpoints_of_a_rotation_are_loaded(tmp_path):
@@ -253,11 +270,11 @@ def test_checkpoints_of_a_rotation_are_loaded(tmp_path):
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_a_step_that_is_not_larger_than_the_newest_is_refused(step, tmp_path):
     saved(tmp_path, 5)
-    before = contents(tmp_path)
+    before = bytes_of(tmp_path)
     message = rf"larger than that of the newest one, 5 in {tmp_path}/, got {step}: load\(\) the newest one before"
     with pytest.raises(ValueError, match=message):
         saved(tmp_path, step)
-    assert contents(tmp_path) == before
+    assert bytes_of(tmp_path) == before
 
 
 def test_wrong_arguments_are_refused(tmp_path):

@@ -21,7 +21,7 @@ import torchrl_her
 import torchrl_her.envs
 from support.hydra_groups import torchrl_groups
 from support.pages import DOCS, python_blocks
-from torchrl_her import Current, Geometric, HERKeys, HERTransform, Mixture, PackedStorage, Random, configs
+from torchrl_her import Current, Geometric, HERKeys, HERTransform, Mixture, Random, configs
 
 NODES = [(group, name) for group, nodes in configs.CONFIGS.items() for name in nodes]
 GET_METHOD = {"_target_": "hydra.utils.get_method", "path": "support.goals.reward_of"}
@@ -45,50 +45,9 @@ TARGET = "torchrl_her.NormalizedInputs"
 NO_CONFIG = {  # public classes that are not part of a buffer, or only base classes
     "Checkpoints", "Finding", "GoalEnvReport", "GoalSelector", "GoalStrategy", "Transitions",
 }  # fmt: skip
-BUFFER = """
-defaults:
-  - env@env: gym
-  - replay_buffer@replay_buffer: tensordict
-  - storage@replay_buffer.storage: packed
-  - sampler@replay_buffer.sampler: random
-  - transform@replay_buffer.transform: compose
-  - transform@compact: compact_goals
-  - transform@her: her
-  - reward@her.reward: env
-  - strategy@her.strategy: final
-  - her_keys@her_keys: base
-  - _self_
-env: {env_name: torchrl_her/PointReach-v0}
-her_keys: {achieved_goal: [robot, tip], desired_goal: target}
-compact: {keys: "${her_keys}"}
-her: {reward: {env: "${env}"}, capacity: 100, her_ratio: 0.5, keys: "${her_keys}", info: true}
-root:
-  _target_: torchrl.envs.CatTensors
-  in_keys: [observation, target]
-  out_key: inputs
-  del_keys: false
-  sort: false
-next:
-  _target_: torchrl.envs.CatTensors
-  _convert_: all
-  in_keys:
-    - {_target_: builtins.tuple, _args_: [[next, observation]]}
-    - {_target_: builtins.tuple, _args_: [[next, target]]}
-  out_key: {_target_: builtins.tuple, _args_: [[next, inputs]]}
-  del_keys: false
-  sort: false
-replay_buffer:
-  storage: {max_size: 100}
-  transform: {transforms: ["${compact}", "${her}", "${root}", "${next}"]}
-  batch_size: 500
-"""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torchrl_configs():
-    """Register TorchRL's configs for these tests."""
-    with torchrl_groups():
-        yield
+torchrl_configs = pytest.fixture(scope="module", autouse=True)(torchrl_groups)
 
 
 def node_of(group, name, **values):
@@ -220,31 +179,7 @@ def test_a_node_can_be_a_partial_for_what_only_python_has():
     assert selection(hindsight=her).hindsight is her
 
 
-# A buffer
-
-
-def test_a_buffer_of_a_yaml_file_relabels(composed):
-    config = composed(BUFFER)
-    rb, env = instantiate(config.replay_buffer), instantiate(config.env)
-    assert isinstance(rb.storage, PackedStorage)
-    episode = env.rollout(50)
-    for part in (episode, episode["next"]):
-        part["robot", "tip"], part["target"] = part.pop("achieved_goal"), part.pop("desired_goal")
-    own = episode["target"][0]
-    rb.extend(episode)
-    sample, last = rb.sample(), episode[-1]["next", "robot", "tip"]
-    steps = sample["hindsight", "steps_to_goal"]
-    assert "target" not in rb.storage[:]["next"]
-    assert 0.35 < sample["hindsight", "relabelled"].float().mean() < 0.65
-    for row, is_relabelled, ahead in zip(sample, sample["hindsight", "relabelled"], steps, strict=True):
-        goal = last if is_relabelled else own
-        missed = torch.dist(row["next", "robot", "tip"], goal) > 0.05
-        assert row["target"].equal(goal)
-        assert row["next", "target"].equal(goal)
-        for place in (row, row["next"]):
-            assert place["inputs"].equal(torch.cat([place["observation"], goal]))
-        assert row["next", "reward"].item() == -float(missed)
-        assert is_relabelled or ahead == -1
+# A run
 
 
 def test_a_shared_object_is_the_same_at_each_reference_of_a_run():

@@ -13,9 +13,8 @@ from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import WAYS_TO_COPY, make_transform, seeded_sample
 from support.goals import reached, reward_of
-from support.oracle import Oracle
-from support.recorded import Recorded
-from support.world import FLAGS, Goals, World
+from support.recorded import recorded_in
+from support.world import FLAGS
 from support.world import MOVES as WITH_SILENT
 from torchrl_her import CompactGoals, GoalReward
 from torchrl_her.goals.table import GoalTable
@@ -32,9 +31,9 @@ def record(envs=2, n=3, gamma=0.9, rows=1000, ndim=2, sampler=None, kind=ReplayB
     n_step = MultiStepTransform(n, gamma, done_keys=options.pop("done_keys", FLAGS))
     transform = Compose(*compact, n_step, make_transform(**options))
     rb = kind(storage=LazyTensorStorage(envs * rows, ndim=ndim), sampler=sampler, transform=transform, batch_size=32)
-    settings = {name: options[name] for name in ("capacity", "her_ratio", "max_episode_steps") if name in options}
-    oracle = Oracle({options["strategy"]: 1.0}, n_steps=n, gamma=gamma, terminates=terminates, **settings)
-    return Recorded(rb, oracle, World(envs, Goals()))
+    of_oracle = {"n_steps": n, "gamma": gamma, "terminates": terminates}
+    max_episode_steps = options.get("max_episode_steps")
+    return recorded_in(rb, envs, options["strategy"], max_episode_steps=max_episode_steps, **of_oracle)
 
 
 def walks(envs, steps, seed=0, moves=MOVES):
@@ -205,16 +204,6 @@ def test_after_loading_and_after_flush_all_environments_can_be_reset(how, tmp_pa
     play(recorded)
     assert len(recorded.rb) == len(recorded.oracle.windows)
     assert recorded.check() > 50
-
-
-def test_a_copied_transform_drops_its_own_waiting_steps():
-    used, recorded = record(), record()
-    play(used, writes=1)
-    transform = used.rb.transform.clone()
-    transform[-1].flush()
-    recorded.rb = ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2), transform=transform)
-    play(recorded)
-    assert len(recorded.rb) == len(recorded.oracle.windows)
 
 
 def test_an_interrupted_write_can_be_repeated(monkeypatch):

@@ -1,6 +1,7 @@
-"""The examples of README and documentation run and print what they say. A release description has no broken link."""
+"""README and documentation: examples run and print what they say, and links, pictures and notebooks are right."""
 
 import contextlib
+import importlib.util
 import itertools
 import re
 import sys
@@ -37,6 +38,13 @@ TRAIN_LONG = {  # pages that train for more than 20 s, and changes with which th
         "range(0, 50, 2)": "range(2)",
     },
 }
+
+
+def module_of_docs(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def name_of(page):
@@ -170,3 +178,41 @@ def test_links_of_the_description_become_absolute_and_all_of_their_files_exist()
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+# Notebooks and pictures
+
+notebooks, figures = module_of_docs("notebooks"), module_of_docs("figures")
+TEXTS = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"]
+NOT_OF_RESULTS = {"data_flow.svg", "goal_names.png", "running_episodes.png", "goal_distributions.png", "tutorials"}
+
+
+@pytest.mark.parametrize("page", notebooks.TUTORIALS, ids=lambda page: page.stem)
+def test_a_notebook_has_the_code_of_its_page_without_the_output(page):
+    notebook = notebooks.convert(page)
+    cells = [cell.source.strip() for cell in notebook.cells if cell.cell_type == "code"]
+    cells = [cell for cell in cells if not cell.startswith("%%bash")]
+    blocks = [example.source for example in find_examples(page) if example.prefix == "python"]
+    assert len(cells) == len(blocks) > 5
+    for cell, block in zip(cells, blocks, strict=True):
+        assert "#>" not in cell
+        assert cell == re.sub(r" *#>.*\n", "", block).strip()
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+    for link in links:
+        _, _, path = link.partition("/main/")
+        assert (DOCS.parent / path.partition("#")[0]).exists()
+
+
+@pytest.mark.parametrize("name", sorted(figures.FIGURES.keys() - NOT_OF_RESULTS))
+def test_a_figure_of_results_is_drawn_from_their_files(name, tmp_path):
+    figures.FIGURES[name](tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (DOCS / "images").iterdir()))
+def test_a_picture_is_used_and_small(name):
+    assert any(re.search(rf"images/{re.escape(name)}\b", path.read_text()) for path in TEXTS)
+    assert (DOCS / "images" / name).stat().st_size <= 200_000

@@ -13,8 +13,7 @@ from torchrl.envs import Compose, MultiStepTransform, RenameTransform
 from support.dispatch import Operations
 from support.factories import WAYS_TO_COPY, make_augmentation, make_buffer, make_transform, same, seeded_sample
 from support.goals import reached, reward_of
-from support.oracle import Oracle
-from support.recorded import Recorded
+from support.recorded import recorded_in
 from support.world import FLAGS, Goals, World, transitions, whole_episodes
 from torchrl_her import CompactGoals, GoalReward, HERKeys, HERTransform, PackedStorage, SparseReward, Subgoal
 
@@ -23,10 +22,8 @@ hindsight = partial(make_transform, capacity=1000, her_ratio=1.0)
 buffer_with = partial(make_buffer, batch_size=256)
 
 
-def record(envs=1, ids=True, strategy="future", capacity=1000, **options):
-    """Return a recorded buffer; options are those of HERTransform."""
-    rb = buffer_with(hindsight(strategy=strategy, capacity=capacity, **options))
-    return Recorded(rb, Oracle({strategy: 1.0}, capacity), World(envs, Goals()), ids)
+def record(strategy="future"):
+    return recorded_in(buffer_with(hindsight(strategy=strategy)), 1, strategy)
 
 
 # Keys, goals of all kinds, padding, ends of episodes
@@ -115,17 +112,6 @@ def test_with_other_keys_and_a_goal_fn_samples_are_the_same_under_other_names(ki
     assert same(translated(batches[0]), batches[1])
 
 
-@pytest.mark.parametrize("mask", ["mask", ("collector", "mask")])
-def test_padding_may_be_nan_and_is_never_relabelled_and_never_a_goal(mask):
-    recorded = record(strategy="random", keys=HERKeys(mask=mask))
-    rows = recorded.world.play(0, ["go"] * 5 + ["terminated"])
-    data = recorded.world.tensordict(rows)
-    padding = data[:2].apply(lambda entry: entry * torch.nan if entry.is_floating_point() else torch.zeros_like(entry))
-    padding["uid"] = torch.tensor([-1, -1])
-    recorded.write(rows, torch.cat([data, padding]).set(mask, torch.arange(8) < 6))
-    assert recorded.check() == 6
-
-
 @pytest.mark.parametrize("chunk", [5, 40])
 def test_a_loaded_episode_ends_if_it_exceeds_a_smaller_max_episode_steps(chunk):
     td = transitions(["go"] * 70)
@@ -146,17 +132,6 @@ def test_trajectory_ids_are_used_unless_their_key_is_none(trajectory):
 
 
 # State
-
-
-@pytest.mark.parametrize("how", ["state_dict", "dumps"])
-def test_goals_that_were_in_the_table_before_saving_are_there_once_when_their_episode_goes_on(how, tmp_path):
-    """Otherwise "random" draws the goals of the first half in two thirds of the cases, and they take twice the room."""
-    recorded = record(strategy="random")
-    recorded.play([["go"] * 64])
-    recorded.rb = WAYS_TO_COPY[how](recorded.rb, record(strategy="random").rb, tmp_path)
-    recorded.play([["go"] * 63 + ["truncated"]])
-    first_half = seeded_sample(recorded.rb, 4000)["desired_goal"][:, 1] <= 64
-    assert abs(first_half.float().mean() - 0.5) < 0.05
 
 
 def test_a_clone_and_a_saved_state_do_not_change_with_later_writes():

@@ -56,6 +56,14 @@ def test_the_table_of_the_suite_is_that_of_its_page(run):
     assert run(learning, "suite", "--results", *files).strip() == table
 
 
+def check_trained_once(run, monkeypatch, arguments, row):
+    """Check that a command trains, and that it prints the same row again without training."""
+    first = run(learning, *arguments).splitlines()[-1]
+    assert first.startswith(row)
+    monkeypatch.setattr(learning.subprocess, "run", None)
+    assert run(learning, *arguments).splitlines()[-1] == first
+
+
 def test_learning_trains_offline_algorithms_once(run, monkeypatch, tmp_path):
     ogbench_data = pytest.importorskip("pointmaze_data", reason="the data need the package ogbench")
     maze = "pointmaze-medium-v0"
@@ -64,21 +72,15 @@ def test_learning_trains_offline_algorithms_once(run, monkeypatch, tmp_path):
     monkeypatch.setitem(learning.SCRIPTS, "offline", {maze: learning.Script("offline", 4, small)})
     monkeypatch.setitem(learning.WAYS, "offline", {"GCBC": ("algorithm=gcbc",)})
     monkeypatch.setattr(learning, "ONE_SEED", {"GCBC"})
-    arguments = ["offline", "--seeds", 1, 2, "--output", tmp_path]
-    first = run(learning, *arguments, "--columns", 2, 4).splitlines()[-1]
-    assert first.startswith(f"| {maze}, GCBC | 4 | ")
-    monkeypatch.setattr(learning.subprocess, "run", None)  # trains nothing
-    assert run(learning, *arguments, "--columns", 2, 4).splitlines()[-1] == first
+    arguments = ["offline", "--seeds", 1, 2, "--output", tmp_path, "--columns", 2, 4]
+    check_trained_once(run, monkeypatch, arguments, f"| {maze}, GCBC | 4 | ")
 
 
 def test_learning_trains_contrastive_rl_once(run, monkeypatch, tmp_path):
     monkeypatch.setitem(learning.SCRIPTS, "crl", {"PointReach": learning.Script("sac", 550)})
     monkeypatch.setitem(learning.WAYS, "crl", {learning.CRL: ()})
-    arguments = ["crl", "--seeds", 1, "--output", tmp_path]
-    first = run(learning, *arguments, "--columns", 0).splitlines()[-1]
-    assert first.startswith("| PointReach, contrastive RL | 550 | ")
-    monkeypatch.setattr(learning.subprocess, "run", None)  # trains nothing
-    assert run(learning, *arguments, "--columns", 0).splitlines()[-1] == first
+    arguments = ["crl", "--seeds", 1, "--output", tmp_path, "--columns", 0]
+    check_trained_once(run, monkeypatch, arguments, "| PointReach, contrastive RL | 550 | ")
 
 
 def test_ratios_compare_the_times_to_lasting_success(run, tmp_path):

@@ -12,9 +12,9 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from support.factories import make_transform
 from support.goals import reward_of
-from support.oracle import Oracle
-from support.recorded import Recorded
+from support.recorded import recorded_in
 from support.world import Goals, World, whole_episodes
+from torchrl_her import HERTransform
 from torchrl_her.episodes import lanes
 
 RELABELLED = ("hindsight", "relabelled")
@@ -26,9 +26,7 @@ def make_buffer(size=1000, capacity=10_000, ndim=1):
 
 
 def record(envs=1, **options):
-    return Recorded(
-        make_buffer(**options), Oracle({"final": 1.0}, options.get("capacity", 10_000)), World(envs, Goals())
-    )
+    return recorded_in(make_buffer(**options), envs, "final")
 
 
 def write(rb, *rows):
@@ -86,27 +84,20 @@ def test_environments_are_distinguished_by_their_goals_and_ids(ids, time_major):
     assert recorded.check() == 20
 
 
-def test_an_episode_ends_with_its_trajectory_id():
+@pytest.mark.parametrize("ndim", [1, 2], ids=["in one write", "in the same row of the next write"])
+def test_an_episode_ends_with_its_trajectory_id(ndim):
     """There is no done flag, and the next trajectory starts with the last goals of this one."""
-    recorded = record()
-    data = recorded.world.tensordict(recorded.world.play(0, ["go"] * 3 + ["cut"] + ["go"] * 4))
-    data["next", "done"].zero_()
-    data["next", "truncated"].zero_()
-    recorded.rb.extend(data)
-    recorded.rb.transform[0].flush()
-    assert recorded.rb[:]["desired_goal"][:, 1].tolist() == [4] * 4 + [8] * 4
-
-
-def test_an_episode_ends_with_its_trajectory_id_although_the_next_one_is_in_the_same_row():
-    recorded = record(envs=2, ndim=2)
+    recorded, writes = record(envs=ndim, ndim=ndim), []
     for end in ("cut", "go"):
-        rows = [row for env in range(2) for row in recorded.world.play(env, ["go"] * 3 + [end])]
-        data = recorded.world.tensordict(rows).reshape(2, 4)
+        rows = [row for env in range(ndim) for row in recorded.world.play(env, ["go"] * 3 + [end])]
+        data = recorded.world.tensordict(rows).reshape(ndim, 4)
         for flag in ("done", "truncated"):
             data["next", flag].zero_()
+        writes.append(data)
+    for data in writes if ndim == 2 else [torch.cat(writes, 1)[0]]:
         recorded.rb.extend(data)
     recorded.rb.transform[0].flush()
-    assert recorded.rb[:]["desired_goal"][..., 1].tolist() == [[4] * 4 + [8] * 4] * 2
+    assert recorded.rb[:]["desired_goal"][..., 1].reshape(ndim, 8).tolist() == [[4] * 4 + [8] * 4] * ndim
 
 
 def test_episodes_enter_the_table_in_the_order_of_writing_whatever_their_ids():
@@ -179,8 +170,8 @@ ALTERNATIVES = {
 def test_a_slower_way_to_find_episodes_gives_the_same_stamps(monkeypatch, layout, envs, ids, alternative):
     results = []
     for _ in range(2):
-        rb, oracle = make_buffer(ndim=2 if layout == "lanes" else 1), Oracle({"final": 1.0}, 1000)
-        recorded = Recorded(rb, oracle, World(envs, Goals()), ids)
+        rb = make_buffer(ndim=2 if layout == "lanes" else 1)
+        recorded = recorded_in(rb, envs, "final", ids=ids)
         for moves in itertools.product(("go", "silent", "stay"), ("go", "terminated", "silent"), ("go", "stay")):
             recorded.play([[*moves[env % 3 :], *moves[: env % 3]] for env in range(envs)], layout)
         recorded.play([["go"] * 4 + ["terminated"]] * envs, layout)
@@ -244,57 +235,28 @@ def test_no_python_line_is_executed_per_environment():
     assert all(abs(more - few) < 100 for few, more in zip(*counts, strict=True))
 
 
-def test_an_episode_is_not_continued_across_a_silent_reset_although_its_id_occurs_only_once():
-    world, hindsight = World(3, Goals()), make_transform()
-    for last in ("silent", "go"):
-        moves = [["go", last if number == 1 else "go"] for number in range(3)]
-        hindsight.inv(world.tensordict([row for number, each in enumerate(moves) for row in world.play(number, each)]))
-    report = hindsight.report()
-    assert (report.episodes, report.transitions, report.discontinuous) == (4, 12, 1 / 12)
-
-
-def stays_or_goes(episode, steps, states=3):
-    """Return where an environment is before each step of an episode and after it. Each episode starts at 0."""
-    random = np.random.default_rng(episode)
-    at = [0]
-    for move in random.integers(-1, 2, steps):
-        at.append(int(np.clip(at[-1] + move, 0, states - 1)))
-    return at
-
-
-def walks(episodes, steps=8):
-    """Return the transitions of episodes, one after the other, whose goals are the same again and again."""
-    at = [stays_or_goes(episode, steps) for episode in episodes]
-    rows = [(episode, at[n][step], at[n][step + 1]) for n, episode in enumerate(episodes) for step in range(steps)]
-    episode, start, outcome = (torch.tensor(column)[:, None] for column in zip(*rows, strict=True))
-    done = (torch.arange(len(rows)) % steps == steps - 1)[:, None]
-    goal = torch.full_like(start, 9)
-    return TensorDict(
-        {
-            "episode": episode,
-            "achieved_goal": start,
-            "desired_goal": goal,
-            "next": {
-                "achieved_goal": outcome,
-                "desired_goal": goal,
-                "reward": torch.zeros(len(rows), 1),
-                "done": done,
-                "terminated": torch.zeros_like(done),
-                "truncated": done,
-            },
-        },
-        [len(rows)],
-    )
+def walks(episodes, steps=8, states=3):
+    """Return the transitions of episodes that start at 0 and whose goals are the same again and again."""
+    data = World(1, Goals(())).written(whole_episodes(*[steps] * episodes))
+    moves = np.random.default_rng(0).integers(-1, 2, len(data))
+    place = 0
+    for row, move in enumerate(moves.tolist()):
+        place = 0 if row % steps == 0 else place
+        data["achieved_goal"][row] = place
+        place = min(max(place + move, 0), states - 1)
+        data["next", "achieved_goal"][row] = place
+    data["desired_goal"] = data["next", "desired_goal"] = torch.full((len(data),), 9.0)
+    return data
 
 
 @pytest.mark.parametrize("ids", ["of the environment", "of episodes", None])
 def test_an_environment_that_starts_its_episodes_in_one_state_is_followed_through_writes_of_equal_size(ids):
     """A write often ends with the first step of an episode, at the goals at which the last write ended."""
-    data = walks(range(60))
-    if ids is not None:
-        episodes = data["episode"].flatten()
-        data["collector", "traj_ids"] = episodes if ids == "of episodes" else torch.zeros_like(episodes)
-    hindsight = make_transform(lambda achieved, desired: -(achieved != desired).any(-1).float())
+    data, hindsight = walks(60), HERTransform(None)
+    if ids is None:
+        data = data.exclude("collector")
+    elif ids == "of the environment":
+        data["collector", "traj_ids"].zero_()
     for rows in (data[:1], *data[1:].split(8)):
         hindsight.inv(rows)
     report = hindsight.report()
@@ -302,9 +264,7 @@ def test_an_environment_that_starts_its_episodes_in_one_state_is_followed_throug
 
 
 def test_the_rows_of_the_first_write_are_environments_although_one_starts_where_another_arrived():
-    data = walks(range(20))
-    hindsight = make_transform(lambda achieved, desired: -(achieved != desired).any(-1).float())
-    rows = data.reshape(20, 8)
+    rows, hindsight = walks(20).exclude("collector").reshape(20, 8), HERTransform(None)
     for part in (rows[:, :3], rows[:, 3:]):
         hindsight.inv(part.clone())
     report = hindsight.report()

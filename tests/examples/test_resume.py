@@ -11,6 +11,8 @@ import show
 from omegaconf import OmegaConf
 from script_runs import BITS, EXAMPLES, SMALL, differences, logged, state_of, train
 
+from support.data_sets import bytes_of
+
 RUNS = [
     "dqn env.num_envs=5 buffer.prioritized=error buffer.n_steps=3 double=true",
     "dqn env.num_envs=5 buffer.prioritized=error hindsight.when=writing",
@@ -111,10 +113,10 @@ def test_a_run_whose_checkpoint_does_not_fit_on_the_disk_ends_with_a_message(tmp
 
 def test_a_damaged_or_interrupted_run_goes_on_from_the_previous_checkpoint_and_logs_no_step_twice(tmp_path):
     def refuse(command, message):
-        before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+        before = bytes_of(tmp_path)
         with pytest.raises((SystemExit, OSError, ModuleNotFoundError), match=message):
             train(command, tmp_path)
-        assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+        assert bytes_of(tmp_path) == before
 
     config = train("dqn", tmp_path).config
     newest = tmp_path / "checkpoints" / "checkpoint-000000000200"

@@ -103,14 +103,6 @@ current, future, later, final, episode = (
 # Strategies of users, and their rules
 
 
-class NearFuture(GoalStrategy):
-    """At most nine steps ahead."""
-
-    def select(self, transitions):
-        end = torch.minimum(transitions.step + 10, transitions.length)
-        return transitions.episode, uniform(transitions.step, end)
-
-
 class FromTheBeginning(GoalStrategy):
     """Any goal of the episode, including that of its first state, which has the cell 0."""
 
@@ -129,6 +121,16 @@ class FirstOfAny(GoalStrategy):
         return episode, torch.zeros_like(step)
 
 
+class Between(GoalStrategy):
+    """A state before the desired goal, as transitive Q-learning reads it, or the own outcome if there is none."""
+
+    refers_to = ("desired_goal",)
+
+    def select(self, transitions):
+        _, goal = transitions.drawn["desired_goal"]
+        return transitions.episode, uniform(transitions.step, torch.maximum(goal, transitions.step + 1))
+
+
 class BeyondTheEnd(GoalStrategy):
     """A step that the episode does not have."""
 
@@ -140,12 +142,13 @@ def evenly(goals):
     return dict.fromkeys(goals, 1 / len(goals))
 
 
-def near_future(place, held, earlier):
-    return evenly([(place[0], cell) for cell in range(place[1] + 1, min(place[1] + 10, held.lengths[place[0]]) + 1)])
-
-
 def from_the_beginning(place, held, earlier):
     return evenly([(place[0], cell) for cell in range(held.lengths[place[0]] + 1)])
+
+
+def between(place, held, earlier):
+    (episode, step), (_, cell) = place, earlier["desired_goal"]
+    return evenly([(episode, j + 1) for j in range(step, max(cell - 1, step + 1))])
 
 
 def first_of_any(place, held, earlier):
@@ -284,10 +287,9 @@ OWN = {
     "the own step": Case(Geometric(0.0, truncated=True), {truncated(0.0): 1}),
     "subgoal": Case(Subgoal(25), {subgoal(25): 1}),
     "mixture": Case(
-        Mixture({"final": 0.0, Current(): 0.2, Geometric(0.99): 0.5, NearFuture(): 0.3, "random": 0.0}),
-        {final: 0, current: 0.2, geometric(0.99): 0.5, near_future: 0.3, anywhere: 0},
+        Mixture({"final": 0.0, Current(): 0.2, Geometric(0.99): 0.5, Subgoal(25): 0.3, "random": 0.0}),
+        {final: 0, current: 0.2, geometric(0.99): 0.5, subgoal(25): 0.3, anywhere: 0},
     ),
-    "a user's own strategy": Case(NearFuture(), {near_future: 1}),
     "a user's own strategy with the initial goal": Case(FromTheBeginning(), {from_the_beginning: 1}),
     "her_ratio": Case("future", {future: 1}, her_ratio=0.7),
 }
@@ -340,7 +342,7 @@ def test_goals_of_the_own_episode_have_the_distribution_of(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*longer in the goal table")
-@pytest.mark.parametrize("name", ["random", "past_desired", "mixture"])
+@pytest.mark.parametrize("name", ANY)
 def test_goals_of_other_episodes_come_from_those_that_are_held(name):
     """The row of a desired goal that has left can hold an achieved goal of the transition's own episode."""
     case = ANY[name]
@@ -350,15 +352,6 @@ def test_goals_of_other_episodes_come_from_those_that_are_held(name):
     assert all(outcome is None or outcome in possible[place] for place, outcome in outcomes)
     assert name != "random" or all(outcome for _, outcome in outcomes)
     assert sum(count for (_, outcome), count in outcomes.items() if outcome) > 0.8 * DRAWS
-
-
-@pytest.mark.parametrize("name", ANY)
-def test_goals_of_any_episode_have_the_distribution_of(name):
-    """All episodes are held. The second one is written in two pieces."""
-    case, recorded = ANY[name], make(ANY[name], envs=2)
-    recorded.play([whole_episodes(1, 2, 5, 9, 120), ["go"] * 65])
-    recorded.play([whole_episodes(100), whole_episodes(65)])
-    check_ended(case, recorded, recorded.rb.sample(DRAWS))
 
 
 # Several goals, in a table of short episodes
@@ -390,6 +383,9 @@ SEVERAL = {
         {episode: 0.5, first_of_any: 0.5},
         {"actor": FirstOfAny()},
         {"actor": first_of_any},
+    ),
+    "a user's own strategy that refers to another goal": Case(
+        Geometric(0.9), {geometric(0.9): 1}, {"subgoal": Between()}, {"subgoal": between}
     ),
 }
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
 from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same
-from support.oracle import Oracle
-from support.recorded import Recorded
+from support.recorded import recorded_in
 from support.world import Goals, World, transitions, whole_episodes
 from torchrl_her import HERKeys
 from torchrl_her.goals.table import GoalTable
@@ -63,8 +62,7 @@ def test_the_state_is_only_as_large_as_the_filled_part_of_the_table_and_is_not_c
 
 @pytest.mark.parametrize("way", WAYS_TO_COPY)
 def test_all_goals_of_long_episodes_are_found_in_a_copy_while_they_run_and_at_their_end(way, tmp_path):
-    rb = make_buffer(2000, her_ratio=1.0, strategy="episode")
-    recorded = Recorded(rb, Oracle({"episode": 1.0}, 2000), World(2, Goals()))
+    recorded = recorded_in(make_buffer(2000, her_ratio=1.0, strategy="episode"), 2, "episode")
     for moves, steps in ((["go"] * 150, 150), (["go"] * 63, 213), ([*["go"] * 40, "truncated"], 254)):
         recorded.play([moves] * 2)
         recorded.rb = WAYS_TO_COPY[way](recorded.rb, make_buffer(2000, her_ratio=1.0, strategy="episode"), tmp_path)
@@ -87,9 +85,7 @@ def test_the_table_takes_56_bytes_and_the_goal_for_each_transition_whatever_is_w
 @pytest.mark.parametrize(("strategy", "least"), [("future", 1.0), ("final", 1.0), ("episode", 0.3)])
 def test_an_endless_episode_has_no_more_memory_than_others_and_all_of_its_newest_goals(strategy, least):
     """Earlier steps have left the table. At worst, two thirds of those in the window have left it, too."""
-    recorded = Recorded(
-        make_buffer(50, her_ratio=1.0, strategy=strategy), Oracle({strategy: 1.0}, 50), World(1, Goals())
-    )
+    recorded = recorded_in(make_buffer(50, her_ratio=1.0, strategy=strategy), 1, strategy)
     for _ in range(60):
         recorded.play([["go"] * 17])
         assert recorded.check() >= least * len(recorded.rb)
@@ -220,7 +216,7 @@ def test_a_table_that_is_large_enough_or_not_used_is_not_reported(lengths, write
 @pytest.mark.parametrize("parts", [1, 50])
 def test_an_episode_longer_than_the_table_is_not_split(parts):
     """The goals of the last transitions, which are in a storage of the same size, are in the table."""
-    recorded = Recorded(make_buffer(20, her_ratio=1.0), Oracle({"future": 1.0}, 20), World(1, Goals()))
+    recorded = recorded_in(make_buffer(20, her_ratio=1.0))
     moves = whole_episodes(*[50] * 4)
     for begin in range(0, len(moves), len(moves) // parts):
         recorded.play([moves[begin : begin + len(moves) // parts]])

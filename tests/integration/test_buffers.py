@@ -3,7 +3,6 @@
 docs/reference/buffers.md lists them. With the newest TorchRL, test_torchrl_limits.py runs all cells of its tables.
 """
 
-import itertools
 import random
 from functools import partial
 
@@ -164,17 +163,6 @@ def test_a_row_that_outlives_its_goals_keeps_its_original_goal(capacity):
     assert stored[-1] - stored[0] > 10 * SIZE
     relabelled = recorded.check() / SIZE
     assert relabelled < 0.25 if capacity == SIZE else relabelled > 0.9
-
-
-def test_each_member_of_an_ensemble_can_get_its_own_goals_for_the_same_transitions():
-    """A critic of an ensemble is trained with its own row of ``[members, transitions]``."""
-    recorded = filled(2)
-    rows = recorded.rb.storage[:]
-    batch = recorded.rb.transform(rows.expand(3, len(rows)))
-    assert batch.batch_size == (3, len(rows))
-    assert recorded.check(batch) > len(batch) * len(rows) / 2
-    goals = batch["desired_goal"].unbind(0)
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(goals, 2))
 
 
 # Copies

@@ -8,8 +8,6 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
-import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -19,13 +17,13 @@ from tensordict.nn import TensorDictModule
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv
+from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv, TransformedEnv
 
 from support import tape
 from support.factories import make_augmentation, make_transform, start_processes_from_a_server
 from support.named import named
 from support.tape import LENGTHS, RELABELLED, check, collect, length_of, make_serial, make_tape, places, taken
-from torchrl_her import EnvReward, HERKeys, PackedStorage
+from torchrl_her import EnvReward, GoalSelection, HERKeys, NormalizedInputs, PackedStorage, Uniform
 
 NUMBER = 8  # environments in one process
 STEPS, BATCHES = 8, 6  # steps of each environment per batch, and batches per collector
@@ -131,34 +129,20 @@ def unpadded(batch):
     return rows[rows[MASK].reshape(-1)] if MASK in rows.keys(True) else rows
 
 
-def taken_with_resets(number, steps, every):
-    """Return the first steps of an environment that a collector resets at its creation and at an interval."""
-    found, episode = [], 0
-    for _ in range(0, steps, every):
-        episode, state = episode + 1, 0
-        for _ in range(every):
-            found.append((number, episode, state))
-            state += 1
-            if state == length_of(number, episode):
-                episode, state = episode + 1, 0
-    return found[:steps]
-
-
 def ended(steps):
     """Return the steps of complete episodes."""
     ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
     return [place for place in steps if place[:2] in ends]
 
 
-def check_buffer(rb, environments, steps=None, only_whole=False, reset_every=None, **options):
+def check_buffer(rb, environments, steps=None, only_whole=False, **options):
     """Check all goals, and that the first ``steps`` steps of every environment, by default all, are stored once."""
     stored = sorted(places(unpadded(rb[:])))
     counts = Counter(number for number, _, _ in stored)
     assert sorted(counts) == list(range(environments))
     expected = []
     for number in range(environments):
-        count = steps or counts[number]
-        those = taken_with_resets(number, count, reset_every) if reset_every else taken(number, count)
+        those = taken(number, steps or counts[number])
         expected += ended(those) if only_whole else those
     assert stored == expected
     check_hindsight(rb, **options)
@@ -182,6 +166,9 @@ def check_hindsight(rb, **options):
 def check_collected(rb, kind, make_envs, how, **options):
     """Collect transitions, and check that nothing is lost, all goals are correct, and ended episodes relabelled."""
     fill(rb, kind, make_envs, how, **options)
+    if "reset_at_each_iter" in options:  # episodes are cut
+        assert len({*places(rb[:])}) == len(rb) == STEPS * BATCHES * NUMBER
+        return check_hindsight(rb)
     only_whole = "trajs_per_batch" in options  # the collector holds back the other episodes
     has_all_steps = kind is not MultiAsyncCollector and how != "start" and (how == "replay_buffer" or not only_whole)
     check_buffer(
@@ -189,7 +176,6 @@ def check_collected(rb, kind, make_envs, how, **options):
         environments=(1 if make_envs is make_tape else NUMBER) * (1 if kind is Collector else 2),
         steps=STEPS * BATCHES if has_all_steps else None,
         only_whole=only_whole,
-        reset_every=STEPS if "reset_at_each_iter" in options else None,
         flags="set_truncated" not in options,
     )
 
@@ -205,7 +191,8 @@ CASES = [
     (Collector, parallel, "replay_buffer", {}, BATCHED),
     (Collector, serial, "replay_buffer", {"track_traj_ids": False}, BATCHED),
     (Collector, serial, "replay_buffer", {"trajs_per_batch": 4}, {"kind": ReplayBuffer}),
-    (Collector, serial, "replay_buffer", {"extend_buffer": False, "reset_at_each_iter": True}, {}),
+    (Collector, serial, "replay_buffer", {"extend_buffer": False}, {}),
+    (Collector, serial, "replay_buffer", {"reset_at_each_iter": True}, {}),
     (Collector, make_tape, "start", {}, {}),
     (MultiSyncCollector, serial, "extend", {}, {"ndim": 3}),
     (MultiSyncCollector, make_tape, "flattened", {"split_trajs": True}, {}),  # other ids in each batch
@@ -272,7 +259,7 @@ def test_a_checkpoint_that_is_made_while_collectors_in_other_processes_pause_is_
     resumed.transform[0].flush()
     assert len(resumed) == resumed.write_count == count
     # The running episodes of the other processes are missing.
-    assert check(resumed[:]).share > 1 - 2 * max(LENGTHS) / count
+    assert check(resumed[:]) > 1 - 2 * max(LENGTHS) / count
 
 
 # n-step returns
@@ -287,7 +274,7 @@ def test_workers_that_write_into_a_shared_buffer_have_separate_windows(filled_be
     if filled_before:
         rb.extend(*collect(make_tape(2), 103))
     collect(tapes(0, 2), 100, 15, MultiAsyncCollector, replay_buffer=rb)
-    assert 0.7 < check(rb[:], n=3, gamma=0.5).share < 0.85
+    assert 0.7 < check(rb[:], n=3, gamma=0.5) < 0.85
     tape.check_nothing_is_lost(rb[:], 2 + filled_before)  # the writes after the first one could lose transitions
 
 
@@ -323,45 +310,28 @@ def test_each_process_holds_its_own_transitions_back_and_stores_whole_episodes_w
     assert incomplete <= (8 if kind is MultiAsyncCollector else 0)  # of the write that is cut
 
 
-SPAWNED = """
-import functools, time
-from torchrl.collectors import MultiAsyncCollector
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import Compose, GymEnv, TransformedEnv
-from torchrl_her import EnvReward, GoalSelection, HERTransform, NormalizedInputs, Uniform
-
-POINT_REACH = "torchrl_her.envs:torchrl_her/PointReach-v0"
-
-def make_env(*transforms):
-    return TransformedEnv(GymEnv(POINT_REACH), Compose(*transforms))
-
-if __name__ == "__main__":
-    env, inputs = GymEnv(POINT_REACH), NormalizedInputs()
-    inputs(env.fake_tensordict())
-    her = HERTransform(EnvReward(env), capacity=2000, goal_spec=env.observation_spec["achieved_goal"])
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(2000), transform=Compose(her, inputs), shared=True, batch_size=256
-    )
-    make = functools.partial(make_env, GoalSelection(her, Uniform(), start=50, share=1.0), inputs)
-    collector = MultiAsyncCollector([make] * 2, frames_per_batch=50, total_frames=600, replay_buffer=rb)
-    collector.start()
-    while rb.write_count < 600:
-        time.sleep(0.1)
-    collector.async_shutdown()
-    stored, batch = rb.storage[:], rb.sample()
-    mean = stored["next", "observation"].double().mean(0)
-    print("statistics", bool((inputs.mean[:4] - mean).abs().max() < 1e-6))
-    print("selected", bool(stored["goal_selection", "selected"].any()))
-    print("relabelled", bool(batch["hindsight", "relabelled"].float().mean() > 0.7))
-"""
+def with_selection(her, inputs, number):
+    return TransformedEnv(make_tape(number), Compose(GoalSelection(her, Uniform(), start=50, share=1.0), inputs))
 
 
 @pytest.mark.slow
-def test_spawned_workers_share_goals_and_statistics_with_a_shared_buffer(tmp_path):
+def test_spawned_workers_share_goals_and_statistics_with_a_shared_buffer():
     """The environments and the buffer of a worker contain the same objects. The other tests use a fork server."""
-    (script := tmp_path / "script.py").write_text(SPAWNED)
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert [line for line in run.stdout.splitlines() if " " in line][-3:] == [
-        "statistics True", "selected True", "relabelled True",
-    ]  # fmt: skip
+    her, inputs = make_transform(reward=EnvReward(make_tape), capacity=2000, goal_spec=GOAL_SPEC), NormalizedInputs()
+    inputs(make_tape().fake_tensordict())
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(2000), transform=Compose(her, inputs), shared=True, batch_size=256
+    )
+    envs = [functools.partial(with_selection, her, inputs, number) for number in range(2)]
+    with started_by("spawn"):
+        collector = MultiAsyncCollector(envs, frames_per_batch=50, total_frames=600, replay_buffer=rb)
+    with shut_down_after(collector):
+        collector.start()
+        for _ in until(lambda: rb.write_count >= 600):
+            time.sleep(0.1)
+    stored = rb.storage[:]
+    observed = stored["next", "observation"]
+    torch.testing.assert_close(inputs.mean[:3], observed.mean(0))  # without the dummies of collectors
+    torch.testing.assert_close(inputs.scale[:3], observed.std(0, correction=0).clamp(0.01))
+    assert stored["goal_selection", "selected"].any()
+    assert rb.sample()[RELABELLED].float().mean() > 0.7

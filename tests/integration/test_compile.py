@@ -18,15 +18,13 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, GymWrapper, MultiStepTransform, RewardScaling
 
 from support import tape
-from support.dispatch import NoWaits, Waits
+from support.dispatch import NoWaits
 from support.factories import make_buffer, make_transform
 from support.goals import reached, reward_of
 from support.losses import make_loss
-from support.oracle import Oracle
 from support.pages import run_block
-from support.recorded import Recorded
+from support.recorded import recorded_in
 from support.tape import collected
-from support.world import Goals, World
 from torchrl_her import EnvReward, Future, Geometric, GoalReward, Mixture, ReachedReward, SparseReward, Subgoal
 from torchrl_her.envs import BitFlipping, PointReach
 
@@ -86,7 +84,7 @@ CASES = {
 
 
 def check(batch, her, strategy="future", n_step=None, **_):
-    """Check a batch with the tape, and the rewards that the tape does not have here; return the count."""
+    """Check a batch with the tape, and the rewards that the tape does not have here; return the relabelled share."""
     batch = batch.cpu().clone()
     relabelled = batch["hindsight", "relabelled"]
     is_reached = reached(batch["next", "achieved_goal"], batch["desired_goal"])
@@ -100,7 +98,7 @@ def check(batch, her, strategy="future", n_step=None, **_):
         assert torch.equal(batch["subgoal"], batch["next", "subgoal"])
         is_near = is_new & (steps >= 0) & (steps <= 2)
         assert torch.equal(batch["subgoal"][is_near], batch["desired_goal"][is_near])
-        return tape.Count(len(batch), int(is_new.sum()))
+        return float(is_new.double().mean())
     return tape.check(batch, strategy, flags=("next", "terminated") in her.reward.out_keys, **(n_step or {}))
 
 
@@ -112,7 +110,7 @@ def test_it_compiles_once_before_later_writes_and_does_not_synchronize(name, dev
     her = make_transform(**{"capacity": 120, "goal_spec": goal_spec} | CASES[name])
     n_step = {"n": 3, "gamma": 0.5} if name == "n-step returns" else None
     rb = buffer(*([MultiStepTransform(3, 0.5)] if n_step else []), her, device=device)
-    graphs, count = CompileCounter(), tape.Count()
+    graphs, shares = CompileCounter(), []
     relabel = torch.compile(rb.transform, fullgraph=True, backend=graphs)
     for written in collected(400).to(device).split(50):  # a goal table with 120 rows wraps round three times
         rb.extend(written)
@@ -121,9 +119,9 @@ def test_it_compiles_once_before_later_writes_and_does_not_synchronize(name, dev
             batch = rb.transform(rows)
         for relabelled in (batch, relabel(rows)):
             assert all(value.device.type == device for value in relabelled.values(True, True))
-            count += check(relabelled, her, n_step=n_step, **CASES[name])
+            shares.append(check(relabelled, her, n_step=n_step, **CASES[name]))
     assert graphs.frame_count == 1
-    assert count.share > 0.2  # most goals have left the table
+    assert sum(shares) > 0.2 * len(shares)  # most goals have left the table
 
 
 @pytest.mark.parametrize("env", [PointReach, BitFlipping])
@@ -155,7 +153,7 @@ def test_a_transform_that_breaks_the_graph_stays_outside_and_copies_relabel_from
         each.extend(collected())
         batch = each.sample()
         batch["next", "reward"] *= 2.0
-        assert check(batch, her).share > 0.5
+        assert check(batch, her) > 0.5
 
 
 @pytest.mark.slow  # compiling takes longer than 20 s
@@ -172,7 +170,7 @@ def test_the_code_of_the_page_compiles_the_loss():
 @pytest.mark.parametrize("strategy", ["future", "random"])
 def test_compiled_draws_have_the_right_share_and_distribution(strategy):
     her = make_transform(strategy=strategy, her_ratio=0.8, capacity=1000)
-    recorded = Recorded(buffer(her), Oracle({strategy: 1.0}, 1000, her_ratio=0.8), World(1, Goals()))
+    recorded = recorded_in(buffer(her), 1, strategy)
     recorded.play([[*["go"] * 11, "truncated", "terminated", "go", "truncated"]])
     her.compile(fullgraph=True)
     batch = recorded.rb.transform(recorded.rb.storage[torch.arange(15).repeat_interleave(2000)])
@@ -187,14 +185,3 @@ def test_a_compiled_transform_still_warns_of_a_table_that_is_too_small():
         for written in collected(400).split(10):
             rb.extend(written)
             rb.transform(stored_rows(rb, 500))
-
-
-@each_device
-def test_operations_that_synchronize_are_found(device):
-    rows = torch.arange(8, device=device)
-    failure = {"cpu": pytest.raises(Waits), "cuda": pytest.raises(RuntimeError, match="synchroniz")}[device]
-    mask = rows > 3
-    calls = (rows[0].item, lambda: rows[mask], rows.nonzero, rows.unique, mask.all().__bool__, lambda: rows.equal(rows))
-    for call in calls if device == "cpu" else calls[:2]:
-        with failure, NO_SYNCHRONIZATION[device]():
-            call()

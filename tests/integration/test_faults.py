@@ -18,7 +18,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
 import torchrl_her
-from support.factories import forked, make_augmentation, make_transform, start_processes_from_a_server
+from support.factories import forked, make_augmentation, make_transform, run_processes, start_processes_from_a_server
 from support.traffic import Source, check, make_buffer
 from support.world import Goals, World
 
@@ -98,13 +98,7 @@ def test_no_transition_of_processes_that_write_at_the_same_time_is_lost_or_mixed
     rb.transform[0].her_ratio = 1.0
     rb.extend(Source(0, 8, 1).next())
     rb.storage._storage.share_memory_()
-    fork = torch.multiprocessing.get_context("fork")
-    writers = [fork.Process(target=write, args=(rb, first, 3, 1200), daemon=True) for first in (8, 16)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-        assert writer.exitcode == 0
+    run_processes("fork", write, *((rb, first, 3, 1200) for first in (8, 16)))
     batch = rb[:]
     assert check(batch) == len(batch) == 2408
     assert len({tuple(place) for place in batch["observation"].tolist()}) == 2408

@@ -33,24 +33,9 @@ def sampled(discrete, n):
     her = make_transform(reward=EnvReward(tape.make_tape(discrete=discrete)), capacity=200)
     transform = her if n == 1 else Compose(MultiStepTransform(n, 0.5), her)
     batch = make_buffer(transform, tape.collected(200, discrete), size=200, batch_size=256).sample()
-    count = tape.check(batch) if n == 1 else tape.check(batch, n=n, gamma=0.5)
-    assert count.share > 0.6
+    assert tape.check(batch, n=n, gamma=0.5) > 0.6
     assert n == 1 or (batch[TERMINATED] & batch["steps_to_next_obs"].reshape(-1, 1).gt(1)).sum() > 10
     return batch
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_gives_every_network_a_gradient_for_the_new_goal(name):
-    loss = make_loss(name)
-    losses = loss(sampled(name in DISCRETE, n=1).clone())
-    sum(value for key, value in losses.items() if key.startswith("loss")).backward()
-    networks = set()
-    for key, parameter in loss.named_parameters():
-        assert parameter.grad.isfinite().all(), key
-        if parameter.shape[-2:] in ((16, 6), (16, 8)):  # the first layer
-            networks.add(key.split("_network")[0])
-            assert (parameter.grad[..., 3:6] != 0).any(), f"{key} learns nothing from the goal"
-    assert len(networks) == {"DQNLoss": 1, "IQLLoss": 3}.get(name, 2)
 
 
 @pytest.mark.parametrize("n", [1, 3])

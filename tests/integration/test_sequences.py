@@ -9,9 +9,7 @@ from torchrl.data import Sequence as SequenceUnit
 
 from support.factories import make_transform
 from support.named import named
-from support.oracle import Oracle
-from support.recorded import Recorded
-from support.world import Goals, World
+from support.recorded import Recorded, recorded_in
 
 LENGTH = 4  # steps of a sequence
 SIZE = 192  # rows of a storage
@@ -25,10 +23,6 @@ def buffer(ndim=1, kind=TensorDictReplayBuffer, her_ratio=1.0, strategy="future"
     hindsight = make_transform(strategy=strategy, her_ratio=her_ratio, sequence_length=sequence_length, capacity=1000)
     storage = LazyTensorStorage(SIZE, ndim=ndim)
     return kind(storage=storage, transform=hindsight, **({"batch_size": LENGTH * 16} | options))
-
-
-def recorded_in(rb, strategy="future", her_ratio=1.0):
-    return Recorded(rb, Oracle({strategy: 1.0}, 1000, her_ratio), World(4, Goals()))
 
 
 def writes(recorded, layout="flat", write=Recorded.play, episodes=EPISODES):
@@ -78,7 +72,7 @@ SAMPLED = {  # a sample unit finds episodes only by their done flags, so it need
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_sequence_gets_one_goal_that_its_last_transition_may_get(name):
     options = SAMPLED[name]()
-    recorded = recorded_in(buffer(**options))
+    recorded = recorded_in(buffer(**options), 4)
     short = [["go", "terminated"]] if name == "pad_output" else []
     write = step_by_step if name == "fragmented" else Recorded.play
     shares = []
@@ -99,7 +93,7 @@ def test_a_sequence_gets_one_goal_that_its_last_transition_may_get(name):
     ids=["include_reset", "PrioritizedSliceSampler"],
 )
 def test_a_sequence_across_episodes_has_the_new_goal_in_the_episode_of_its_last_transition(options):
-    recorded = recorded_in(buffer(ndim=2, **options), her_ratio=0.5)  # so that the oracle accepts original goals
+    recorded = recorded_in(buffer(ndim=2, **options), 4, her_ratio=0.5)  # so that the oracle accepts original goals
     list(writes(recorded, "lanes"))
     batches = [recorded.rb.sample() for _ in range(5)]
     assert sum(check(recorded, batch) for batch in batches) > 0.3 * 5
@@ -109,7 +103,7 @@ def test_a_sequence_across_episodes_has_the_new_goal_in_the_episode_of_its_last_
 
 def test_a_trajectory_that_is_one_row_of_the_storage_is_a_sequence():
     """From data [lanes, time] in a one-dimensional storage, whole rows are sampled, [batch, time]."""
-    recorded = recorded_in(buffer(kind=ReplayBuffer, sequence_length=12, batch_size=16))
+    recorded = recorded_in(buffer(kind=ReplayBuffer, sequence_length=12, batch_size=16), 4)
     for end in ("truncated", "terminated"):
         recorded.play([["go"] * 11 + [end]] * 4, "lanes")
         batch = recorded.rb.sample()

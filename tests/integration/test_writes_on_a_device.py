@@ -48,4 +48,4 @@ def test_goals_on_the_device_are_those_that_were_written(rows):
     with Device():
         stored = torch.cat([hindsight.inv(on_device(data)) for data in collected(60).split(rows)])
         sample = hindsight(stored).apply(lambda entry: entry.cpu())
-    assert check(sample).share == 1.0
+    assert check(sample) == 1.0

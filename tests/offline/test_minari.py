@@ -69,22 +69,17 @@ def make_hindsight(capacity):
 
 def test_the_transitions_equal_the_steps_of_the_episodes(make_dataset):
     episodes, data = make_dataset()
-    columns = {key: [] for key in ("observation", "next", "action", "reward", "terminated", "truncated", "episode")}
-    for episode in episodes:
-        steps = len(episode.rewards)
-        columns["observation"] += episode.observations["observation"][:-1].tolist()
-        columns["next"] += episode.observations["observation"][1:].tolist()
-        columns["action"] += episode.actions.tolist()
-        columns["reward"] += [[value] for value in episode.rewards]
-        columns["terminated"] += [[bool(value)] for value in episode.terminations]
-        columns["truncated"] += [[False]] * (steps - 1) + [[True]]
-        columns["episode"] += [episode.id] * steps
-    assert data["observation", "observation"].tolist() == columns["observation"]
-    assert data["next", "observation", "observation"].tolist() == columns["next"]
-    for key in ("reward", "terminated", "truncated"):
-        assert data["next", key].tolist() == columns[key]
-    for key in ("action", "episode"):
-        assert data[key].tolist() == columns[key]
+    expected = {
+        ("observation", "observation"): [each.observations["observation"][:-1] for each in episodes],
+        ("next", "observation", "observation"): [each.observations["observation"][1:] for each in episodes],
+        ("next", "reward"): [np.array(each.rewards)[:, None] for each in episodes],
+        ("next", "terminated"): [np.array(each.terminations)[:, None] for each in episodes],
+        ("next", "truncated"): [np.array(each.truncations)[:, None] for each in episodes],
+        "action": [each.actions for each in episodes],
+        "episode": [np.full(len(each.rewards), each.id) for each in episodes],
+    }
+    for key, values in expected.items():
+        assert data[key].tolist() == np.concatenate(values).tolist()
     assert torch.equal(data["next", "done"], data["next", "terminated"] | data["next", "truncated"])
 
 

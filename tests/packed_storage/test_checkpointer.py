@@ -1,9 +1,7 @@
 """PackedStorage is saved and loaded like TorchRL's storages, and saves only the space of written rows."""
 
-import copy
 import itertools
 import os
-import pickle
 import shutil
 from functools import partial
 from pathlib import Path
@@ -15,23 +13,17 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from support.factories import WAYS_TO_COPY
-from support.rows import bits, both_storages, identical, make_transitions, packed_buffer
+from support.rows import bits, both_storages, make_transitions, packed_buffer
 from torchrl_her import PackedStorage
 
 
-def test_samples_and_state_dicts_can_be_saved_in_every_way(tmp_path):
-    for rb in both_storages():
-        rb.extend(make_transitions(14)[1:])  # without -0.0, which deepcopy of a TensorDict changes to +0.0
-        for what in (rb.sample(), rb[3], rb[:5], rb.storage[torch.tensor([2])], rb[:].clone()):
-            torch.save(what, tmp_path / "batch")
-            assert identical(torch.load(tmp_path / "batch", weights_only=False), what)
-            assert identical(pickle.loads(pickle.dumps(what)), what)
-            assert identical(copy.deepcopy(what), what)
+def test_a_state_dict_can_be_saved_and_its_copy_does_not_change_with_later_writes(tmp_path):
+    for rb, twin in zip(both_storages(), (packed_buffer(), packed_buffer()), strict=True):
+        rb.extend(make_transitions(13))
         torch.save(rb.state_dict(), tmp_path / "state")
-        twin = packed_buffer()
         twin.storage.load_state_dict(torch.load(tmp_path / "state", weights_only=False)["_storage"])
-        rb.extend(make_transitions(20, 50))  # does not change the state
-        assert identical(twin[:], make_transitions(14)[1:].to("cpu").set("index", torch.arange(13)))
+        rb.extend(make_transitions(20, 50))
+        assert bits(twin[:].exclude("index")) == bits(make_transitions(13))
 
 
 PAIRS = [(PackedStorage, PackedStorage), (LazyTensorStorage, PackedStorage), (PackedStorage, LazyTensorStorage)]

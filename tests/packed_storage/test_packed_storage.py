@@ -17,9 +17,8 @@ from torchrl.data.replay_buffers.samplers import SliceSampler
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
 from support.dispatch import Operations
-from support.factories import check_refused, make_transform, same, seeded_sample
+from support.factories import check_refused, run_processes, seeded_sample
 from support.rows import ENTRIES, bits, both_storages, identical, make_transitions, packed_buffer
-from support.world import transitions
 from torchrl_her import PackedStorage
 
 IDS = ("collector", "traj_ids")
@@ -205,14 +204,6 @@ def test_every_index_writes_as_in_torchrls_storage(ndim, index, through):
     assert identical(*(rb[:] for rb in both))
 
 
-def test_reading_from_an_empty_storage_is_the_same_error_as_in_torchrl():
-    for storage in (LazyTensorStorage(10), PackedStorage(10)):
-        with pytest.raises(RuntimeError, match="non-initialized"):
-            storage[0]
-        with pytest.raises(RuntimeError, match="empty storage"):
-            ReplayBuffer(storage=storage, batch_size=2).sample()
-
-
 # Reading and writing
 
 
@@ -297,13 +288,6 @@ def test_dtypes_that_pytorch_cannot_add_are_read_back_in_every_way(dtypes, tmp_p
         assert bits(twin[:]) == bits(data)
 
 
-def test_keys_have_the_order_of_the_first_write():
-    rb, data = packed_buffer(), make_transitions(4)
-    rb.extend(data)
-    rb.extend(data.select(*reversed(list(data.keys(True, True)))))
-    assert list(rb.sample().keys(True, True)) == list(data.keys(True, True))
-
-
 @pytest.mark.parametrize(
     ("form", "kind"), [(lazy_stack, ReplayBuffer), (lazy_stack, TensorDictReplayBuffer), (list, ReplayBuffer)]
 )
@@ -324,20 +308,6 @@ def test_strided_expanded_and_conjugate_tensors_are_written_by_value():
     data, storage = TensorDict(entries, [4]), PackedStorage(10)
     storage.set(range(4), data)
     assert (storage[:] == data).all()
-
-
-# Relabelling
-
-
-def test_relabelling_changes_neither_the_sample_that_it_gets_nor_the_storage():
-    rb = TensorDictReplayBuffer(storage=PackedStorage(200), transform=make_transform(capacity=200))
-    rb.extend(transitions((["go"] * 7 + ["truncated"]) * 20))
-    before, sample = rb.storage[:].clone(), rb.storage.get(torch.randint(160, (64,)))
-    original = sample.clone()
-    batch = rb.transform[0](sample)
-    assert batch["hindsight", "relabelled"].any()
-    assert same(original, sample)
-    assert same(before, rb.storage[:])
 
 
 # Copies, files, other processes
@@ -379,13 +349,6 @@ def write_five(rb, number):
     rb.extend(make_transitions(5, number))
 
 
-def write_in_process(start, rb, number):
-    child = mp.get_context(start).Process(target=write_five, args=(rb, number))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-
-
 IN_ORDER = [(False, ("here", "spawn", "here")), (False, ("fork", "fork", "here")), (True, ("fork", "fork", "here"))]
 
 
@@ -397,7 +360,7 @@ def test_processes_write_into_one_storage_in_any_order(on_disk, writers, tmp_pat
         if writer == "here":
             write_five(rb, number)
         else:
-            write_in_process(writer, rb, number)
+            run_processes(writer, write_five, (rb, number))
     with pytest.raises(ValueError, match="'new' is new"):
         rb.extend(make_transitions(5).set("new", torch.zeros(5)))
     assert rb.storage[:]["uid"].tolist() == list(range(15))

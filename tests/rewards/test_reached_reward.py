@@ -5,9 +5,8 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from support.factories import make_augmentation, make_buffer, make_transform
-from support.oracle import Oracle
-from support.recorded import Recorded
-from support.world import Goals, World, transitions
+from support.recorded import recorded_in
+from support.world import transitions
 from torchrl_her import ReachedReward, Subgoal
 
 pytestmark = pytest.mark.filterwarnings("ignore:ReachedReward gives 0 and -1, and a stored reward is")
@@ -26,7 +25,7 @@ def test_returns_end_where_the_goal_is_reached(n_steps, compact, info):
     hindsight = make_transform(ReachedReward(), strategy=strategy, her_ratio=0.7, capacity=1000, **options)
     rb = make_buffer(hindsight, kind=ReplayBuffer, ndim=2, batch_size=3000)
     reward = lambda outcome, goal: float(outcome == goal) - 1  # noqa: E731
-    recorded = Recorded(rb, Oracle({"random": 1.0}, 1000, 0.7, n_steps=n_steps, reward=reward), World(2, Goals()))
+    recorded = recorded_in(rb, 2, "random", n_steps=n_steps, reward=reward)
     for _ in range(2):
         recorded.play([MOVES] * 2, "lanes")
     batch = rb.sample().reshape(-1)

@@ -72,9 +72,9 @@ def save_ogbench(path: Path, lengths: list[int], **more: Any) -> dict[str, Any]:
     return arrays
 
 
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+def bytes_of(folder: Path) -> dict[Path, bytes | None]:
+    """Return the contents of all files of a folder, and None for its folders."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def entries_of(data: TensorDictBase) -> dict[Any, torch.Tensor]:

@@ -106,7 +106,7 @@ def check_refused(
     rb: ReplayBuffer,
     action: Callable[[], Any],
     error: type[BaseException] | tuple[type[BaseException], ...],
-    message: str,
+    message: str | None = None,
 ) -> None:
     """Check that an action raises an error and changes nothing: storage, writer, sampler and transform."""
     before = state_of(rb)
@@ -149,6 +149,17 @@ def start_processes_from_a_server() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server does not get sys.path itself
         yield
     multiprocessing.set_start_method(before, force=True)
+
+
+def run_processes(start: str, function: Callable[..., object], *arguments: tuple[Any, ...]) -> None:
+    """Run a function in processes at the same time, one for each tuple of arguments, and check that all succeed."""
+    context = multiprocessing.get_context(start)
+    processes = [context.Process(target=function, args=each) for each in arguments]  # type: ignore[attr-defined]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
 
 
 def forked(function: Callable[[], object]) -> int:

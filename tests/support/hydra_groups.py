@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -11,9 +10,8 @@ from hydra.core.config_store import ConfigStore
 _REGISTERED: dict[str, Any] = {}  # the groups of Hydra with those of TorchRL
 
 
-@contextmanager
 def torchrl_groups() -> Iterator[None]:
-    """Register TorchRL's configs for the block alone: in other scripts, settings have the names of these groups."""
+    """A fixture that registers TorchRL's configs: in other scripts, settings have the names of these groups."""
     repo = ConfigStore.instance().repo
     before = {*repo, "hydra"}
     import torchrl.trainers.algorithms.configs  # noqa: F401

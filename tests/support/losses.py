@@ -1,8 +1,6 @@
 """TorchRL's losses with small networks that read the tape's observation and desired goal.
 
-The observation and the goal have 3 components, the action 2 (a one-hot vector if it is discrete). A network gets
-``[observation, desired_goal]`` or ``[observation, desired_goal, action]``, so columns 3 to 5 of its first layer's
-weight belong to the goal.
+The observation and the goal have 3 components, the action 2 (a one-hot vector if it is discrete).
 """
 
 from __future__ import annotations

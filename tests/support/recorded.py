@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from support.oracle import Oracle, rows_of
-from support.world import Goal, Transition, World
+from support.world import Goal, Goals, Transition, World
 
 
 def chi_square(observed: Counter[Any], expected: Mapping[Any, float]) -> float:
@@ -120,3 +120,12 @@ class Recorded:
         """End the running episodes."""
         self.rb.transform[-1].flush()
         self.oracle.flush()
+
+
+def recorded_in(
+    rb: ReplayBuffer, envs: int = 1, strategy: str = "future", *, ids: bool = True, **of_oracle: Any
+) -> Recorded:
+    """Return a record of an empty buffer with a HERTransform and this strategy."""
+    hindsight = rb.transform[-1]
+    settings = {"capacity": hindsight.capacity, "her_ratio": hindsight.her_ratio} | of_oracle
+    return Recorded(rb, Oracle({strategy: 1.0}, **settings), World(envs, Goals()), ids)

@@ -65,4 +65,5 @@ def check(batch: TensorDictBase, strategy: str = "future", n: int = 1, gamma: fl
     for key in ("achieved_goal", "desired_goal", ("next", "achieved_goal"), ("next", "desired_goal")):
         assert torch.equal(batch[key], batch[key][:, :3].repeat(1, COPIES)), f"{key} is torn"
     single = batch.apply(lambda entry: entry[:, :3] if entry.shape[1:] == (3 * COPIES,) else entry)
-    return tape.check(single, strategy, LENGTHS, flags=False, n=n, gamma=gamma).relabelled
+    tape.check(single, strategy, LENGTHS, flags=False, n=n, gamma=gamma)
+    return int(batch[tape.RELABELLED].sum())
