@@ -169,7 +169,8 @@ def check_collected(rb, kind, make_envs, how, **options):
     environments = (1 if make_envs is make_tape else NUMBER) * (1 if kind is Collector else 2)
     if "reset_at_each_iter" in options:  # episodes are cut
         stored = places(unpadded(rb[:]))
-        assert len({*stored}) == len(stored) == STEPS * BATCHES * environments
+        assert len({*stored}) == len(stored)
+        assert kind is MultiAsyncCollector or len(stored) == STEPS * BATCHES * environments
         return check_hindsight(rb)
     only_whole = "trajs_per_batch" in options  # the collector holds back the other episodes
     has_all_steps = kind is not MultiAsyncCollector and how != "start" and (how == "replay_buffer" or not only_whole)
