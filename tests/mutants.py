@@ -263,6 +263,8 @@ MUTANTS = [
         "tests/test_augmentation.py -k own_episodes"),
     Mutant("clear keeps past goals", "augmentation.py",
         "            if self.table is not None:\n                self.table.clear()\n", ""),
+    Mutant("a collector's dummy is a goal", "transform.py", "if written is None or is_dummy:", "if written is None:",
+        "tests/integration/test_collectors.py -k neither_stamped"),
     Mutant("a collector's dummy is held back", "augmentation.py", "if is_dummy:  # a collector's dummy", "if False:  #",
         "tests/integration/test_collectors.py -k holds_its_own"),
     Mutant("a shared table is copied with its environment", "goals/table.py",

@@ -284,8 +284,9 @@ def test_wrong_arguments_are_refused(tmp_path):
     for step in (-1, 1.5):
         with pytest.raises(ValueError, match="step must be an integer of at least 0"):
             saved(tmp_path, step)
-    with pytest.raises(TypeError, match="No checkpoint adapter could be inferred for object"):
-        saved(tmp_path, 1, other=object())
+    for other in (object(), 3, "text", None, (1, 2), torch.zeros(3)):
+        with pytest.raises(TypeError, match=f"'other' is a {type(other).__name__}, which cannot be loaded in place"):
+            Checkpoints(tmp_path, other=other)
     assert names_in(tmp_path) == []
     saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"missing=.'loss'"):

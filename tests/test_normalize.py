@@ -1,5 +1,6 @@
 """NormalizedInputs: statistics are compared with NumPy, in float64."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -126,16 +127,21 @@ def test_sums_stay_in_double_precision_after_casts_of_the_policy():
     check(inputs, [data])
 
 
-@pytest.mark.parametrize("mean", [1e8, -1e10])
-def test_double_precision_inputs_far_from_zero_are_normalized(mean):
+@pytest.mark.parametrize(
+    ("mean", "scale", "dtype"),
+    [(1e8, 1, torch.float64), (-1e10, 1, torch.float64), (1e9, 10, torch.int64), (1e9, 10, torch.int32),
+     (1e6, 10, torch.float32)],
+)  # fmt: skip
+def test_inputs_far_from_zero_are_normalized(mean, scale, dtype):
     inputs, writes = NormalizedInputs(clip=math.inf), [transitions((500,), seed, torch.float64) for seed in range(3)]
-    for data in writes:
-        data["next"].apply_(lambda value: (value - value.mean(0)) / value.std(0) + mean)
-        inputs.update(data)
+    for number, data in enumerate(writes):
+        data["next"].apply_(lambda value: (value - value.mean(0)) / value.std(0) * scale + mean)
+        writes[number] = data.apply(lambda value: value.to(dtype))
+        inputs.update(writes[number])
     check(inputs, writes)
     means, scales = statistics(writes)
     data = inputs(writes[0])["next"]
-    raw = torch.cat([data[key] for key in IN_KEYS[PLAIN]], -1).numpy()
+    raw = torch.cat([data[key].double() for key in IN_KEYS[PLAIN]], -1).numpy()
     assert data["inputs"].dtype == torch.float32
     np.testing.assert_allclose(data["inputs"], (raw - means) / scales, atol=1e-3)
 
@@ -388,6 +394,17 @@ def test_copies_of_a_policy_do_not_contain_the_buffer():
     check(twin[0], [collected(), collected()[:20]])
 
 
+def test_a_buffer_and_a_policy_are_pickled_after_processes_got_their_statistics():
+    inputs = NormalizedInputs()
+    rb, policy = make_buffer(inputs), make_policy(inputs)
+    rb.extend(collected())
+    inputs.share_memory_()  # as when processes start
+    twin = pickle.loads(pickle.dumps(policy))
+    check(twin[0], [collected()])
+    pickle.loads(pickle.dumps(rb)).extend(collected()[:20])
+    check(inputs, [collected()])
+
+
 def update_often(inputs, data, times):
     for _ in range(times):
         inputs.update(data)
@@ -467,6 +484,38 @@ def test_a_process_without_the_statistics_says_so():
     assert "a copy of NormalizedInputs that receives no updates" in message
 
 
+def write_often(inputs, *in_environment):
+    """Write 40 chunks, whose inputs are those of other objects."""
+    rb, env = make_buffer(inputs), TransformedEnv(make_tape(), Compose(*in_environment))
+    for data in Collector(env, frames_per_batch=20, total_frames=800, auto_register_policy_transforms=False):
+        rb.extend(data)
+
+
+def test_another_object_in_the_environments_warns_once():
+    with pytest.warns(UserWarning, match="policy reads raw inputs, and the loss normalized ones") as caught:
+        write_often(NormalizedInputs(), NormalizedInputs())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", ["the same object", "only in the buffer", "other with normalize=False"])
+def test_right_environments_do_not_warn(kind, recwarn):
+    inputs = NormalizedInputs(normalize=not kind.startswith("other"))
+    write_often(inputs, *{"the": [inputs], "onl": [], "oth": [NormalizedInputs(normalize=False)]}[kind[:3]])
+    assert not list(recwarn)
+
+
+def test_updates_in_place_of_a_buffer_warn_once():
+    inputs, other = NormalizedInputs(), NormalizedInputs()
+    env = TransformedEnv(make_tape(), inputs)
+    for number in range(40):
+        other.update(env.rollout(5))  # the first layer of a policy
+        with (
+            pytest.warns(UserWarning, match="no buffer writes through it") if number == 9 else contextlib.nullcontext()
+        ):
+            inputs.update(env.rollout(5))
+
+
 # Refusals
 
 
@@ -540,6 +589,11 @@ def test_statistics_of_other_entries_cannot_be_loaded():
     other.update(transitions((5,)))
     with pytest.raises(ValueError, match=r"have \[3, 2\] features, but \[3, 3\]"):
         one.load_state_dict(other.state_dict())
+    swapped = NormalizedInputs(["desired_goal", "observation"])
+    with pytest.raises(
+        ValueError, match=r"belong to the entries \['observation', 'desired_goal'\], but in_keys are \['de"
+    ):
+        swapped.load_state_dict(one.state_dict())
     check(one, [collected()])
 
 

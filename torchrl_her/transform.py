@@ -174,7 +174,9 @@ class HERTransform(Transform):
             later = neighbours.after if self.her_ratio else None
             written = Write.read(tensordict, self.keys, self.goal_fn, self._episodes.goals)
             is_dummy = written.is_dummy and not self.table_size
-            if not is_dummy:
+            if is_dummy:
+                self._episodes.table_like(written.goals)
+            else:
                 self._checks.on_write(tensordict, written, later)
             for transform in neighbours.checking:
                 transform.check_write(tensordict)

@@ -317,6 +317,18 @@ def with_selection(her, inputs, number):
     return TransformedEnv(make_tape(number), Compose(GoalSelection(her, Uniform(), start=50, share=1.0), inputs))
 
 
+@pytest.mark.parametrize("environments", [1, 3])
+def test_the_dummy_of_a_collector_is_neither_stamped_nor_a_goal(environments):
+    her = make_transform(capacity=100, strategy="random", her_ratio=1.0)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), transform=her, batch_size=500)
+    data = collect(make_tape(), 40)[0]
+    rb.extend(data[:environments].clone().zero_())
+    rb.empty()
+    assert her.table_size == her.report().episodes == 0
+    rb.extend(data)
+    assert rb.sample()["desired_goal"].any(-1).all()
+
+
 @pytest.mark.slow
 def test_spawned_workers_share_goals_and_statistics_with_a_shared_buffer():
     """The environments and the buffer of a worker contain the same objects. The other tests use a fork server."""

@@ -21,7 +21,7 @@ from torchrl.envs import (
 
 from support import tape
 from support.factories import make_buffer, make_transform, same, seeded_sample
-from support.tape import collected
+from support.tape import collected, in_double_precision
 from support.world import Goals, transitions, whole_episodes
 from torchrl_her import NormalizedInputs
 
@@ -32,10 +32,6 @@ OBSERVATIONS = ["observation", NEXT_OBSERVATION]
 IMAGES = Goals((4, 5, 3), torch.uint8)
 hindsight = functools.partial(make_transform, capacity=1000)
 buffer = functools.partial(make_buffer, batch_size=200)
-
-
-def in_double_precision(data):
-    return data.apply(lambda value: value.double() if value.is_floating_point() else value)
 
 
 @functools.cache

@@ -183,3 +183,8 @@ def check_nothing_is_lost(rows: TensorDictBase, environments: int) -> None:
     counts = Counter(number for number, _, _ in found)
     assert len(counts) == environments, "one of the environments is missing"
     assert found == [place for number in range(environments) for place in taken(number, counts[number])]
+
+
+def in_double_precision(data: TensorDictBase) -> TensorDictBase:
+    """Return the transitions with float64 instead of float32."""
+    return data.apply(lambda value: value.double() if value.is_floating_point() else value)

@@ -53,7 +53,7 @@ class GoalCopiesCheck:
                 continue
             rows = tensordict.reshape(-1)
             for goal, row in _rows_of_goals(goals, len(rows)).items():
-                kept[goal] = rows[row].clone()
+                kept[goal] = rows[row].clone().to("cpu")
             if len(kept) < GOALS_OF_A_COPY:
                 continue
             del self._rows[key]

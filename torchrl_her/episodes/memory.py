@@ -154,16 +154,21 @@ class Episodes:
 
     def append(self, written: Write) -> Tracked:
         """Assign the transitions of a write to episodes, and add their goals to the table. Call it in `writing`."""
-        if self.table is None:
-            self.table = GoalTable.like(written.goals, self.capacity, self.apart)
-        tracked = self.lanes.track(written, self.table.episode_ids[1] + 1)
-        self.table.new_episodes(tracked.opened)
-        moved = self.table.append(tracked.steps, written.goals)
+        table = self.table_like(written.goals)
+        tracked = self.lanes.track(written, table.episode_ids[1] + 1)
+        table.new_episodes(tracked.opened)
+        moved = table.append(tracked.steps, written.goals)
         if len(moved) and len(tracked.is_open):
             windows = tracked.steps.window.take(tracked.is_open, axis=0)
             tracked.running.lanes[-len(tracked.is_open) :, WINDOW] = windows
         self.lanes.running = tracked.running
         return tracked
+
+    def table_like(self, goals: Tensor) -> GoalTable:
+        """Return the goal table. The first call creates it, for goals like ``[n, *goal]``."""
+        if self.table is None:
+            self.table = GoalTable.like(goals, self.capacity, self.apart)
+        return self.table
 
     def flush(self) -> None:
         """End the running episodes. Call it in `writing`."""
@@ -209,8 +214,7 @@ class Episodes:
         if table is None or table.goals.device != desired.device:
             with self.lock:
                 if self.table is None:  # only the storage was loaded, without the state of this transform
-                    goals = desired.reshape(-1, *desired.shape[dimensions:])
-                    self.table = GoalTable.like(goals, self.capacity, self.apart)
+                    self.table_like(desired.reshape(-1, *desired.shape[dimensions:]))
                 table = self.table
                 table.to(desired.device)
         return table
