@@ -31,7 +31,7 @@ def report_of(rb):
 def test_episodes_are_counted():
     rb, data = make(), walks(10, ends_on_success=True)
     assert (report_of(rb).episodes, report_of(rb).relabelled, report_of(rb).capacity) == (0, None, None)
-    assert "0, unknown relabelled" in str(report_of(rb))
+    assert "0 counted, unknown relabelled" in str(report_of(rb))
     ends = (data["next", "done"].flatten().nonzero()[:, 0] + 1).tolist()
     lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     with pytest.warns(UserWarning, match="terminated_fn"):

@@ -98,7 +98,7 @@ class Report:
             rows.append(("", others))
         if self.capacity is not None:
             rows.append(("goal table", f"{self.table_size:,} of {self.capacity:,} goals"))
-        sampled = f"{self.sampled:,}, {_percent(self.relabelled)} relabelled (her_ratio {self.her_ratio:.2g})"
+        sampled = f"{self.sampled:,} counted, {_percent(self.relabelled)} relabelled (her_ratio {self.her_ratio:.2g})"
         rows.append(("sampled", sampled))
         if self.capacity is not None:
             left = f"{_percent(self.left)} left the table: their goals are no longer kept"

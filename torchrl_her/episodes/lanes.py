@@ -280,11 +280,10 @@ class Lanes:
         steps = before[:, STEPS] + count
         goes_on = np.zeros(len(steps), bool)
         if steps.max() > longest:
-            known = steps
             of, number = spread(np.zeros_like(steps), -(-steps // longest))
             before = before[of] * (number == 0)[:, None]
-            lane, known = np.where(number == 0, lane[of], -1), steps[of]
-            steps = np.minimum(known - number * longest, longest)
+            lane = np.where(number == 0, lane[of], -1)
+            steps = np.minimum(steps[of] - number * longest, longest)
             count = steps - before[:, STEPS]
             goes_on = np.append(number[1:] > 0, False)
         ends = np.cumsum(count)

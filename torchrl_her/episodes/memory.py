@@ -212,10 +212,8 @@ class Episodes:
         """
         table = self.table
         if table is None or table.goals.device != desired.device:
-            with self.lock:
-                if self.table is None:  # only the storage was loaded, without the state of this transform
-                    self.table_like(desired.reshape(-1, *desired.shape[dimensions:]))
-                table = self.table
+            with self.lock:  # without a table, only the storage was loaded, not the state of this transform
+                table = self.table_like(desired.reshape(-1, *desired.shape[dimensions:]))
                 table.to(desired.device)
         return table
 
