@@ -189,7 +189,7 @@ def warnings_of(lengths, writes=1, size=1000, parts=1, samples=1, **options):
 
 def test_a_table_too_small_for_the_storage_is_reported_once_with_the_capacity_to_use():
     (message,) = warnings_of([10, 10], 200, capacity=250, strategy="final")
-    pattern = r"^(\d+)% of the transitions .*capacity=250\) is too small for .* the storage.* at least (\d+)"
+    pattern = r"^(\d+)% of the transitions .*capacity=250\) is too small\. .*the storage.* at least (\d+)"
     lost, enough = re.search(pattern, message).groups()
     assert 20 <= int(lost) <= 90
     assert 250 < int(enough) <= 1100  # estimated from 500 draws; the storage holds 1,000

@@ -82,7 +82,7 @@ def _rows_of_goals(goals: Tensor, count: int) -> dict[bytes, int]:
     At most 64 rows are searched. They are evenly spaced, with the first and the last one.
     """
     rows = torch.linspace(0, count - 1, min(count, SEARCHED_ROWS)).long()
-    values = goals.reshape(count, -1)[rows.to(goals.device)].contiguous().view(torch.uint8).numpy(force=True)
+    values = goals.detach().reshape(count, -1)[rows.to(goals.device)].contiguous().view(torch.uint8).cpu().numpy()
     return {value.tobytes(): row for value, row in zip(values, rows.tolist(), strict=True)}
 
 
