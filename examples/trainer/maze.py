@@ -6,6 +6,7 @@ import gymnasium
 import numpy as np
 import ogbench  # noqa: F401  registers the mazes
 from gymnasium.spaces import Dict
+from gymnasium.wrappers import DtypeObservation
 from torchrl.data import OfflineToOnlineReplayBuffer, ReplayBuffer, Storage, TensorStorage
 from torchrl.envs import Compose
 
@@ -24,7 +25,7 @@ class GoalMaze(gymnasium.Wrapper):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         """Start at one of the five tasks of the maze."""
         state, info = self.env.reset(seed=seed, options=options)
-        self.goal = info["goal"]
+        self.goal = info["goal"].astype(np.float32)
         return {"observation": state, "desired_goal": self.goal}, info
 
     def step(self, action: Any) -> tuple[dict, float, bool, bool, dict]:
@@ -43,7 +44,8 @@ class GoalMaze(gymnasium.Wrapper):
 
 
 def make_maze(**options: Any) -> GoalMaze:
-    return GoalMaze(gymnasium.make("pointmaze-medium-v0"))
+    # In single precision: after DoubleToFloat, a batch of TorchRL cannot continue when one of its episodes has ended.
+    return GoalMaze(DtypeObservation(gymnasium.make("pointmaze-medium-v0"), np.float32))
 
 
 gymnasium.register("GoalMaze-v0", make_maze)  # type: ignore[arg-type]  # GymEnv passes options, which OGBench refuses

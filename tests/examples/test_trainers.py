@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
 
 from support.data_sets import save_ogbench
 from support.goals import reward_of
@@ -146,6 +148,17 @@ def test_the_command_trains_on_its_environment(tmp_path):
     small = ["total_frames=200", "evaluation.last_episodes=10", f"hydra.run.dir={tmp_path}"]
     command = [sys.executable, TRAINER / "train.py", "--config-name", "sac_fetch_reach", *small]
     assert "200 frames: success" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_an_episode_in_the_maze_goes_on_when_another_one_has_ended(monkeypatch):
+    """TorchRL raises an error if `DoubleToFloat` has converted entries of the environments."""
+    maze = pytest.importorskip("maze", reason="ogbench needs labmaze, which has no wheels for Python 3.13")
+    rewards = iter([0.0, -1.0, -1.0, 0.0])
+    monkeypatch.setattr(maze.GoalMaze, "compute_reward", lambda *_: next(rewards))
+    envs = TransformedEnv(SerialEnv(2, partial(GymEnv, "maze:GoalMaze-v0")), DoubleToFloat())
+    steps = envs.rollout(10, break_when_all_done=True)
+    assert steps.shape == (2, 3)
+    assert steps["next", "terminated"][:, -1].all()
 
 
 def test_the_environments_of_all_files_are_made_in_a_new_process():
