@@ -16,13 +16,14 @@ from torchrl_her.keys import SELECTION, HERKeys
 OWN_GOAL = (SELECTION, "desired_goal")
 SEARCHED_ROWS = 64  # rows that are searched for new goals in each write
 GOALS_OF_A_COPY = 8  # an entry that equals this many different goals is a copy
+ALL_SEARCHED, EVERY = 32, 8  # the first 32 writes are searched, then one in 8
 SEARCHED_WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
 
 
 class GoalCopiesCheck:
     """Warns if written entries contain a copy of the desired goal.
 
-    The last transition of each goal is kept, until there are eight different goals.
+    A transition of each goal is kept, until there are eight different goals.
 
     Args:
         keys (HERKeys): the keys of the entries.
@@ -47,13 +48,15 @@ class GoalCopiesCheck:
         self._writes += 1
         if self._writes > SEARCHED_WRITES:
             self._rows = {}
+        if self._writes > ALL_SEARCHED and self._writes % EVERY:
+            return
         for key, kept in [*self._rows.items()]:
             goals = tensordict.get(key, None)
             if goals is None:
                 continue
-            rows = tensordict.reshape(-1)
-            for goal, row in _rows_of_goals(goals, len(rows)).items():
-                kept[goal] = rows[row].clone().to("cpu")
+            for goal, row in _rows_of_goals(goals, tensordict.numel()).items():
+                if goal not in kept:
+                    kept[goal] = tensordict.reshape(-1)[row].clone().to("cpu")
             if len(kept) < GOALS_OF_A_COPY:
                 continue
             del self._rows[key]
