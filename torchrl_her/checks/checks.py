@@ -83,7 +83,7 @@ class Checks:
         self._check_entries(tensordict, written)
         if len(written.done):
             self._rewards.on_write(tensordict, written)
-            if later is not None:
+            if later is not None and not self._goal_copies.is_over:
                 self._goal_copies.search(tensordict, later)
 
     def _check_entries(self, tensordict: TensorDictBase, written: Write) -> None:

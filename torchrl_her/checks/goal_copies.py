@@ -37,6 +37,7 @@ class GoalCopiesCheck:
         # Transitions with the desired goal, and with the environment's goal, which GoalSelection can replace.
         self._rows: dict[NestedKey, dict[bytes, TensorDictBase]] = {keys.desired_goal: {}, OWN_GOAL: {}}
         self._writes = 0
+        self.is_over = False
 
     def search(self, tensordict: TensorDictBase, later: Iterable[Transform]) -> None:
         """Search transitions ``[*batch]`` for entries that contain the desired goal.
@@ -46,8 +47,7 @@ class GoalCopiesCheck:
         entries that relabelling replaces, and in entries that ``later`` transforms rewrite in every sample.
         """
         self._writes += 1
-        if self._writes > SEARCHED_WRITES:
-            self._rows = {}
+        self.is_over = self._writes >= SEARCHED_WRITES
         if self._writes > ALL_SEARCHED and self._writes % EVERY:
             return
         for key, kept in [*self._rows.items()]:
@@ -65,7 +65,7 @@ class GoalCopiesCheck:
             entries = found.keys(include_nested=True, leaves_only=True)
             kept_entries = [each for each in entries if not rewritten.issuperset((each, unravel_key(("next", each))))]
             if names := [each for each in kept_entries if _contains(found, each, key)]:
-                self._rows = {}
+                self.is_over = True
                 self._warn(names, len(kept))
                 return
 

@@ -144,8 +144,9 @@ class Write(NamedTuple):
 
         Real transitions whose goals are all zeros look the same.
         """
-        goals = (self.start[:1], self.outcome[:1], self.start, self.outcome)  # the first transition decides quickly
-        return len(self.done) > 0 and not any(each.tobytes().strip(b"\0") for each in goals)
+        if not len(self.done) or self.start[:1].tobytes().strip(b"\0"):  # the first transition decides quickly
+            return False
+        return not (self.start.tobytes() + self.outcome.tobytes()).strip(b"\0")
 
     def rows_of(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the transitions ``[*batch]`` of the write as ``[n]``, flattened and without padding."""
