@@ -484,10 +484,13 @@ def test_a_process_without_the_statistics_says_so():
     assert "a copy of NormalizedInputs that receives no updates" in message
 
 
-def write_often(inputs, *in_environment):
-    """Write 40 chunks, whose inputs are those of other objects."""
+def write_often(inputs, *in_environment, pad=False):
+    """Write 40 chunks, whose inputs are those of other objects. The last row can be padding."""
     rb, env = make_buffer(inputs), TransformedEnv(make_tape(), Compose(*in_environment))
     for data in Collector(env, frames_per_batch=20, total_frames=800, auto_register_policy_transforms=False):
+        data["collector", "mask"] = torch.ones(20, dtype=torch.bool)
+        if pad:
+            data[-1] = data[-1].apply(torch.zeros_like)  # the mask, too
         rb.extend(data)
 
 
@@ -498,11 +501,24 @@ def test_another_object_in_the_environments_warns_once():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("kind", ["the same object", "only in the buffer", "other with normalize=False"])
+@pytest.mark.parametrize("kind", ["the same object", "the padding", "only in the buffer", "other with normalize=False"])
 def test_right_environments_do_not_warn(kind, recwarn):
     inputs = NormalizedInputs(normalize=not kind.startswith("other"))
-    write_often(inputs, *{"the": [inputs], "onl": [], "oth": [NormalizedInputs(normalize=False)]}[kind[:3]])
-    assert not list(recwarn)
+    write_often(
+        inputs,
+        *{"the": [inputs], "onl": [], "oth": [NormalizedInputs(normalize=False)]}[kind[:3]],
+        pad="padding" in kind,
+    )
+    assert not [each for each in recwarn if "NormalizedInputs" in str(each.message)]
+
+
+def test_updates_with_a_data_set_that_is_sampled_do_not_warn(recwarn):
+    inputs = NormalizedInputs()
+    TransformedEnv(make_tape(), inputs).rollout(5)
+    sample_often(inputs, adopts=True)
+    for _ in range(20):
+        inputs.update(collected())
+    assert not [each for each in recwarn if "no buffer writes through it" in str(each.message)]
 
 
 def test_updates_in_place_of_a_buffer_warn_once():

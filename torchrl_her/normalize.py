@@ -212,18 +212,18 @@ class NormalizedInputs(Transform):
         if not is_dummy:
             self._writes += 1
             if self._writes == CHECKED_WRITE and self.normalize:
-                self._check_environments(tensordict.reshape(-1)[-1:])
+                self._check_environments(tensordict.reshape(-1))
             self._update(tensordict)
         key = self.out_keys[0]
         return tensordict.exclude(key, unravel_key(("next", key)))
 
-    def _check_environments(self, transition: TensorDictBase) -> None:
-        """Warn if the inputs of a written transition ``[1]`` are raw, although there are statistics."""
-        given = transition.get(self.out_keys[0], None)
+    def _check_environments(self, rows: TensorDictBase) -> None:
+        """Warn if the inputs of all written transitions ``[n]`` are raw, although there are statistics."""
+        given = rows.get(self.out_keys[0], None)
         if given is None:
             return
-        raw = torch.cat([transition.get(key).reshape(1, -1) for key in self.in_keys], 1).clamp(-self.clip, self.clip)
-        normalized = self.forward(transition.select(*self.in_keys)).get(self.out_keys[0])
+        raw = torch.cat([rows.get(key).reshape(len(rows), -1) for key in self.in_keys], 1).clamp(-self.clip, self.clip)
+        normalized = self.forward(rows.select(*self.in_keys)).get(self.out_keys[0])
         if torch.equal(given, raw.to(given.dtype)) and not torch.equal(given, normalized):
             warn_user(
                 f"The environments write {self.out_keys[0]!r} with a NormalizedInputs that receives no updates, while "
@@ -239,7 +239,8 @@ class NormalizedInputs(Transform):
         achieved goals.
         """
         self._own_updates += 1
-        if self._own_updates == UPDATES_WITHOUT_WRITE and self._is_in_env and not self._writes:
+        is_in_buffer = self._writes or self._sampled
+        if self._own_updates == UPDATES_WITHOUT_WRITE and self._is_in_env and not is_in_buffer:
             warn_user(
                 "NormalizedInputs is a transform of environments and receives updates, but no buffer writes through "
                 f"it, so samples keep {self.out_keys[0]!r} with the goals from before relabelling. Add it to the "

@@ -16,7 +16,7 @@ from torchrl_her.keys import SELECTION, HERKeys
 OWN_GOAL = (SELECTION, "desired_goal")
 SEARCHED_ROWS = 64  # rows that are searched for new goals in each write
 GOALS_OF_A_COPY = 8  # an entry that equals this many different goals is a copy
-ALL_SEARCHED, EVERY = 32, 8  # the first 32 writes are searched, then one in 8
+ALL_SEARCHED, SEARCHED_EVERY = 32, 8  # the first 32 writes are searched, then one in 8
 SEARCHED_WRITES = 1000  # the search ends after this many writes if the goal hardly ever changes
 
 
@@ -48,7 +48,7 @@ class GoalCopiesCheck:
         """
         self._writes += 1
         self.is_over = self._writes >= SEARCHED_WRITES
-        if self._writes > ALL_SEARCHED and self._writes % EVERY:
+        if self._writes > ALL_SEARCHED and self._writes % SEARCHED_EVERY:
             return
         for key, kept in [*self._rows.items()]:
             goals = tensordict.get(key, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# The advice of each finding, by severity. "*" stands for "reward" and for "terminated".
+# The advice by severity and finding. "*" is "reward" or "terminated".
 ADVICE = {
     "error": {
         "*-fails": "It must take one pair of goals or a batch, and read only entries of info that step returns.",
