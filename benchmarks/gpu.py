@@ -50,7 +50,7 @@ from torchrl.modules import MLP
 
 import torchrl_her as her
 
-GAMMA, TAU, LEARNING_RATE, HIDDEN, NOISE, RANDOM_ACTIONS = 0.95, 0.05, 1e-3, [128, 128], 0.2, 0.2  # as ddpg.py
+GAMMA, TAU, LEARNING_RATE, HIDDEN, NOISE, RANDOM_ACTIONS = 0.95, 0.05, 1e-3, [128, 128], 0.2, 0.2  # plain_ddpg
 INPUTS = ["observation", "achieved_goal", "desired_goal"]
 BATCH_SIZE, STEPS_PER_UPDATE, UPDATES_PER_GRAPH = 256, 16, 25
 STORAGES = dict(zip(PAIRS, (LazyTensorStorage, her.PackedStorage), strict=True))
@@ -178,7 +178,7 @@ def waits(call: Callable[[], Any], device: torch.device, calls: int) -> str:
 
 
 class Learner:
-    """DDPG with the settings of ``examples/ddpg.py``, without normalization, with an update for CUDA graphs."""
+    """DDPG with ``+task=plain_ddpg`` of ``examples/ddpg.py``, without normalization, with an update for CUDA graphs."""
 
     def __init__(self, transitions: TensorDictBase):
         device = transitions.device

@@ -125,9 +125,10 @@ def train_ours(task: Task, seed: int, evaluations: Evaluations) -> None:
         "evaluation.interval": evaluations.interval, "checkpoint.interval": task.steps, "logger.interval": task.steps,
         "logger.kinds": [],
     }  # fmt: skip
-    settings |= {"clip_target": False} if task.algorithm == "ddpg" else {"loss_function": task.loss_function}
+    settings |= {"reward_range": "[-inf,inf]"} if task.algorithm == "ddpg" else {"loss_function": task.loss_function}
     settings |= {"alpha_init": ALPHA} if task.algorithm == "sac" else {}
-    script, config = load(task.algorithm, [f"{name}={value}" for name, value in settings.items()])
+    tasks = ["+task=plain_ddpg"] if task.algorithm == "ddpg" else []
+    script, config = load(task.algorithm, [*tasks, *(f"{name}={value}" for name, value in settings.items())])
     with tempfile.TemporaryDirectory() as folder, patch("training.run.Evaluation", lambda config: evaluate):
         script.train(config, Path(folder))
 

@@ -64,6 +64,7 @@ OBJECT, RARELY = "+task=fetch_push", ("evaluation.interval=100_000", "checkpoint
 PUSH_SAC = "env.name=FetchPush-v4", "updates_per_step=0.25", "evaluation.interval=15_000", "checkpoint.interval=15_000"
 REACH = "env.name=FetchReach-v4", "evaluation.interval=1_000", OFTEN[1]
 PRIORITIES, THREE_STEPS = "buffer.prioritized=error", "buffer.n_steps=3"
+PLAIN = "+task=plain_ddpg"
 RAW = "normalization.enabled=false"
 BITS = "+task=bit_flipping_50"
 PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
@@ -90,29 +91,29 @@ SCRIPTS = {
     },
     "scripts": {
         "PointReach, SAC": Script("sac", 10_000, OFTEN),
-        "PointReach, DDPG": Script("ddpg", 10_000, OFTEN),
+        "PointReach, DDPG": Script("ddpg", 10_000, (PLAIN, *OFTEN)),
         "PointReach, TD3": Script("td3", 10_000, OFTEN),
         "FetchReach, SAC": Script("sac", 5_000, REACH),
-        "FetchReach, DDPG": Script("ddpg", 5_000, REACH),
+        "FetchReach, DDPG": Script("ddpg", 5_000, (PLAIN, *REACH)),
         "FetchReach, TD3": Script("td3", 5_000, REACH),
         "FetchReach, TD3, fetch_reach": Script("td3", 5_000, ("+task=fetch_reach",)),
         "FetchReach, SAC, raw inputs": Script("sac", 2_000, (*REACH, RAW)),
         "PointReach, SAC, alpha_init=1": Script("sac", 5_000, (*OFTEN, "alpha_init=1")),
-        "PointReach, DDPG, gamma=0.5": Script("ddpg", 5_000, (*OFTEN, "gamma=0.5")),
-        "PointReach, DDPG, gamma=0.999": Script("ddpg", 5_000, (*OFTEN, "gamma=0.999")),
-        "PointReach, DDPG, tau=0.005": Script("ddpg", 5_000, (*OFTEN, "tau=0.005")),
-        "PointReach, DDPG, raw inputs": Script("ddpg", 5_000, (*OFTEN, RAW)),
-        "PointReach, DDPG, raw inputs, three steps": Script("ddpg", 5_000, (*OFTEN, RAW, THREE_STEPS)),
-        "PointReach, DDPG, raw inputs, priorities": Script("ddpg", 5_000, (*OFTEN, RAW, PRIORITIES)),
+        "PointReach, DDPG, gamma=0.5": Script("ddpg", 5_000, (PLAIN, *OFTEN, "gamma=0.5")),
+        "PointReach, DDPG, gamma=0.999": Script("ddpg", 5_000, (PLAIN, *OFTEN, "gamma=0.999")),
+        "PointReach, DDPG, tau=0.005": Script("ddpg", 5_000, (PLAIN, *OFTEN, "tau=0.005")),
+        "PointReach, DDPG, raw inputs": Script("ddpg", 5_000, (PLAIN, *OFTEN, RAW)),
+        "PointReach, DDPG, raw inputs, three steps": Script("ddpg", 5_000, (PLAIN, *OFTEN, RAW, THREE_STEPS)),
+        "PointReach, DDPG, raw inputs, priorities": Script("ddpg", 5_000, (PLAIN, *OFTEN, RAW, PRIORITIES)),
         "PointReach, DDPG, raw inputs, priorities, three steps": Script(
-            "ddpg", 5_000, (*OFTEN, RAW, PRIORITIES, THREE_STEPS)
+            "ddpg", 5_000, (PLAIN, *OFTEN, RAW, PRIORITIES, THREE_STEPS)
         ),
         "BitFlipping, 50 bits, 70% random actions": Script("dqn", 500_000, (BITS,)),
         "BitFlipping, 50 bits, 30% random actions": Script("dqn", 500_000, (BITS, "exploration.random_actions=0.3")),
     },
     "recording": {
         "BitFlipping, DQN": Script("dqn", 2_500),
-        "PointReach, DDPG": Script("ddpg", 2_500),
+        "PointReach, DDPG": Script("ddpg", 2_500, (PLAIN,)),
         "PointReach, TD3": Script("td3", 2_500),
         "PointReach, SAC": Script("sac", 2_500),
     },
@@ -120,7 +121,7 @@ SCRIPTS = {
     "writing": {
         "BitFlipping, DQN": Script("dqn", 5_000, OFTEN),
         "BitFlipping, prioritized": Script("dqn", 5_000, (*OFTEN, PRIORITIES)),
-        "PointReach, DDPG": Script("ddpg", 5_000, (*OFTEN, RAW)),
+        "PointReach, DDPG": Script("ddpg", 5_000, (PLAIN, *OFTEN, RAW)),
     },
 }
 CRL = "contrastive RL"

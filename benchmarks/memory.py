@@ -77,7 +77,7 @@ def script_bytes(script: str, when: str, steps: int = 500) -> float:
     rows = K + 1 if when == "writing" else 1
     short = [f"total_steps={steps}", f"buffer.size={steps * rows}", f"evaluation.interval={steps}"]
     short += [f"logger.interval={steps}", f"checkpoint.interval={steps}", "evaluation.episodes=1", "logger.kinds=[]"]
-    short += ["collector.random_steps=100"]
+    short += ["collector.random_steps=100", *["+task=plain_ddpg"] * (script == "ddpg")]
     module, config = load(script, [f"hindsight.when={when}", "normalization.enabled=false", *short])
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         stored = module.train(config, Path(folder)).components["buffer"].storage[:]

@@ -1,10 +1,11 @@
 """DDPG with hindsight, as in the Fetch experiments of Plappert et al. 2018.
 
-Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971). Targets are clipped to the range of
-possible returns. ``action_penalty`` makes large actions costly; ``average`` evaluates an average of the policy::
+Deep deterministic policy gradients (Lillicrap et al. 2015, arXiv:1509.02971), with settings that learn every task.
+Large actions have a cost, and an average of the policy is evaluated. Sparse rewards are scaled, and targets clipped to
+the range of possible returns::
 
     python examples/ddpg.py
-    python examples/ddpg.py +task=fetch_push
+    python examples/ddpg.py env.name=FetchPush-v4 total_steps=240000
     python examples/ddpg.py resume=outputs/ddpg/torchrl_her-PointReach-v0/2026-01-31_12-00-00
 """
 
@@ -15,6 +16,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -23,8 +25,8 @@ from torchrl.envs import EnvBase
 from torchrl.modules import MLP, TanhModule, ValueOperator
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.value import TD0Estimator
-from training.environments import prepare
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.prepare import prepare
 from training.run import Run
 from training.settings import DDPG, Settings
 
@@ -50,14 +52,14 @@ def make_critic(config: Settings, env: EnvBase, inputs: NormalizedInputs) -> Val
 
 
 class ClippedTarget(TD0Estimator):
-    """The temporal-difference target, clipped to the possible returns for rewards from -1 to 0."""
+    """The temporal-difference target, clipped to the returns that are possible with a range of rewards."""
 
-    def __init__(self, *, gamma: float, **kwargs):
+    def __init__(self, rewards: list[float], *, gamma: float, **kwargs):
         super().__init__(gamma=gamma, **kwargs)
-        self.lowest = -1 / (1 - gamma)
+        self.returns = [reward / (1 - gamma) for reward in rewards]
 
     def value_estimate(self, *args, **kwargs) -> Tensor:  # noqa: D102
-        return super().value_estimate(*args, **kwargs).clamp(self.lowest, 0.0)
+        return super().value_estimate(*args, **kwargs).clamp(*self.returns)
 
 
 class PenalizedLoss(DDPGLoss):
@@ -76,11 +78,12 @@ class PenalizedLoss(DDPGLoss):
         return self.penalty * data["action"].square().mean() - data["state_action_value"].mean(), {}
 
 
-def make_loss(config: DDPG, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
+def make_loss(config: Any, actor: TensorDictSequential, critic: TensorDictModule) -> DDPGLoss:
     penalty, options = config.action_penalty, {"delay_actor": True, "loss_function": config.loss_function.name}
     loss = PenalizedLoss(actor, critic, penalty, **options) if penalty else DDPGLoss(actor, critic, **options)
-    if config.clip_target:
-        estimator = ClippedTarget(gamma=config.gamma, value_network=loss.actor_critic, device=config.device)
+    if config.reward_range:
+        rewards = [config.reward_scale * reward for reward in config.reward_range]
+        estimator = ClippedTarget(rewards, gamma=config.gamma, value_network=loss.actor_critic, device=config.device)
         estimator.set_keys(value=loss.tensor_keys.state_action_value)
         return loss.make_value_estimator(estimator)
     loss.make_value_estimator(gamma=config.gamma)

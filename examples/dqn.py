@@ -21,8 +21,8 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
-from training.environments import prepare
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.prepare import prepare
 from training.run import Run
 from training.settings import DQN
 

@@ -32,8 +32,9 @@ from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.objectives import SoftUpdate
 from tqdm import tqdm
 from training.command import check
-from training.environments import Evaluation, make_env, make_reward, prepare
+from training.environments import Evaluation, make_env, make_reward
 from training.parts import make_adam, make_inputs
+from training.prepare import prepare
 from training.settings import DDPG, Evaluating, Normalizing
 
 from torchrl_her import HERTransform, PackedStorage, call_transform

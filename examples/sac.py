@@ -22,8 +22,8 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate, TQCLoss
-from training.environments import prepare
 from training.parts import hidden_layers, make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.prepare import prepare
 from training.run import Run
 from training.settings import SAC, Loss, Speedup
 

@@ -23,8 +23,8 @@ from tensordict.nn import TensorDictSequential
 from torchrl.envs import EnvBase
 from torchrl.modules import ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
-from training.environments import prepare
 from training.parts import make_adam, make_buffer, make_collector, make_hindsight, make_inputs, speed_up
+from training.prepare import prepare
 from training.run import Run
 from training.settings import TD3
 

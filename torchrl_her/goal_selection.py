@@ -15,7 +15,7 @@ from torchrl.envs import Transform
 
 from torchrl_her._private import transforms_around
 from torchrl_her.episodes.write import map_goals
-from torchrl_her.goal_selectors import FITTED, Density, Feasible, GoalSelector
+from torchrl_her.goal_selectors import FITTED, Feasible, GoalSelector
 from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
 from torchrl_her.normalize import NormalizedInputs
 from torchrl_her.relabel import deep_copy
@@ -25,8 +25,7 @@ from torchrl_her.transform import HERTransform
 
 MOST_CANDIDATES = 20_000  # for all environments that reset together
 FIT_EVERY = 10  # resets
-DESIRED_KEPT = 1_000  # the last desired goals of the environment, for the comparison with achieved goals
-OFFSET = -3.0  # of the comparison
+OF_EPISODE = 0.05  # the weight of an episode in the moving average of the success
 MARGIN = 0.05  # of the bounding box of desired goals, as a share of its largest side
 
 
@@ -38,12 +37,14 @@ class SelectionReport:
         episodes (int): the number of episodes that have begun.
         selected (int): the number of ended episodes with a selected goal.
         reached (int): the number of these episodes in which the goal was reached.
+        success (float): the share of episodes that reach the environment's own goal, over about the last 20 of these.
         cutoff (float | None): the present cutoff of `Feasible`, or None without it.
     """
 
     episodes: int
     selected: int
     reached: int
+    success: float
     cutoff: float | None
 
     def __str__(self) -> str:
@@ -51,6 +52,7 @@ class SelectionReport:
         if self.selected:
             reached += f", {self.reached / self.selected:.1%}"
         rows = [f"  episodes        {self.episodes:,}", f"  goal reached    {reached}"]
+        rows.append(f"                  {self.success:.0%} of about the last 20 goals of the environment")
         if self.cutoff is not None:
             rows.append(f"  cutoff          {self.cutoff:.4g}, below which no goal is feasible")
         return "\n".join(["GoalSelection", *rows])
@@ -61,7 +63,8 @@ class GoalSelection(Transform):
 
     Environments can ask for goals that are far beyond what an agent can do. Goals at the frontier of what it has
     achieved teach it more, and hindsight has collected them already. The idea is that of MEGA
-    ([Pitis et al., 2020](https://arxiv.org/abs/2007.02832)).
+    ([Pitis et al., 2020](https://arxiv.org/abs/2007.02832)). The more often the agent reaches the environment's own
+    goals, the fewer goals are selected.
 
     This is a transform of environments. Append it to the environments that collect, single or batched, before
     transforms that copy the desired goal (``CatTensors``) or read the reward (``RewardSum``), and pass it the
@@ -82,16 +85,15 @@ class GoalSelection(Transform):
         selector (GoalSelector): selects one of the candidates: `LowestDensity`, `Uniform`, or your own.
 
     Keyword Args:
-        share (float): the probability that a goal is selected at a reset. Default: 0.5.
+        share (float): the probability that a goal is selected at a reset, as long as no goal of the environment is
+            reached. It is multiplied with the share of episodes that fail to reach such a goal, over about the last 20
+            episodes that pursue one. Default: 0.5.
         candidates (int): the number of candidates for each environment, drawn from the goal table; fewer if more than
             40 environments reset at the same time. Default: 500.
         within_desired (bool): whether achieved goals outside the bounding box of the environment's goals so far are
             left out, as candidates and when the selector learns. The box is enlarged by 5% of its largest side, on
             each side. Without this, the goals of `LowestDensity` include objects that fell off a table. Default: False.
         feasible (Feasible, optional): leaves out candidates that the agent is not expected to reach.
-        towards_desired (bool): whether the environment's own goal is kept more often as the achieved goals approach the
-            environment's goals (OMEGA): with the probability 1 / max(KL - 3, 1), where KL is the divergence of the
-            achieved goals from the desired goals, instead of 1 - ``share``. Default: False.
         start (int): no goal is selected before the goal table has this many goals. Default: 500.
 
     Raises:
@@ -126,7 +128,6 @@ class GoalSelection(Transform):
         candidates: int = 500,
         within_desired: bool = False,
         feasible: Feasible | None = None,
-        towards_desired: bool = False,
         start: int = 500,
     ):
         if not isinstance(hindsight, HERTransform):
@@ -157,15 +158,15 @@ class GoalSelection(Transform):
         self._hindsight = (hindsight,)  # a tuple: the transform of the buffer is not a part of this module
         self.selector, self.feasible = selector, feasible
         self.share, self.candidates, self.start = share, candidates, start
-        self.within_desired, self.towards_desired = within_desired, towards_desired
-        self._kept_share = 0.0  # the probability that the environment's own goal is kept; used if `towards_desired`
+        self.within_desired = within_desired
+        self._success = 0.0  # at the environment's own goals, a moving average over episodes
         self._resets_to_fit = 0  # the number of resets before the selector learns again
         # The smallest and the largest desired goals, [*goal] each after the first reset
         self._box = torch.tensor(math.inf), torch.tensor(-math.inf)
-        self._desired: Tensor | None = None  # the last desired goals of the environment, [m, *goal]
         none = torch.zeros(0, dtype=torch.bool)
         self._selected = none  # bool [n], whether the goal of each environment is selected
-        self._reached = none  # bool [n], whether it was reached
+        self._reached = none  # bool [n], whether its goal was reached, selected or not
+        self._has_begun = none  # bool [n], whether the environment was reset before
         self._counts = {"episodes": 0, "selected": 0, "reached": 0}
 
     @property
@@ -179,7 +180,8 @@ class GoalSelection(Transform):
         Returns:
             SelectionReport: the numbers of episodes, of selected goals and of reached ones.
         """
-        return SelectionReport(**self._counts, cutoff=None if self.feasible is None else self.feasible.cutoff)
+        cutoff = None if self.feasible is None else self.feasible.cutoff
+        return SelectionReport(**self._counts, success=self._success, cutoff=cutoff)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Raise an error: this is not a transform of replay buffers."""
@@ -250,7 +252,11 @@ class GoalSelection(Transform):
     def _count_ended(self, resets: Tensor) -> None:
         """Count the episodes that end because their environments reset, ``bool [n]``."""
         if len(self._selected) != len(resets):  # the first reset
-            self._selected = self._reached = torch.zeros_like(resets)
+            self._selected = self._reached = self._has_begun = torch.zeros_like(resets)
+        with_own_goal = self._has_begun & ~self._selected & resets
+        for is_reached in self._reached[with_own_goal].tolist():
+            self._success += OF_EPISODE * (is_reached - self._success)
+        self._has_begun = self._has_begun | resets
         ended = self._selected & resets
         attempts, reached = int(ended.sum()), int((ended & self._reached).sum())
         self._counts["episodes"] += int(resets.sum())
@@ -263,14 +269,11 @@ class GoalSelection(Transform):
         """Remember desired goals of the environment, ``[n, *goal]``."""
         low, high = self._box
         self._box = torch.minimum(goals.amin(0), low), torch.maximum(goals.amax(0), high)
-        if self.towards_desired:
-            earlier = goals[:0] if self._desired is None else self._desired
-            self._desired = torch.cat([earlier, goals])[-DESIRED_KEPT:]
 
     def _select(self, states: TensorDictBase, own: Tensor) -> tuple[Tensor, Tensor]:
         """Return which goals are selected, ``bool [n]``, and the goals of environments in ``states [n]``."""
         count, none = len(own), torch.zeros(len(own), dtype=torch.bool, device=own.device)
-        if not (self.share or self.towards_desired) or self.hindsight.table_size < self.start:
+        if not self.share or self.hindsight.table_size < self.start:
             return none, own
         drawn = self.hindsight.random_goals(count * max(1, min(self.candidates, MOST_CANDIDATES // count)))
         if drawn is None:
@@ -288,12 +291,11 @@ class GoalSelection(Transform):
             raise ValueError(
                 f"{self.selector!r} must select one goal for each environment, {tuple(own.shape)}, but returned {got}."
             )
-        share = 1 - self._kept_share if self.towards_desired else self.share
-        selected = has_any & (torch.rand(count, device=own.device) < share)
+        selected = has_any & (torch.rand(count, device=own.device) < self.share * (1 - self._success))
         return selected, torch.where(selected.view(-1, *[1] * (own.ndim - 1)), goals.to(own.dtype), own)
 
     def _fit(self) -> None:
-        """Let the selector learn from achieved goals, and compare them with desired goals, every few resets."""
+        """Let the selector learn from achieved goals every few resets."""
         self._resets_to_fit -= 1
         if self._resets_to_fit > 0:
             return
@@ -303,11 +305,6 @@ class GoalSelection(Transform):
             return
         inside = goals[self._within_box(goals)] if self.within_desired else goals
         self.selector.fit(inside if len(inside) else goals)  # goals outside would set the scale of a density estimate
-        if self.towards_desired and self._desired is not None:
-            density, desired = Density(goals, bandwidth=0.1), self._desired.to(goals.device)
-            # The divergence, estimated at the desired goals.
-            excess = density.log_density(desired, at=desired) - density.log_density(desired)
-            self._kept_share = 1 / max(OFFSET + float(excess.mean()), 1.0)
 
     def _allowed(self, candidates: Tensor, states: TensorDictBase) -> Tensor:
         """Return which candidates, ``[n, candidates, *goal]``, are allowed, ``bool [n, candidates]``."""
@@ -351,10 +348,10 @@ class GoalSelection(Transform):
                 "after GoalSelection changes it, so goals and rewards would be inconsistent. Remove this transform and "
                 "normalize the inputs of networks with NormalizedInputs."
             )
-        if selected.is_cuda or bool(selected.any()):
-            next_tensordict.set(keys.desired_goal, goals)
-            steps = steps + (selected & self._recompute(tensordict, next_tensordict, selected)).long()
-            self._reached = (steps > 0).reshape(-1)
+        next_tensordict.set(keys.desired_goal, goals)
+        is_at_goal = self._recompute(tensordict, next_tensordict, selected)  # bool [*batch, 1]
+        steps = steps + (selected & is_at_goal).long()
+        self._reached = self._reached | is_at_goal.reshape(-1)
         # A collector updates its tensors in place, so no two entries may share memory.
         added = {"desired_goal": own.clone(), "selected": selected, "steps_at_goal": steps}
         return next_tensordict.set(SELECTION, added)
@@ -395,8 +392,8 @@ class GoalSelection(Transform):
         return deep_copy(self, state, memo)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the desired goals and counts so far for ``state_dict``."""
-        names = ("_kept_share", "_resets_to_fit", "_box", "_desired", "_selected", "_reached", "_counts")
+        """Return the box of desired goals, the success and the counts so far for ``state_dict``."""
+        names = ("_success", "_resets_to_fit", "_box", "_selected", "_reached", "_has_begun", "_counts")
         return {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

@@ -35,15 +35,10 @@ class Density:
         # Candidates and the goal table can be on different devices.
         return (goals.to(self.mean.device) - self.mean) / self.std / self.bandwidth
 
-    def log_density(self, goals: Tensor, at: Tensor | None = None) -> Tensor:
-        """Return logarithms of densities at goals ``[n, *goal]``, up to a constant, ``[n]``.
-
-        ``at``, ``[k, *goal]``, are the centres of the kernels. By default, they are the goals of this estimate.
-        """
-        centres = self.goals if at is None else self._normalize(_flat(at))
-        rows = self._normalize(_flat(goals))
-        parts = rows.split(max(1, CHUNK // len(centres)))
-        return torch.cat([_log_mean_of_kernels(part, centres) for part in parts])
+    def log_density(self, goals: Tensor) -> Tensor:
+        """Return logarithms of densities at goals ``[n, *goal]``, up to a constant, ``[n]``."""
+        parts = self._normalize(_flat(goals)).split(max(1, CHUNK // len(self.goals)))
+        return torch.cat([_log_mean_of_kernels(part, self.goals) for part in parts])
 
 
 def _log_mean_of_kernels(rows: Tensor, centres: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read this to see how environments are made, checked and evaluated, and how settings adapt them."""
+"""Read this to see how environments are made and evaluated."""
 
 import contextlib
 import io
@@ -10,24 +10,20 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl import torchrl_logger
 from torchrl.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, default_info_dict_reader, set_exploration_type
 from torchrl.envs.transforms import ClipTransform, DoubleToFloat
 
 import torchrl_her.envs  # noqa: F401 (registers BitFlipping and PointReach)
 from torchrl_her import EnvReward, HERKeys
-from training.settings import CHUNK, Env, Priority, Settings
+from training.settings import SUCCESS, Env, Settings
 
 with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):  # hides a notice about Adroit
     import gymnasium_robotics  # noqa: F401 (registers Fetch, PointMaze and other robots)
 
-SUCCESS = "is_success"
 EVALUATION_SEED = 1_000_000  # of the first episode
-TRIAL = 100  # steps
 LONGEST_EPISODE = 100_000  # steps after which an evaluation fails
 PACKAGES = (
     "For an environment of another package, set env.name=module:Name-v0, and put its module on PYTHONPATH. Fetch, "
@@ -43,12 +39,13 @@ class InfoReader(default_info_dict_reader):
     """
 
     def __init__(self, config: Env, env: GymEnv):
-        super().__init__([key for key in (config.success, *config.info_keys) if key != "terminated"])
-        self.config, self.env = config, env
+        success = config.success or SUCCESS
+        super().__init__([key for key in (success, *config.info_keys) if key != "terminated"])
+        self.config, self.env, self.success = config, env, success
 
     def __call__(self, info: dict[str, Any], tensordict: TensorDictBase) -> TensorDictBase:  # noqa: D102
         found = {key: np.float32(info[key]) for key in self.keys if key in info}
-        is_left_out = self.config.success == SUCCESS and SUCCESS not in info and "reward" in tensordict
+        is_left_out = self.success == SUCCESS and SUCCESS not in info and "reward" in tensordict
         if is_left_out and self.env.has_wrapper_attr("compute_reward"):
             goal_fn = load_function(self.config.goal_fn) or nn.Identity()
             goal = goal_fn(tensordict[self.config.achieved_goal].unsqueeze(0))[0].numpy()
@@ -92,65 +89,6 @@ def make_reward(config: Env) -> EnvReward:
 def make_keys(config: Env) -> HERKeys:
     """Make the keys of the goals."""
     return HERKeys(achieved_goal=config.achieved_goal, desired_goal=config.desired_goal)
-
-
-# Checks before a run
-
-
-def prepare(config: Settings, discrete: bool = False) -> EnvBase:
-    """Set threads, precision and seeds, and return the environment, or exit if it cannot be trained on.
-
-    It refuses only environments that would be trained on without an error, but wrongly.
-    """
-    torchrl_logger.setLevel("WARNING")
-    torch.set_num_threads(config.threads)
-    torch.set_float32_matmul_precision(config.matmul_precision.name)
-    set_seeds(config.seed)
-    env, name = make_env(config.env), config.env.name
-    space, chunk, limit = env.action_space, config.collector.steps_per_chunk, env.spec.max_episode_steps
-    is_box = isinstance(space, spaces.Box) and space.is_bounded() and len(space.shape) == 1
-    if not (isinstance(space, spaces.Discrete) and space.start == 0 if discrete else is_box):
-        raise SystemExit(f"Actions of {name} are {space}. dqn.py needs Discrete(n), the others a bounded, flat Box.")
-    if config.buffer.prioritized == Priority.movement and chunk % (whole := (limit or 1) * config.env.num_envs):
-        raise SystemExit(f"buffer.prioritized=movement: {CHUNK}={chunk} must be a multiple of whole episodes, {whole}.")
-    env.get_wrapper_attr("reset")(seed=config.seed)  # of the outermost wrapper: wrappers may add entries of info
-    found = {"terminated", *env.get_wrapper_attr("step")(space.sample())[-1]}
-    missing = {config.env.success, *config.env.info_keys} - found
-    rewards = rewards_on_trial(config, env)  # [3, time, 1]
-    lowered = rewards[0] - rewards[1:]
-    if SUCCESS in missing and lowered.max() > 0 and len(lowered.round(decimals=3).unique()) <= 2:
-        missing.remove(SUCCESS)  # the reward is sparse, so `InfoReader` can read the success from it
-    if missing:
-        raise SystemExit(
-            f"{sorted(missing)} must be in every info of {name}, which has {sorted(found)}: return them in step, or "
-            "set env.info_keys and env.success (terminated, if the episode ends at the goal). Only a sparse reward can "
-            f"replace {SUCCESS}."
-        )
-    if getattr(config, "clip_target", False) and (config.gamma >= 1 or rewards.max() > 0 or rewards.min() < -1):
-        raise SystemExit(
-            f"clip_target=true needs gamma < 1 and rewards from -1 to 0, but {name} gives {rewards.min():g} to "
-            f"{rewards.max():g} (gamma={config.gamma}): use clip_target=false."
-        )
-    set_seeds(config.seed)
-    return env
-
-
-def set_seeds(seed: int) -> None:
-    """Seed the generators of torch and NumPy. Prioritized sampling draws from that of NumPy."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-
-
-def rewards_on_trial(config: Settings, env: EnvBase) -> Tensor:
-    """Return the rewards of random steps for reached goals, the environment's goals, and others: ``[3, time, 1]``."""
-    keys, goal_fn = make_keys(config.env), load_function(config.env.goal_fn)
-    steps = env.rollout(TRIAL, break_when_any_done=False)
-    reward = make_reward(config.env).with_goal_fn(goal_fn)
-    reward.set_keys(keys)
-    achieved = steps[keys.next_achieved_goal] if goal_fn is None else goal_fn(steps[keys.next_achieved_goal])
-    goals = achieved, steps[keys.desired_goal], achieved.flip(0)
-    rewards = [reward(steps.copy().set(keys.desired_goal, each))[keys.next_reward] for each in goals]
-    return torch.stack(rewards).float()
 
 
 # Evaluation

@@ -11,7 +11,7 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer, TensorSpec
 from torchrl.envs import EnvBase
-from torchrl.envs.transforms import Compose, MultiStepTransform
+from torchrl.envs.transforms import Compose, MultiStepTransform, RewardScaling
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 
 from torchrl_her import (
@@ -74,7 +74,8 @@ def make_adam(config: Settings, parameters: Any) -> torch.optim.Adam:
 def make_hindsight(config: Settings) -> HERTransform | HindsightAugmentation:
     """Make the transform that relabels transitions. If hindsight is disabled, it relabels none."""
     hindsight, her_ratio = config.hindsight, config.hindsight.her_ratio if config.hindsight.enabled else 0.0
-    strategy = hindsight.strategy if isinstance(hindsight.strategy, str) else Mixture(hindsight.strategy)
+    names = hindsight.strategy.split("+")
+    strategy = Mixture(dict.fromkeys(names, 1 / len(names)))
     goal_fn, keys = load_function(config.env.goal_fn), make_keys(config.env)
     options: dict[str, Any] = {"strategy": strategy, "goal_fn": goal_fn, "keys": keys}
     if not her_ratio or hindsight.when == When.sampling:
@@ -95,15 +96,18 @@ def make_selection(config: Settings, hindsight: Any) -> GoalSelection:
 
 def make_buffer(config: Settings, hindsight: Any, inputs: NormalizedInputs) -> TensorDictReplayBuffer:
     """Make a buffer whose samples are relabelled and contain the inputs of the networks."""
-    buffer, env, priority = config.buffer, config.env, config.buffer.prioritized
+    buffer: Any = config.buffer  # `prepare` has set what was null
+    env, priority = config.env, buffer.prioritized
     transforms = [MultiStepTransform(buffer.n_steps, config.gamma)] if buffer.n_steps > 1 else []
     if priority == Priority.movement:
         transforms.append(MovementPriority(buffer.far, goal_fn=load_function(buffer.moved or env.goal_fn)))
+    scale = getattr(config, "reward_scale", None)
+    scales = [RewardScaling(0.0, scale, [("next", "reward")]).to(config.device)] if scale else []
     return TensorDictReplayBuffer(
         storage=PackedStorage(buffer.size, device=config.device, ndim=2 if buffer.n_steps > 1 else 1),
         sampler=PrioritizedSampler(buffer.size, buffer.alpha, buffer.beta) if priority else None,
         priority_key="movement" if priority == Priority.movement else "td_error",
-        transform=Compose(*transforms, hindsight, inputs),
+        transform=Compose(*transforms, hindsight, inputs, *scales),
     )
 
 
@@ -130,7 +134,7 @@ class RepeatedActions(EGreedyModule):
 
     def stop(self) -> None:
         """End all repetitions."""
-        self.random = self.spec["action"].rand()  # [*batch, components]
+        self.random = self.spec["action"].zero()  # [*batch, components]; a resumed run must draw the same numbers
         self.steps_left = torch.zeros_like(self.random, dtype=torch.int64)
 
     def forward(self, data: TensorDictBase) -> TensorDictBase:  # noqa: D102
@@ -172,13 +176,15 @@ def make_collector(config: Settings, policy: TensorDictModuleBase, hindsight: An
     With ``goals.selection``, its environments pursue achieved goals in some episodes. It yields transitions as they are
     written: ``[environments, time]`` for n-step windows, else ``[n]``.
     """
-    env, device, exploration = config.env, config.device, config.exploration
+    env, device = config.env, config.device
+    exploration: Any = config.exploration  # `prepare` has set what was null
     noise, share = exploration.noise, exploration.random_actions
     chunks = -(-exploration.anneal_steps // config.collector.steps_per_chunk)
     anneals: dict[str, Any] = {"annealing_num_steps": chunks, "device": device}
     envs = make_envs(env, env.num_envs, env.parallel) if env.num_envs > 1 else make_env(env)
     envs.set_seed(config.seed)
-    if config.goals.selection:
+    selects = config.goals.selection and config.hindsight.enabled
+    if selects:
         envs = envs.append_transform(make_selection(config, hindsight))
     spec, explorers = envs.action_spec.to(device), []
     if gaussian:
@@ -186,7 +192,7 @@ def make_collector(config: Settings, policy: TensorDictModuleBase, hindsight: An
     anneals |= {"eps_init": share, "eps_end": share * exploration.final}
     repeat = exploration.repeat
     explorers.append(RepeatedActions(spec, repeat, **anneals) if repeat > 1 else EGreedyModule(spec, **anneals))
-    if config.goals.selection and exploration.at_goal:
+    if selects and exploration.at_goal:
         explorers.append(explore_at_goals(spec, exploration.at_goal))
     acts = record_policy(policy) if config.speedup == Speedup.record else policy
     # On a CPU, leave the devices out: nothing is moved then, which is faster.

@@ -17,6 +17,7 @@ MULTIPLES = {  # so that intervals end with a chunk, and a checkpoint has all me
     CHUNK: "env.num_envs", "total_steps": CHUNK, "collector.random_steps": CHUNK, "evaluation.interval": CHUNK,
     "logger.interval": CHUNK, "checkpoint.interval": "logger.interval",
 }  # fmt: skip
+SUCCESS = "is_success"
 Speedup = Enum("Speedup", "none record compile cudagraph")
 Precision = Enum("Precision", "highest high medium")
 Priority = Enum("Priority", "error movement")
@@ -34,18 +35,15 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Names = Annotated[list[str], Field(min_length=1)]
 
 
-def check_strategy(strategy: Any) -> Any:
-    """Return the name of a strategy, or the shares of a mixture, or raise a ValueError."""
-    shares = strategy if isinstance(strategy, dict) else {str(strategy): 1.0}
-    for name in shares:
+def check_strategy(strategy: str) -> str:
+    """Return the names of strategies, or raise a ValueError."""
+    for name in strategy.split("+"):
         if name not in STRATEGIES:
-            raise ValueError(f"Unknown strategy {name!r}: use one of {', '.join(STRATEGIES)}")
-    if abs(sum(shares.values()) - 1) > 1e-6:
-        raise ValueError("Shares must sum to 1")
+            raise ValueError(f"Unknown strategy {name!r}: use one of {', '.join(STRATEGIES)}, or several, joined by +")
     return strategy
 
 
-Strategy = Annotated[Any, AfterValidator(check_strategy)]
+Strategy = Annotated[str, AfterValidator(check_strategy)]
 
 
 def hydra_settings(script: str, folder: str) -> dict[str, Any]:
@@ -66,7 +64,8 @@ class Env:
     kwargs: dict[str, Any] = field(default_factory=dict)  # for gymnasium.make: +env.kwargs.max_episode_steps=100
     num_envs: PositiveInt = 1
     parallel: bool = False  # a process for each environment
-    success: str = "is_success"  # the entry of info that is true at the goal (or a sparse reward), or terminated
+    # The entry of info that is true at the goal, or terminated; null: is_success, success, or what a sparse reward says
+    success: str | None = None
     clip_observation: Positive | None = None  # bound of the absolute values of the entry `observation`
     achieved_goal: str = "achieved_goal"
     desired_goal: str = "desired_goal"
@@ -83,8 +82,9 @@ class Collection:
 
 @dataclass
 class Exploration:
-    noise: NonNegative = 0.2  # standard deviation of Gaussian noise, in units of the action; DDPG and TD3
-    random_actions: Share = 0.2  # share of uniformly random actions
+    # Standard deviation of Gaussian noise, in units of the action (DDPG and TD3); null: 0.4 / sqrt(components)
+    noise: NonNegative | None = 0.2
+    random_actions: Share | None = 0.2  # share of uniformly random actions; null: 2 / components, at most 0.3
     repeat: PositiveInt = 1  # more: each component of an action is random on its own, for 1 to this number of steps
     at_goal: Share = 0.1  # added to this share for each step of the episode at a selected goal (goals.selection)
     final: Share = 1.0  # share of both that is left after anneal_steps; until then, both fall linearly
@@ -95,20 +95,21 @@ class Exploration:
 class Buffer:
     size: PositiveInt = 1_000_000
     n_steps: PositiveInt = 1
-    # error: TD error of the last update; movement: length of the achieved goal's path (needs chunks of whole episodes)
+    # error: TD error of the last update; movement: length of the achieved goal's path, in the episode's part of a chunk
     prioritized: Priority | None = None
     alpha: NonNegative = 0.3  # exponent of priorities: squared errors 0.3, absolute ones (SAC) 0.6, movement 1
     beta: NonNegative = 0.4  # exponent of importance weights; movement: 0
     # movement: module:function, maps the entry achieved_goal to the point whose path counts (default: env.goal_fn)
     moved: str | None = None
-    far: Positive = 0.1  # the length of the path at which the priority reaches its maximum, in units of the goal
+    # movement: the length of the path with the highest priority; null: a third of the range of the environment's goals
+    far: Positive | None = None
 
 
 @dataclass
 class Hindsight:
     enabled: bool = True
     when: When = When.sampling  # writing: stores k relabelled copies of each transition
-    strategy: Strategy = "future"  # one of STRATEGIES, or a mixture: {future: 0.5, past_desired: 0.5}
+    strategy: Strategy = "future"  # one of STRATEGIES, or several with equal shares: future+past_desired
     her_ratio: Share = 0.8  # k / (k + 1) for the paper's k
 
 
@@ -162,7 +163,7 @@ class Settings:
     matmul_precision: Precision = Precision.highest  # medium: bfloat16 if supported, faster for large networks
     speedup: Speedup = Speedup.record  # see record.py; compile: for large networks; cudagraph: on a GPU
     resume: str | None = None  # the folder of a run to continue
-    gamma: Share = 0.95
+    gamma: Share | None = None  # null: 1 - 2.5 / steps of an episode, at least 0.9
     tau: PositiveShare = 0.05  # target += tau * (network - target); the paper's polyak coefficient is 1 - tau
     batch_size: PositiveInt = 256
     updates_per_step: Positive = 1.0
@@ -195,6 +196,9 @@ class Settings:
         if self.buffer.size < (least := max(self.collector.steps_per_chunk, self.batch_size)):
             raise ValueError(f"buffer.size={self.buffer.size} must be at least {least}, the size of a chunk or batch")
         least = (self.buffer.n_steps + 2) * self.env.num_envs
+        needs_table = self.goals.selection or self.buffer.prioritized == Priority.movement
+        if self.hindsight.when == When.writing and needs_table:
+            raise ValueError("hindsight.when=writing needs goals.selection=null and buffer.prioritized=null or error")
         if self.buffer.n_steps > 1 and self.collector.steps_per_chunk < least:
             raise ValueError(f"{CHUNK} must be at least (buffer.n_steps + 2) * env.num_envs = {least}")
 
@@ -217,10 +221,35 @@ class DQN(Settings):
 
 @dataclass
 class DDPG(Settings):
+    """One setting for every task with continuous actions."""
+
     algorithm: str = "ddpg"
-    clip_target: bool = True  # to [-1 / (1 - gamma), 0]: for rewards from -1 to 0
-    action_penalty: NonNegative = 0.0  # weight of the mean square of the actor's actions in its loss
-    average: Decay = 0.0  # of the moving average of the actor's weights, which is evaluated; 0: the actor itself
+    total_steps: PositiveInt = 10_000
+    gamma: Decay | None = None
+    matmul_precision: Precision = Precision.medium
+    batch_size: PositiveInt = 512
+    updates_per_step: Positive = 0.25
+    hidden: list[PositiveInt] = field(default_factory=lambda: [256, 256, 256])
+    layer_norm: bool = True  # values of goals that are rarely achieved stay in range
+    # The lowest and the highest reward, to which targets are clipped; null: those of a sparse reward, and 0
+    reward_range: tuple[float, float] | None = None
+    reward_scale: Positive | None = None  # null: the range of returns becomes 20, if reward_range is not null
+    action_penalty: NonNegative = 1.0  # weight of the mean square of the actor's actions in its loss
+    average: Decay = 0.995  # of the moving average of the actor's weights, which is evaluated; 0: the actor itself
+    env: Env = field(default_factory=lambda: Env(num_envs=5))
+    collector: Collection = field(default_factory=lambda: Collection(steps_per_chunk=250, random_steps=1_000))
+    # With random actions that last, objects are lifted more often. In the end, they disturb grasping and holding.
+    exploration: Exploration = field(default_factory=lambda: Exploration(None, None, repeat=8, final=0.25))
+    # At first, an object lies still in most episodes, so episodes with movement are sampled more often.
+    buffer: Buffer = field(default_factory=lambda: Buffer(prioritized=Priority.movement, alpha=1.0, beta=0.0))
+    # Values of far goals are learned before they are achieved.
+    hindsight: Hindsight = field(default_factory=lambda: Hindsight(strategy="future+past_desired"))
+    # The rarest goals are the ones to learn next; the rarest of all are objects that fell off the table.
+    goals: Goals = field(
+        default_factory=lambda: Goals(
+            Selection.lowest_density, share=0.8, candidates=2_000, fitted=1_000, within_desired=True
+        )
+    )
 
 
 @dataclass

@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = [
     "total_steps=200", "+env.kwargs.max_episode_steps=15", "collector.steps_per_chunk=50", "collector.random_steps=50",
     "buffer.size=150", "batch_size=32", "hidden=[16]", "evaluation.interval=100", "evaluation.episodes=2",
-    "evaluation.num_envs=2", "logger.interval=100", "logger.kinds=[csv]", "checkpoint.interval=100",
+    "evaluation.num_envs=2", "goals.start=30", "logger.interval=100", "logger.kinds=[csv]", "checkpoint.interval=100",
 ]  # fmt: skip  # an episode is running at a checkpoint, and the oldest transitions are overwritten
 BITS = ["+env.kwargs.n_bits=5", "collector.steps_per_chunk=25"]
 NOT_COMPARED = ("second", "hindsight_stamp", "traj_ids")  # times, and numbers of episodes, which a resumed run changes

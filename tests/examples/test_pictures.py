@@ -19,7 +19,7 @@ def is_picture(path):
 
 
 def test_the_demo_trains_with_and_without_hindsight(tmp_path, monkeypatch, capsys):
-    short = {"total_steps": 1000, "collector": Collection(random_steps=900), "hidden": [8], "batch_size": 64}
+    short = {"total_steps": 1000, "collector": Collection(250, random_steps=750), "hidden": [8], "batch_size": 64}
     monkeypatch.setattr(demo, "SETTINGS", demo.SETTINGS | short | {"evaluation": Evaluating(interval=500, episodes=4)})
     monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
     drawn, draw = [], demo.draw_relabelled

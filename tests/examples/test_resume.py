@@ -18,7 +18,7 @@ RUNS = [
     "dqn env.num_envs=5 buffer.prioritized=error hindsight.when=writing",
     "ddpg buffer.prioritized=movement ++env.kwargs.max_episode_steps=25 average=0.9 exploration.final=0",
     "td3 updates_per_step=0.02 logger.interval=50",  # updates at 100, 150 and 200, the second without the actor
-    "sac loss=tqc env.num_envs=5 layer_norm=true buffer.n_steps=3 hindsight.strategy={future:0.5,past_desired:0.5}",
+    "sac loss=tqc env.num_envs=5 layer_norm=true buffer.n_steps=3 hindsight.strategy=future+past_desired",
     "td3 goals.selection=lowest_density goals.share=1 goals.start=30 exploration.at_goal=0.5",
     pytest.param("sac env.num_envs=2 env.parallel=true env.clip_observation=200", marks=pytest.mark.slow),
 ]

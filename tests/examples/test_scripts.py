@@ -29,19 +29,19 @@ REFUSED = {
     "td3 total_steps=120": r"total_steps=120 must be a multiple of collector\.steps_per_chunk=50",
     "ddpg collector.random_steps=200": "collector.random_steps=200 must be less than total_steps=200",
     "ddpg batch_size=151": r"buffer\.size=150 must be at least 151, the size of a chunk or batch",
-    "ddpg buffer.prioritized=movement": r"steps_per_chunk=50 must be a multiple of whole episodes, 15",
     "ddpg env.name=torchrl_her/PointReach-v7": r"v7' cannot be made: .*gymnasium-robotics mujoco",
     "dqn env.name=CartPole-v1 env.success=terminated": "needs a goal environment",
     "ddpg inputs=[observation]": "must include the desired goal, 'desired_goal'",
     "sac env.name=torchrl_her/BitFlipping-v0": r"are Discrete\(15\)\. .*the others a bounded, flat Box",
     "ddpg env.info_keys=[fuel]": r"\['fuel'\] must be .* which has \['is_success', 'terminated'\]: return them",
     "ddpg env.goal_fn=no_such_module:goal": "No module named 'no_such_module'",
-    "ddpg hindsight.strategy={future:0.7,final:0.7}": "must sum to 1",
-    "ddpg hindsight.when=writing hindsight.her_ratio=0.7": r"hindsight.her_ratio must be k / \(k \+ 1\)",
-    "ddpg hindsight.when=writing buffer.size=2000 goals.selection=uniform env.num_envs=2": "must be the HERTransform",
+    "ddpg hindsight.strategy=future+finale": "Unknown strategy 'finale': use one of current, .* joined by [+]",
+    "td3 hindsight.when=writing hindsight.her_ratio=0.7": r"hindsight.her_ratio must be k / \(k \+ 1\)",
+    "ddpg hindsight.when=writing": "needs goals.selection=null and buffer.prioritized=null or error",
     "sac loss=tqc dropped_quantiles=25": "dropped_quantiles must be less than quantiles=25",
     f"td3 env.name={__name__}:Dense-v0": r"\['is_success'\] must be in every .* Only a sparse reward can replace",
-    "ddpg gamma=1": r"clip_target=true needs gamma < 1 .* gives -1 to 0 \(gamma=1.0\): use clip_target=false",
+    "ddpg gamma=1": "Input should be less than 1",
+    f"td3 env.name={__name__}:Endless-v0 ~env.kwargs.max_episode_steps": "Set gamma: it follows .* does not limit",
 }
 
 
@@ -54,13 +54,14 @@ def test_impossible_settings_are_refused_and_nothing_is_written(command, tmp_pat
 
 def test_a_run_that_stores_whole_episodes_needs_one_before_the_first_update(tmp_path):
     with pytest.raises(SystemExit, match=r"none ended in the first 100 steps: increase collector\.random_steps"):
-        train("ddpg hindsight.when=writing env.num_envs=10", tmp_path)
+        train("td3 hindsight.when=writing env.num_envs=10", tmp_path)
 
 
 def test_each_task_is_a_whole_configuration():
     scripts = {
         "bit_flipping_50": "dqn", "fetch": "ddpg td3 sac", "fetch_ddpg": "ddpg", "fetch_push": "ddpg",
         "fetch_reach": "td3 sac", "fetch_slide": "ddpg", "hand_reach": "ddpg", "panda_pick_and_place": "ddpg",
+        "plain_ddpg": "ddpg",
         "point_maze": "sac td3", "point_maze_corners": "sac", "point_maze_medium": "sac",
     }  # fmt: skip
     for task in (EXAMPLES / "config" / "task").glob("*.yaml"):
@@ -135,6 +136,7 @@ def test_the_average_of_the_policy_is_saved(tmp_path):
 @pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize("bias", [100.0, -100.0])
 def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
+    torch.set_float32_matmul_precision("highest")
     config = configure("ddpg", "gamma=0.9")
     env = environments.make_env(config.env)
     inputs = parts.make_inputs(config, env)
@@ -143,11 +145,11 @@ def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
     torch.nn.init.constant_(list(critic.parameters())[-1], bias)  # of the value itself
     batch = inputs(env.rollout(50))
     clipped, free, penalized = (
-        ddpg.make_loss(configure("ddpg", "gamma=0.9", each), actor, critic)(batch.clone())
-        for each in ("clip_target=true", "clip_target=false", "action_penalty=0.7")
+        ddpg.make_loss(configure("ddpg", "gamma=0.9", "reward_scale=2", *each), actor, critic)(batch.clone())
+        for each in (["action_penalty=0", "reward_range=[-1,0.5]"], ["action_penalty=0"], ["action_penalty=0.7"])
     )
     assert free["target_value"].abs().max() > 80
-    torch.testing.assert_close(clipped["target_value"], free["target_value"].clamp(-10, 0))
+    torch.testing.assert_close(clipped["target_value"], free["target_value"].clamp(-20, 10))
     total = clipped["loss_actor"] + 0.7 * (actor(batch.select("inputs"))["action"] ** 2).mean()
     torch.testing.assert_close(penalized["loss_actor"], total)
     found, expected = (torch.autograd.grad(each, [*actor.parameters()]) for each in (penalized["loss_actor"], total))
@@ -155,21 +157,21 @@ def test_targets_of_ddpg_are_clipped_and_large_actions_have_a_penalty(bias):
 
 
 def test_hindsight_that_is_disabled_relabels_and_writes_nothing_more(tmp_path):
-    run = train("ddpg buffer.size=2000 hindsight.when=writing hindsight.enabled=false", tmp_path)
+    run = train("td3 buffer.size=2000 hindsight.when=writing hindsight.enabled=false", tmp_path)
     buffer = run.components["buffer"]
     assert (len(buffer), int(buffer.sample(200)["hindsight", "relabelled"].sum())) == (200, 0)
 
 
 def test_training_episodes_pursue_achieved_goals_and_explore_at_them(tmp_path):
     settings = "goals.selection=uniform goals.share=1 goals.start=30 total_steps=400 buffer.size=400"
-    run = train(f"ddpg {settings} logger.interval=50", tmp_path)
+    run = train(f"td3 {settings} logger.interval=50", tmp_path)
     assert run.components["goals"].report().selected > 10
     stored = run.buffer.storage[:]
     selected = stored["goal_selection", "selected"].squeeze(-1)
     achieved = {tuple(goal) for goal in stored["next", "achieved_goal"].tolist()}
     pursued = [tuple(goal) in achieved for goal in stored["desired_goal"].tolist()]
     assert pursued == selected.tolist()
-    assert not train("ddpg", tmp_path / "without").components.get("goals")
+    assert not train("ddpg hindsight.enabled=false", tmp_path / "without").components.get("goals")
 
     explore = parts.explore_at_goals(Bounded(-1, 1, (4, 2)), 0.5)
     steps = torch.tensor([[0], [2], [0], [5]])
@@ -230,6 +232,7 @@ class Line(gymnasium.Env):
         return -distance if self.values is None else np.where(distance < 0.3, self.values[1], self.values[0])
 
 
+gymnasium.register("Endless-v0", Line, kwargs={"values": (-1, 0)})
 for kind, values in {"Sparse": (-1, 0), "Positive": (0, 10), "Dense": None}.items():
     gymnasium.register(f"{kind}-v0", Line, kwargs={"values": values})
 
@@ -246,6 +249,24 @@ def test_a_sparse_reward_says_whether_a_goal_is_reached_if_info_does_not(kind, m
     assert torch.equal(outcomes["success"].bool(), outcomes["distance"] < 0.3)
 
 
+def test_settings_that_are_null_follow_from_the_environment(tmp_path):
+    positive = f"env.name={__name__}:Positive-v0"
+    run = train(f"ddpg {positive} env.kwargs.max_episode_steps=100", tmp_path / "positive")
+    config = OmegaConf.load(tmp_path / "positive" / "config.yaml")
+    assert (config.gamma, config.env.success, list(config.reward_range)) == (0.975, "is_success", [0.0, 10.0])
+    assert config.reward_scale == pytest.approx(20 * 0.025 / 10)
+    assert config.buffer.far == pytest.approx(2 / 3, abs=0.05)  # of goals between -1 and 1
+    assert (config.exploration.noise, config.exploration.random_actions) == (0.4, 0.3)  # of one component
+    assert set(run.buffer.sample(1000)["next", "reward"].flatten().tolist()) == {0.0, 0.5}
+    train(f"ddpg env.name={__name__}:Dense-v0 env.success=terminated", tmp_path / "dense")
+    config = OmegaConf.load(tmp_path / "dense" / "config.yaml")
+    assert (config.gamma, config.reward_range, config.reward_scale) == (0.9, None, None)
+    train(f"ddpg {positive} gamma=0.8 env.success=terminated buffer.far=0.1 reward_scale=3", tmp_path / "given")
+    config = OmegaConf.load(tmp_path / "given" / "config.yaml")
+    given = config.gamma, config.env.success, config.buffer.far, list(config.reward_range), config.reward_scale
+    assert given == (0.8, "terminated", 0.1, [0.0, 10.0], 3.0)
+
+
 # The reward is 1 at the goal, so rewards after the end of an episode would count.
 rewarded = lambda: gymnasium.wrappers.TransformReward(BitFlipping(n_bits=6), lambda reward: reward + 1)  # noqa: E731
 gymnasium.register("RewardedBits-v0", rewarded)
@@ -255,7 +276,7 @@ gymnasium.register("RewardedBits-v0", rewarded)
 def test_an_evaluation_is_of_the_episodes_that_a_loop_over_gymnasium_environments_plays(parallel):
     """Each episode is compared with an episode of a single Gymnasium environment with the same seed."""
     sizes = ["evaluation.episodes=7", "evaluation.num_envs=3", f"evaluation.parallel={parallel}"]
-    config = configure("dqn", f"env.name={__name__}:RewardedBits-v0", *sizes)
+    config = configure("dqn", f"env.name={__name__}:RewardedBits-v0", "env.success=is_success", *sizes)
 
     def act(observation, goal):
         wrong = observation != goal  # flips the first wrong bit, or, with an even number of wrong bits, bit 0

@@ -31,7 +31,7 @@ TRANSFORMED = (
 SETTINGS = {
     "sac_fetch_reach": SAC,
     "td3_fetch_reach": DETERMINISTIC,
-    "ddpg_fetch_push": [*DETERMINISTIC, "envs.base_env=${base_env}"],
+    "ddpg_fetch_push": [*DETERMINISTIC, "envs.base_env=${base_env}", "her.strategy=future"],
     "dqn_bit_flipping": [
         *SAC[:1],
         "actor_network.out_features=2",
