@@ -1,12 +1,14 @@
 """Learning with hindsight: success, time and figures of several seeds.
 
     python benchmarks/learning.py sb3 --tasks "FetchReach, SAC" --steps 5000 --interval 500 --columns 2000 5000
-    python benchmarks/learning.py suite --tasks FetchPush --seeds 21       # half an hour
-    python benchmarks/learning.py suite --results docs/reference/results/{fetch,goal-selection}.csv
+    python benchmarks/learning.py suite --tasks FetchPush --seeds 31       # half an hour
+    python benchmarks/learning.py tuned --results docs/reference/results/{fetch,goal-selection}.csv
 
 - ``sb3``: the training scripts in ``examples/`` and Stable-Baselines3, with equal settings, side by side. Each run is a
   process on one thread, and the library that runs first changes from seed to seed.
-- ``suite``: the training scripts on robots and in mazes, which needs ``pip install -c constraints.txt panda-gym``.
+- ``suite``: ``ddpg.py`` on robots and in mazes, always with the same settings. It needs ``pip install -c
+  constraints.txt panda-gym``, as the next one.
+- ``tuned``: the training scripts with settings for each of these tasks.
 - ``movement``: `MovementPriority` on FetchPush, compared with uniform sampling.
 - ``selection``: `GoalSelection`, compared with the goals of the environment.
 - ``crl``: contrastive RL (``examples/crl.py``) and SAC with hindsight, with equal numbers of updates.
@@ -39,6 +41,7 @@ from tqdm import tqdm
 
 from compare import Run  # isort: skip (`scripts` finds it)
 from training.plots import draw_comparison  # isort: skip
+from training.prepare import prepare  # isort: skip
 from training.run import saved_text  # isort: skip
 
 SUCCESS = 0.95
@@ -69,8 +72,38 @@ RAW = "normalization.enabled=false"
 BITS = "+task=bit_flipping_50"
 PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
 MAZES = "pointmaze-medium-v0", "pointmaze-large-v0"
+EVERY = "evaluation.episodes=100", "evaluation.num_envs=10", "logger.interval=1_000"
+CORNERS = (
+    "+env.kwargs.maze_map=[[1,1,1,1,1,1,1,1,1,1,1,1],[1,r,0,0,0,1,0,0,0,0,0,1],[1,0,1,1,0,1,0,1,0,1,0,1],"
+    "[1,0,0,0,0,0,0,1,0,0,0,1],[1,0,1,1,1,1,0,1,1,1,0,1],[1,0,0,1,0,1,0,0,0,0,0,1],[1,1,0,1,0,1,0,1,0,1,1,1],"
+    "[1,0,0,1,0,0,0,1,0,0,g,1],[1,1,1,1,1,1,1,1,1,1,1,1]]"
+)
+
+
+def default(env: str, steps: int, every: int, *more: str) -> Script:
+    """Return a run of ``ddpg.py`` with its own settings, which is evaluated and saved every few steps."""
+    often = f"evaluation.interval={every}", f"checkpoint.interval={every}"
+    return Script("ddpg", steps, (f"env.name={env}", *EVERY, *often, *more))
+
+
 SCRIPTS = {
     "suite": {
+        "FetchReach": default("FetchReach-v4", 5_000, 1_000),
+        "FetchPush": default("FetchPush-v4", 240_000, 20_000),
+        "FetchPickAndPlace": default("FetchPickAndPlace-v4", 600_000, 50_000),
+        "FetchSlide": default("FetchSlide-v4", 500_000, 50_000),
+        "HandReach": default("HandReach-v3", 200_000, 20_000),
+        "PandaReach": default("panda:PandaReachFixed-v3", 5_000, 1_000),
+        "PandaPush": default("panda:PandaPushFixed-v3", 240_000, 20_000),
+        "PandaPickAndPlace": default("panda:PandaPickAndPlaceFixed-v3", 500_000, 50_000),
+        "PointMaze_UMaze": default("PointMaze_UMaze-v3", 100_000, 20_000),
+        "PointMaze_Medium": default("PointMaze_Medium-v3", 300_000, 50_000),
+        "PointMaze_Large, corner to corner": default("PointMaze_Large-v3", 200_000, 20_000, CORNERS),
+        # No setting was tried on these two.
+        "AntMaze_UMaze": default("AntMaze_UMaze-v5", 500_000, 50_000),
+        "PandaSlide": default("panda:PandaSlideFixed-v3", 300_000, 50_000),
+    },
+    "tuned": {
         "FetchReach": Script("sac", 2_000, ("env.name=FetchReach-v4", *OFTEN)),
         "FetchPush": Script("ddpg", 240_000, (OBJECT,)),
         "FetchPickAndPlace": Script("ddpg", 600_000, (OBJECT, "env.name=FetchPickAndPlace-v4", *RARELY)),
@@ -133,6 +166,7 @@ CRL_ARGUMENTS = {
 WAYS = {
     "sb3": {"ours": (), "Stable-Baselines3": ()},
     "suite": {"": ()},
+    "tuned": {"": ()},
     "movement": {"neither": ("buffer.alpha=0",), "priority": ("buffer.alpha=1",)},
     "selection": {"GoalSelection": (), "goals of the environment": ("goals.selection=null",)},
     "crl": {"SAC with hindsight": (), CRL: ()},
@@ -146,7 +180,8 @@ WAYS = {
 }
 SEEDS = {
     "sb3": [0, 1, 2],
-    "suite": [21, 22, 23],
+    "suite": [31, 32, 33],
+    "tuned": [21, 22, 23],
     "movement": [20, 21, 22],
     "selection": [61, 62, 63],
     "crl": [61, 62, 63],
@@ -162,6 +197,7 @@ def train_script(script: Script, overrides: tuple[str, ...], seed: int, folder: 
     """Train, or continue a run that was interrupted, and return its evaluations."""
     settings = [*script.overrides, *overrides, f"seed={seed}", f"total_steps={script.steps}", "logger.kinds=[csv]"]
     module, config = load(script.name, settings)
+    prepare(config, discrete=script.name == "dqn")  # sets what is null, as in the saved settings
     checkpoints = [path.name for path in folder.glob("checkpoints/checkpoint-*")]
     if checkpoints and (folder / "config.yaml").read_text() != saved_text(config):
         sys.exit(f"The run in {folder}/ has other settings: delete it, or choose another --output.")
@@ -375,7 +411,7 @@ def main() -> None:
             rows.append(row)
             write(arguments.output / "results.csv", rows)
     runs = grouped(rows)
-    if arguments.experiment == "suite" and not arguments.columns:
+    if arguments.experiment in ("suite", "tuned") and not arguments.columns:
         print_suite(runs)
     else:
         (print_libraries if is_sb3 else print_scripts)(runs, arguments.columns)

@@ -53,7 +53,7 @@ def test_the_table_of_the_suite_is_that_of_its_page(run):
     results = DOCS / "reference/results"
     table = (results / "fetch.md").read_text().split("\n\n")[2]
     files = results / "fetch.csv", results / "goal-selection.csv"
-    assert run(learning, "suite", "--results", *files).strip() == table
+    assert run(learning, "tuned", "--results", *files).strip() == table
 
 
 def check_trained_once(run, monkeypatch, arguments, row):
