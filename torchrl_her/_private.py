@@ -71,8 +71,9 @@ def ids_around(transform: Transform) -> list[int]:
     return ids
 
 
-def refuse_environment(transform: Transform) -> None:
-    """Raise an error if a transform of replay buffers was added to an environment."""
+def set_container_of_buffer(transform: Transform, container: Transform | EnvBase) -> None:
+    """Set the container of a transform of replay buffers. An environment raises a ValueError."""
+    Transform.set_container(transform, container)
     if transform.parent is not None:
         transform.reset_parent()
         name = type(transform).__name__

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
-from torchrl_her._private import ids_around, refuse_environment
+from torchrl_her._private import ids_around, set_container_of_buffer
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.samples import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
@@ -94,6 +94,7 @@ class HindsightAugmentation(Transform):
     """
 
     relabels = True  # other transforms use the keys of a transform that does
+    set_container = set_container_of_buffer
 
     def __init__(
         self,
@@ -127,11 +128,6 @@ class HindsightAugmentation(Transform):
     def strategies(self) -> Strategies:
         """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
-
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. An environment raises a ValueError."""
-        super().set_container(container)
-        refuse_environment(self)
 
     # Writing
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
-from torchrl_her._private import refuse_environment
+from torchrl_her._private import set_container_of_buffer
 from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
 
 
@@ -46,6 +46,7 @@ class CompactGoals(Transform):
     """
 
     leaves_out_entries = True  # the order of transforms depends on it
+    set_container = set_container_of_buffer
 
     def __init__(self, *, keys: HERKeys | None = None):
         super().__init__()
@@ -103,11 +104,6 @@ class CompactGoals(Transform):
         if tensordict.batch_size.numel():
             self.check_write(tensordict)
         return tensordict.exclude(*self.left_out)
-
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. An environment raises a ValueError."""
-        super().set_container(container)
-        refuse_environment(self)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions ``[*batch]`` with the redundant entries restored; the input is not modified."""

@@ -59,6 +59,7 @@ except ImportError as error:
     ) from error
 
 CHECKED_TYPES = (bool, int, float, str, NoneType)  # OmegaConf converts values to these types, and to unions of them
+CONFIGS: dict[str, dict[str, type]] = {}  # by group and name; `config_of` adds each config
 
 
 _SHARED: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()  # by run and name
@@ -129,11 +130,13 @@ def _all_nested(keys: Any) -> Any:
 # Configs
 
 
-def config_of(cls: type, target: str | None = None) -> type:
-    """Return a dataclass whose fields are the arguments of a class.
+def config_of(cls: type, group: str, name: str, target: str | None = None) -> type:
+    """Register and return a dataclass whose fields are the arguments of a class.
 
     Args:
         cls (type): the class, which ``torchrl_her`` exports.
+        group (str): Hydra's group of the config.
+        name (str): the name of the config in its group.
         target (str, optional): the function of this module that Hydra calls. By default, it calls the class.
 
     Returns:
@@ -142,11 +145,14 @@ def config_of(cls: type, target: str | None = None) -> type:
     path = f"torchrl_her.configs.{target}" if target else f"torchrl_her.{cls.__name__}"
     # With "all", Hydra passes dicts and lists instead of OmegaConf's containers.
     fields: list[Any] = [("_target_", str, path), ("_partial_", bool, False), ("_convert_", str, "all")]
-    for name, parameter in inspect.signature(cls, eval_str=True).parameters.items():
+    for argument, parameter in inspect.signature(cls, eval_str=True).parameters.items():
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            fields.append((name, _type_of(parameter.annotation), _default_of(parameter)))
+            fields.append((argument, _type_of(parameter.annotation), _default_of(parameter)))
     doc = f"Hydra config of `{cls.__name__}`."
-    return make_dataclass(f"{cls.__name__}Config", fields, namespace={"__module__": __name__, "__doc__": doc})
+    config = make_dataclass(f"{cls.__name__}Config", fields, namespace={"__module__": __name__, "__doc__": doc})
+    CONFIGS.setdefault(group, {})[name] = config
+    ConfigStore.instance().store(group=group, name=name, node=config, provider="torchrl_her")
+    return config
 
 
 def _type_of(annotation: Any) -> Any:
@@ -164,68 +170,32 @@ def _default_of(parameter: inspect.Parameter) -> Any:
     return parameter.default
 
 
-HERKeysConfig = config_of(HERKeys, "her_keys")
+HERKeysConfig = config_of(HERKeys, "her_keys", "base", "her_keys")
 
-HERTransformConfig = config_of(HERTransform)
-HindsightAugmentationConfig = config_of(HindsightAugmentation)
-NormalizedInputsConfig = config_of(NormalizedInputs, "normalized_inputs")
-GoalSelectionConfig = config_of(GoalSelection)
-CompactGoalsConfig = config_of(CompactGoals)
-MovementPriorityConfig = config_of(MovementPriority)
+HERTransformConfig = config_of(HERTransform, "transform", "her")
+HindsightAugmentationConfig = config_of(HindsightAugmentation, "transform", "hindsight_augmentation")
+NormalizedInputsConfig = config_of(NormalizedInputs, "transform", "normalized_inputs", "normalized_inputs")
+GoalSelectionConfig = config_of(GoalSelection, "transform", "goal_selection")
+CompactGoalsConfig = config_of(CompactGoals, "transform", "compact_goals")
+MovementPriorityConfig = config_of(MovementPriority, "transform", "movement_priority")
 
-PackedStorageConfig = config_of(PackedStorage)
+PackedStorageConfig = config_of(PackedStorage, "storage", "packed")
 
-EnvRewardConfig = config_of(EnvReward, "env_reward")
-GoalRewardConfig = config_of(GoalReward)
-SparseRewardConfig = config_of(SparseReward)
-ReachedRewardConfig = config_of(ReachedReward)
+EnvRewardConfig = config_of(EnvReward, "reward", "env", "env_reward")
+GoalRewardConfig = config_of(GoalReward, "reward", "goal")
+SparseRewardConfig = config_of(SparseReward, "reward", "sparse")
+ReachedRewardConfig = config_of(ReachedReward, "reward", "reached")
 
-CurrentConfig = config_of(Current)
-FutureConfig = config_of(Future)
-GeometricConfig = config_of(Geometric)
-FinalConfig = config_of(Final)
-EpisodeConfig = config_of(Episode)
-RandomConfig = config_of(Random)
-PastDesiredConfig = config_of(PastDesired)
-SubgoalConfig = config_of(Subgoal, "subgoal")
-MixtureConfig = config_of(Mixture, "mixture")
+CurrentConfig = config_of(Current, "strategy", "current")
+FutureConfig = config_of(Future, "strategy", "future")
+GeometricConfig = config_of(Geometric, "strategy", "geometric")
+FinalConfig = config_of(Final, "strategy", "final")
+EpisodeConfig = config_of(Episode, "strategy", "episode")
+RandomConfig = config_of(Random, "strategy", "random")
+PastDesiredConfig = config_of(PastDesired, "strategy", "past_desired")
+SubgoalConfig = config_of(Subgoal, "strategy", "subgoal", "subgoal")
+MixtureConfig = config_of(Mixture, "strategy", "mixture", "mixture")
 
-LowestDensityConfig = config_of(LowestDensity)
-UniformConfig = config_of(Uniform)
-FeasibleConfig = config_of(Feasible)
-
-CONFIGS: dict[str, dict[str, type]] = {  # by group and name
-    "transform": {
-        "her": HERTransformConfig,
-        "hindsight_augmentation": HindsightAugmentationConfig,
-        "normalized_inputs": NormalizedInputsConfig,
-        "goal_selection": GoalSelectionConfig,
-        "compact_goals": CompactGoalsConfig,
-        "movement_priority": MovementPriorityConfig,
-    },
-    "storage": {"packed": PackedStorageConfig},
-    "reward": {
-        "env": EnvRewardConfig,
-        "goal": GoalRewardConfig,
-        "sparse": SparseRewardConfig,
-        "reached": ReachedRewardConfig,
-    },
-    "strategy": {
-        "current": CurrentConfig,
-        "future": FutureConfig,
-        "geometric": GeometricConfig,
-        "final": FinalConfig,
-        "episode": EpisodeConfig,
-        "random": RandomConfig,
-        "past_desired": PastDesiredConfig,
-        "subgoal": SubgoalConfig,
-        "mixture": MixtureConfig,
-    },
-    "goal_selector": {"lowest_density": LowestDensityConfig, "uniform": UniformConfig},
-    "feasible": {"base": FeasibleConfig},
-    "her_keys": {"base": HERKeysConfig},
-}
-
-for _group, _configs in CONFIGS.items():
-    for _name, _config in _configs.items():
-        ConfigStore.instance().store(group=_group, name=_name, node=_config, provider="torchrl_her")
+LowestDensityConfig = config_of(LowestDensity, "goal_selector", "lowest_density")
+UniformConfig = config_of(Uniform, "goal_selector", "uniform")
+FeasibleConfig = config_of(Feasible, "feasible", "base")

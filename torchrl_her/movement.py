@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
-from torchrl_her._private import refuse_environment, transforms_around
+from torchrl_her._private import set_container_of_buffer, transforms_around
 from torchrl_her.goals.names import read_stamps, split_name
 from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
 
@@ -63,6 +63,7 @@ class MovementPriority(Transform):
     """
 
     sets_movement = True  # the order of transforms depends on it
+    set_container = set_container_of_buffer
 
     def __init__(
         self,
@@ -84,11 +85,6 @@ class MovementPriority(Transform):
     def _achieved_keys(self) -> tuple[NestedKey, NestedKey]:
         keys = self._given_keys or keys_of_hindsight(self)
         return keys.achieved_goal, keys.next_achieved_goal
-
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. An environment raises a ValueError."""
-        super().set_container(container)
-        refuse_environment(self)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return sampled transitions unchanged."""

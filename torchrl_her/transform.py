@@ -12,9 +12,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
-from torchrl_her._private import ids_around, refuse_environment
+from torchrl_her._private import ids_around, set_container_of_buffer
 from torchrl_her.checks.checks import Checks
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.samples import Sample
@@ -112,6 +112,7 @@ class HERTransform(Transform):
     relabels = True  # other transforms use the keys of a transform that does
     identifies_episodes = True  # MovementPriority needs the stamps of a transform that does
     requires_shared_write_state = True  # TorchRL then calls share_memory_ for buffers that processes share
+    set_container = set_container_of_buffer
 
     def __init__(
         self,
@@ -155,11 +156,6 @@ class HERTransform(Transform):
     def strategies(self) -> Strategies:
         """The strategy of each goal, by its key. The key of the desired goal is ``"desired_goal"``."""
         return self._relabelling.strategies
-
-    def set_container(self, container: Transform | EnvBase) -> None:
-        """Set the container. An environment raises a ValueError."""
-        super().set_container(container)
-        refuse_environment(self)
 
     # Writing
 

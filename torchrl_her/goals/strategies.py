@@ -503,16 +503,7 @@ def _check_name(key: NestedKey, keys: HERKeys, earlier: Iterable[NestedKey]) -> 
         raise TypeError(f"strategy must map the keys of goals to strategies, but {key!r} is not a key.")
     name = unravel_key(key)
     path = path_of(name)
-    used = [
-        keys.achieved_goal,
-        keys.desired_goal,
-        keys.trajectory,
-        keys.mask,
-        keys.reward,
-        *keys.flags,
-        *BY_BUFFERS,
-        *earlier,
-    ]
+    used = [*vars(keys).values(), *BY_BUFFERS, *earlier]
     others = [path_of(key) for key in used if key is not None]
     overlaps = any(path[: len(other)] == other[: len(path)] for other in others)
     if path[0] == "next" or path[0].startswith("hindsight") or overlaps:
