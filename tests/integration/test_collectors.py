@@ -14,6 +14,7 @@ from collections import Counter
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
+from torchrl.checkpoint import Checkpoint, CheckpointRotation
 from torchrl.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv, TransformedEnv
@@ -21,7 +22,7 @@ from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv, Tr
 from support import tape
 from support.factories import make_augmentation, make_transform, start_processes_from_a_server
 from support.named import named
-from support.tape import RELABELLED, check, collect, ended, length_of, make_serial, make_tape, places
+from support.tape import LENGTHS, RELABELLED, check, collect, ended, length_of, make_serial, make_tape, places
 from torchrl_her import EnvReward, GoalSelection, HERKeys, NormalizedInputs, PackedStorage, Uniform
 
 NUMBER = 8  # environments in one process
@@ -229,6 +230,26 @@ def test_forked_processes_and_flush_end_no_episode_of_another_process():
     assert rows[RELABELLED].all()
     rb.transform[0].flush()
     assert rb.transform[0].report().running == 0
+
+
+@pytest.mark.filterwarnings("ignore:last_cursor is None")
+def test_a_checkpoint_that_is_made_while_collectors_in_other_processes_pause_is_whole(tmp_path):
+    rb, resumed, rotation = make_buffer(shared=True), make_buffer(), CheckpointRotation(tmp_path, keep_last=1)
+    with collecting(MultiAsyncCollector, make_tape, replay_buffer=rb) as running:
+        running.start()
+        for step in range(2):
+            wanted = rb.write_count + 200
+            for _ in until(lambda wanted=wanted: rb.write_count >= wanted):
+                time.sleep(0.01)
+            with running.pause():
+                count = rb.write_count
+                rotation.save(Checkpoint(buffer=rb), step=step)
+                assert rb.write_count == count
+    rotation.load_latest(Checkpoint(buffer=resumed))
+    resumed.transform[0].flush()
+    assert len(resumed) == resumed.write_count == count
+    # The running episodes of the other processes are missing.
+    assert check(resumed[:]) > 1 - 2 * max(LENGTHS) / count
 
 
 # n-step returns
