@@ -230,23 +230,21 @@ def test_sampling_does_not_change_stored_entries_under_the_keys_of_samples():
     assert not torch.stack([row[RELABELLED] for row in rb.storage[:]]).any()
 
 
-SHOWN = {
-    "": {"strategy": "future", "her_ratio": 0.8, "capacity": 1_000_000, "keys": HERKeys()},
-    "strategy=Final(), her_ratio=1.0": {"strategy": "final", "her_ratio": 1.0},
-    "strategy={'desired_goal': Future(), 'low': Subgoal(2)}": {
-        "strategy": {"low": Subgoal(2), "desired_goal": "future"}
-    },
-    "capacity=50, keys=HERKeys(desired_goal='target')": {"keys": HERKeys(desired_goal="target"), "capacity": 50},
-    "goal_fn=swap, goal_spec=UnboundedContinuous": {"goal_spec": Unbounded(2), "goal_fn": swap},
-    "goal_fn=Swap": {"goal_fn": Swap()},
-    "max_episode_steps=9, sequence_length=3, info=True": {"info": True, "max_episode_steps": 9, "sequence_length": 3},
-}
-
-
-@pytest.mark.parametrize("text", SHOWN)
-def test_its_representation_shows_the_arguments_that_differ_from_the_defaults(text):
-    transform = HERTransform(SparseReward(0.05), **SHOWN[text])
-    assert repr(transform) == repr(copy.deepcopy(transform)) == f"HERTransform(SparseReward{', ' * bool(text)}{text})"
+def test_its_representation_shows_the_arguments_that_differ_from_the_defaults():
+    assert repr(HERTransform(SparseReward(0.05), strategy="future", her_ratio=0.8)) == "HERTransform(SparseReward)"
+    options = {"strategy": {"low": Subgoal(2), "desired_goal": "future"}, "keys": HERKeys(desired_goal="target")}
+    options |= {"her_ratio": 1.0, "capacity": 50, "goal_fn": swap, "goal_spec": Unbounded(2), "max_episode_steps": 9}
+    transform = HERTransform(SparseReward(0.05), sequence_length=3, info=True, **options)
+    assert (
+        repr(transform)
+        == repr(copy.deepcopy(transform))
+        == (
+            "HERTransform(SparseReward, strategy={'desired_goal': Future(), 'low': Subgoal(2)}, her_ratio=1.0, "
+            "capacity=50, keys=HERKeys(desired_goal='target'), goal_fn=swap, goal_spec=UnboundedContinuous, "
+            "max_episode_steps=9, sequence_length=3, info=True)"
+        )
+    )
+    assert repr(HERTransform(None, goal_fn=Swap())) == "HERTransform(None, goal_fn=Swap)"
 
 
 def test_goals_do_not_change_with_the_callers_tensors():

@@ -210,16 +210,11 @@ AT_ONCE = {"prefilled": 100, "start": 1}
 
 
 @pytest.mark.parametrize("arguments", [{}, AT_ONCE | {"share": 1.0}], ids=str)
-def test_a_copy_of_the_environments_goal_is_found_although_selected_goals_replace_it(arguments):
-    with pytest.warns(UserWarning, match="A copy of the desired goal is in 'observation'") as found:
-        write_selected(WithGoal(), **arguments)
-    assert len(found) == 1
-
-
-@pytest.mark.parametrize("arguments", [{}, AT_ONCE | {"share": 1.0}], ids=str)
-def test_a_copy_of_selected_goals_is_found(arguments):
-    with pytest.warns(UserWarning, match="A copy of the desired goal is in 'both'") as found:
-        write_selected(gymnasium.make(POINT, max_episode_steps=25), later=cat_at_root(), **arguments)
+@pytest.mark.parametrize("key", ["observation", "both"], ids=["of the environment's goal", "of selected goals"])
+def test_a_copy_of_the_goal_is_found_although_selected_goals_replace_the_environments(key, arguments):
+    env = WithGoal() if key == "observation" else gymnasium.make(POINT, max_episode_steps=25)
+    with pytest.warns(UserWarning, match=f"A copy of the desired goal is in '{key}'") as found:
+        write_selected(env, later=cat_at_root() if key == "both" else None, **arguments)
     assert len(found) == 1
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import pickle
 
 import pytest
 import torch
 from torchrl.data import TensorDictReplayBuffer, Unbounded
 
-from support.factories import make_augmentation, make_buffer, make_transform
+from support.factories import forked, make_augmentation, make_buffer, make_transform
 from support.walks import THRESHOLD, still, walks
 from torchrl_her import SparseReward
 
@@ -52,12 +51,7 @@ def written_by_another_process():
     transform = make_transform(reward=SPARSE, goal_spec=Unbounded(2), capacity=1000)
     transform.share_memory_()
     transform.inv(walks(1)[:1].zero_())  # a collector's dummy
-    if not (process := os.fork()):
-        try:
-            transform.inv(walks(4))
-        finally:
-            os._exit(0)
-    os.waitpid(process, 0)
+    assert forked(lambda: transform.inv(walks(4))) == 0
     return transform
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
-from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
+from torchrl.data import RandomSampler, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 
+from support import factories
 from support.factories import make_augmentation, make_transform
 from support.walks import THRESHOLD, still, walks
 from torchrl_her import EnvReward, GoalReward, HERKeys, SparseReward
@@ -33,20 +34,12 @@ def reached(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
 RECOMPUTED_ENDS = SparseReward(THRESHOLD, terminated_fn=reached)
 
 
-def make_buffer(
-    reward: Any = None,
-    make: Any = make_transform,
-    *,
-    kind: Any = TensorDictReplayBuffer,
-    size: int = 5000,
-    batch_size: int = 256,
-    sampler: Any = None,
-    **options: Any,
-) -> ReplayBuffer:
+def make_buffer(reward: Any = None, make: Any = make_transform, size: int = 5000, **options: Any) -> ReplayBuffer:
+    of_buffer = {name: options.pop(name) for name in ("kind", "sampler", "batch_size") if name in options}
     if make is make_transform:
         options = {"capacity": size} | options
     transform = make(reward=reward or SparseReward(THRESHOLD), **options)
-    return kind(storage=LazyTensorStorage(size), transform=transform, batch_size=batch_size, sampler=sampler)
+    return factories.make_buffer(transform, size=size, **{"batch_size": 256} | of_buffer)
 
 
 def in_writes(rb: ReplayBuffer, data: TensorDict, size: int) -> None:

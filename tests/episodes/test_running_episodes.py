@@ -125,15 +125,17 @@ def test_the_state_of_a_transform_without_transitions_drops_running_episodes_and
     assert not recorded.rb[:][RELABELLED].any()
 
 
-def test_steps_that_were_written_after_the_loaded_state_keep_their_goals():
-    """Their episode is known, but only its first steps."""
+def test_steps_that_were_written_after_the_loaded_state_keep_their_goals_and_no_episode_is_used_twice():
+    """Of their first episode, the loaded state has only the first steps."""
     recorded = record()
     hindsight = recorded.rb.transform[0]
     recorded.play([["go"] * 3])
-    state = hindsight.state_dict()
-    recorded.play([["go"] * 4])
+    state = copy.deepcopy(hindsight.state_dict())
+    recorded.play([["go"] * 4 + ["truncated"] + whole_episodes(5)])
     hindsight.load_state_dict(state)
-    assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 3 + [False] * 4
+    assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 3 + [False] * 10
+    recorded.play([whole_episodes(5, 5)])
+    assert recorded.rb[:][RELABELLED].flatten().tolist() == [True] * 3 + [False] * 10 + [True] * 10
 
 
 @pytest.mark.parametrize(("pauses", "episodes"), [([60] * 8 + [110], 2), ([90, 150], 3)])
@@ -269,18 +271,6 @@ def test_the_rows_of_the_first_write_are_environments_although_one_starts_where_
         hindsight.inv(part.clone())
     report = hindsight.report()
     assert (report.episodes, report.min_length, report.max_length, report.ambiguous) == (20, 8, 8, 0.0)
-
-
-def test_no_episode_is_used_twice_although_the_transform_loads_an_earlier_state():
-    rb = make_buffer()
-    rb.transform[0].her_ratio = 1.0
-    world = World(1, Goals())
-    rb.extend(world.written(whole_episodes(5, 5)))
-    state = copy.deepcopy(rb.transform[0].state_dict())
-    rb.extend(world.written(whole_episodes(5, 5)))
-    rb.transform[0].load_state_dict(state)
-    rb.extend(world.written(whole_episodes(5, 5)))
-    assert rb[:]["hindsight", "relabelled"].flatten().tolist() == [True] * 10 + [False] * 10 + [True] * 10
 
 
 def test_goals_of_another_size_than_those_of_running_episodes_are_refused():

@@ -22,7 +22,7 @@ from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, SerialEnv, Tr
 from support import tape
 from support.factories import make_augmentation, make_transform, start_processes_from_a_server
 from support.named import named
-from support.tape import LENGTHS, RELABELLED, check, collect, length_of, make_serial, make_tape, places, taken
+from support.tape import LENGTHS, RELABELLED, check, collect, ended, length_of, make_serial, make_tape, places
 from torchrl_her import EnvReward, GoalSelection, HERKeys, NormalizedInputs, PackedStorage, Uniform
 
 NUMBER = 8  # environments in one process
@@ -129,22 +129,9 @@ def unpadded(batch):
     return rows[rows[MASK].reshape(-1)] if MASK in rows.keys(True) else rows
 
 
-def ended(steps):
-    """Return the steps of complete episodes."""
-    ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
-    return [place for place in steps if place[:2] in ends]
-
-
 def check_buffer(rb, environments, steps=None, only_whole=False, **options):
     """Check all goals, and that the first ``steps`` steps of every environment, by default all, are stored once."""
-    stored = sorted(places(unpadded(rb[:])))
-    counts = Counter(number for number, _, _ in stored)
-    assert sorted(counts) == list(range(environments))
-    expected = []
-    for number in range(environments):
-        those = taken(number, steps or counts[number])
-        expected += ended(those) if only_whole else those
-    assert stored == expected
+    tape.check_nothing_is_lost(unpadded(rb[:]), environments, steps, only_whole)
     check_hindsight(rb, **options)
 
 

@@ -210,11 +210,6 @@ def test_other_rewards_are_reported():
     assert "(row 66 of the data)" in message
 
 
-def test_ends_on_success_that_are_not_recomputed_are_reported():
-    (message,) = buffer_over(episodes(10, success="terminated"), reward=SparseReward(0.5))[0]
-    assert "terminated_fn" in message
-
-
 @pytest.mark.parametrize(("her_ratio", "rewritten"), [(1.0, False), (1.0, True), (0.0, False)])
 def test_copies_of_the_goal_are_searched_at_the_first_sample(her_ratio, rewritten):
     """Transforms after HERTransform, which may rewrite the copies, are unknown before."""

@@ -172,17 +172,32 @@ def starts(number: int, lengths: tuple[int, ...] = LENGTHS) -> Iterator[tuple[in
             yield number, episode, state
 
 
-def taken(number: int, steps: int) -> list[tuple[int, int, int]]:
+def taken(number: int, steps: int) -> list[tuple[int, ...]]:
     """Return where the first transitions of an environment start, in order."""
     return list(itertools.islice(starts(number), steps))
 
 
-def check_nothing_is_lost(rows: TensorDictBase, environments: int) -> None:
-    """Check that transitions of all environments are there from the first on, without gaps or duplicates."""
+def ended(steps: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the steps of complete episodes."""
+    ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
+    return [place for place in steps if place[:2] in ends]
+
+
+def check_nothing_is_lost(
+    rows: TensorDictBase, environments: int, steps: int | None = None, only_whole: bool = False
+) -> None:
+    """Check that the first ``steps`` steps of each environment, by default any number, are there once.
+
+    With ``only_whole``, only those of complete episodes.
+    """
     found = sorted(places(rows))
     counts = Counter(number for number, _, _ in found)
-    assert len(counts) == environments, "one of the environments is missing"
-    assert found == [place for number in range(environments) for place in taken(number, counts[number])]
+    assert sorted(counts) == list(range(environments)), "one of the environments is missing"
+    expected: list[tuple[int, ...]] = []
+    for number in range(environments):
+        those = taken(number, steps or counts[number])
+        expected += ended(those) if only_whole else those
+    assert found == expected
 
 
 def in_double_precision(data: TensorDictBase) -> TensorDictBase:
