@@ -179,7 +179,7 @@ def taken(number: int, steps: int) -> list[tuple[int, ...]]:
 
 def ended(steps: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the steps of complete episodes."""
-    ends = {place[:2] for place in steps if place[2] + 1 == length_of(*place[:2])}
+    ends = {place[:2] for place in steps if place[2] + 1 == length_of(place[0], place[1])}
     return [place for place in steps if place[:2] in ends]
 
 
