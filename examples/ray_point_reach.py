@@ -35,7 +35,7 @@ from training.command import check
 from training.environments import Evaluation, make_env, make_reward
 from training.parts import make_adam, make_inputs
 from training.prepare import prepare
-from training.settings import DDPG, Evaluating, Normalizing
+from training.settings import DDPG, Evaluating, Exploration, Normalizing, Precision
 
 from torchrl_her import HERTransform, PackedStorage, call_transform
 
@@ -162,6 +162,9 @@ def main() -> None:
     arguments = parser.parse_args()
     settings: dict = {"total_steps": arguments.steps, "updates_per_step": 2, "hydra": None}
     settings |= {"evaluation": Evaluating(episodes=100), "normalization": Normalizing(enabled=False)}
+    # Small networks: there are many updates.
+    settings |= {"hidden": [128, 128], "layer_norm": False, "batch_size": 256, "action_penalty": 0.0}
+    settings |= {"exploration": Exploration(), "matmul_precision": Precision.highest}
     config = check(OmegaConf.structured(DDPG(**settings)))
     try:
         local = {"num_cpus": 1 + arguments.collectors, "include_dashboard": False}
