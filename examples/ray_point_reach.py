@@ -35,7 +35,7 @@ from training.command import check
 from training.environments import Evaluation, make_env, make_reward
 from training.parts import make_adam, make_inputs
 from training.prepare import prepare
-from training.settings import DDPG, Evaluating, Exploration, Normalizing, Precision
+from training.settings import DDPG, Collection, Env, Evaluating, Exploration, Normalizing, Precision
 
 from torchrl_her import HERTransform, PackedStorage, call_transform
 
@@ -164,7 +164,12 @@ def main() -> None:
     settings |= {"evaluation": Evaluating(episodes=100), "normalization": Normalizing(enabled=False)}
     # Small networks: there are many updates.
     settings |= {"hidden": [128, 128], "layer_norm": False, "batch_size": 256, "action_penalty": 0.0}
-    settings |= {"exploration": Exploration(), "matmul_precision": Precision.highest}
+    settings |= {
+        "env": Env(),
+        "collector": Collection(),
+        "exploration": Exploration(),
+        "matmul_precision": Precision.highest,
+    }
     config = check(OmegaConf.structured(DDPG(**settings)))
     try:
         local = {"num_cpus": 1 + arguments.collectors, "include_dashboard": False}
