@@ -269,7 +269,7 @@ MUTANTS = [
         "tests/integration/test_collectors.py -k holds_its_own"),
     Mutant("a shared table is copied with its environment", "goals/table.py",
         "if self.is_shared and get_spawning_popen() is not None:", "if False:",
-        "tests/integration/test_collectors.py -m slow -k spawned_workers"),
+        f"{SELECTION} -m slow -k another_process_needs"),
     Mutant("an interrupted save is loaded", "packed_storage/checkpointer.py", "metadata.unlink(missing_ok=True)",
         "pass", "tests/packed_storage/test_checkpointer.py -k interrupted"),
     Mutant("episodes run on after loading", "checkpoints.py", "transform.flush()", "pass",

@@ -12,9 +12,10 @@ import sys
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
 import torchrl_her
 import torchrl_her.envs
@@ -113,6 +114,12 @@ def test_every_argument_is_a_field_with_the_same_default(group, name, monkeypatc
             assert (type(value), value) == (type(each.default), each.default)
 
 
+def test_values_of_the_right_type_are_converted(composed):
+    config = composed("defaults: [transform@her: her, _self_]", "her.her_ratio=1", "her.capacity=10")
+    her = instantiate(config.her, reward=None)
+    assert (her.her_ratio, type(her.her_ratio), her.capacity) == (1.0, float, 10)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("her_ratio", "often"), ("capacity", 0.5), ("max_episode_steps", "fifty"), ("info", "perhaps"), ("her_rate", 0.8)],
@@ -123,6 +130,16 @@ def test_wrong_values_and_unknown_fields_are_refused_when_composing(field, value
         composed(text, f"transform.{field}={value}")
     with pytest.raises(ConfigCompositionException, match=field):
         composed(f"{text}\ntransform: {{{field}: {value}}}")
+
+
+def test_unknown_keys_are_refused_and_required_arguments_are_asked_for(composed):
+    text = "defaults: [transform@transform: her, _self_]"
+    with pytest.raises(ConfigCompositionException, match="goal"):
+        composed(text, "transform.keys.goal=target")
+    with pytest.raises(InstantiationException, match="unexpected keyword argument 'goal'"):
+        instantiate(composed(f"{text}\ntransform: {{reward: null, keys: {{goal: target}}}}").transform)
+    with pytest.raises(MissingMandatoryValue, match="reward"):
+        instantiate(composed(text).transform)
 
 
 # What YAML cannot write

@@ -9,7 +9,7 @@ import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.collectors import Collector
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import (
     Compose,
@@ -19,6 +19,7 @@ from torchrl.envs import (
     ObservationNorm,
     ParallelEnv,
     SerialEnv,
+    StepCounter,
     TransformedEnv,
     check_env_specs,
 )
@@ -459,7 +460,7 @@ def test_an_environment_unpickled_without_its_buffer_is_refused():
     pickled = pickle.dumps(env)
 
     def load_elsewhere():
-        with pytest.raises(RuntimeError, match="their goal table must be shared: create the buffer with shared=True"):
+        with pytest.raises(RuntimeError, match="is in another process than the buffer"):
             pickle.loads(pickled).reset()
 
     assert not forked(load_elsewhere)
@@ -549,12 +550,45 @@ def test_an_environment_that_changes_its_goal_within_an_episode_is_refused():
         env.rollout(3)
 
 
-def test_workers_of_a_batched_environment_read_a_shared_goal_table():
-    hindsight = HERTransform(EnvReward(POINT), capacity=1000, goal_spec=point().observation_spec["achieved_goal"])
-    storage = LazyTensorStorage(1000, shared_init=True)
-    rb = ReplayBuffer(storage=storage, transform=hindsight, shared=True, batch_size=32)
-    make_env = lambda: TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=50))  # noqa: E731
-    env = ParallelEnv(1, make_env, mp_start_method="fork")
+def _in_worker(hindsight):
+    return TransformedEnv(point(), GoalSelection(hindsight, Uniform(), share=1.0, start=50))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_collector_of_another_process_needs_a_shared_goal_table(shared):
+    spec = {"goal_spec": point().observation_spec["achieved_goal"]} if shared else {}
+    hindsight = HERTransform(EnvReward(POINT), capacity=10_000, **spec)
+    storage = LazyTensorStorage(10_000, shared_init=shared)
+    rb = ReplayBuffer(storage=storage, transform=hindsight, shared=shared)
+    make_collector = partial(MultiSyncCollector, [partial(_in_worker, hindsight)], None, frames_per_batch=100)
+    if not shared:
+        with pytest.raises(RuntimeError, match=r"their goal table must be shared.*create the buffer with shared=True"):
+            make_collector(total_frames=600)
+        return
+    collector = make_collector(total_frames=600)
+    selected = []
+    for data in collector:
+        rb.extend(data.reshape(-1))
+        selected.append(bool(data["goal_selection", "selected"].any()))
+    collector.shutdown()
+    assert not selected[0]
+    assert selected[-1]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_workers_of_a_batched_environment_need_a_shared_goal_table(shared, capfd):
+    spec = {"goal_spec": point().observation_spec["achieved_goal"]} if shared else {}
+    hindsight = HERTransform(EnvReward(POINT), capacity=1000, **spec)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(1000, shared_init=shared), transform=hindsight, shared=shared, batch_size=32
+    )
+    env = ParallelEnv(1, partial(_in_worker, hindsight), mp_start_method="fork")
+    if not shared:
+        with pytest.raises(RuntimeError, match="worker"):
+            env.reset()
+        assert "their goal table must be shared" in capfd.readouterr().err
+        return
     first = env.rollout(50)
     rb.extend(first.reshape(-1))
     second = env.rollout(3)
@@ -563,6 +597,13 @@ def test_workers_of_a_batched_environment_read_a_shared_goal_table():
     assert second["goal_selection", "selected"].all()
     goals = {tuple(goal) for goal in first["next", "achieved_goal"].reshape(-1, 2).tolist()}
     assert {tuple(goal) for goal in second["desired_goal"].reshape(-1, 2).tolist()} <= goals
+
+
+def test_other_transforms_come_after():
+    hindsight, _ = make_hindsight(goals=600)
+    env = TransformedEnv(point(), Compose(GoalSelection(hindsight, Uniform(), share=1.0, start=1), StepCounter(7)))
+    check_env_specs(env)
+    assert (env.rollout(20, break_when_any_done=False)["step_count"] < 7).all()
 
 
 class InDouble(gymnasium.ObservationWrapper):

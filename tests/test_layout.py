@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import tensordict
 import torchrl
+from torchrl.envs import Transform
 
 import torchrl_her
-from torchrl_her import _private
+from torchrl_her import HERTransform, _private
 
 ROOT = Path(torchrl_her.__file__).parent
 PATHS = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
@@ -104,6 +105,10 @@ def test_no_module_imports_itself_in_a_circle():
 def test_no_class_has_exactly_one_subclass_in_the_package():
     subclasses = Counter(base for each in CLASSES for base in each.__bases__ if base in CLASSES)
     assert not [base.__name__ for base, number in subclasses.items() if number == 1]
+
+
+def test_the_only_base_class_of_hertransform_is_transform():
+    assert HERTransform.__bases__ == (Transform,)
 
 
 def test_private_attributes_of_other_libraries_are_used_in_one_module():

@@ -16,7 +16,7 @@ from torch import multiprocessing
 from torch._dynamo.testing import CompileCounter
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
-from torchrl.envs import Compose, MultiStepTransform, TransformedEnv
+from torchrl.envs import Compose, MultiStepTransform, ParallelEnv, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import MLP
 
@@ -250,6 +250,23 @@ def test_an_evaluation_may_come_before_the_first_update():
     check(inputs, [collected()])
 
 
+@pytest.mark.parametrize("kind", ["serial", pytest.param("parallel", marks=pytest.mark.slow)])
+def test_a_collector_of_several_environments_acts_with_it(kind, recwarn):
+    env = make_serial(0, 1) if kind == "serial" else ParallelEnv(2, make_tape)
+    inputs = NormalizedInputs(clip=1.5)
+    rb = make_buffer(inputs)
+    writes = []
+    for data in Collector(env, make_policy(inputs), frames_per_batch=100, total_frames=600):
+        acting = torch.cat([data["observation"], data["desired_goal"]], -1)
+        scale = 1 if inputs.scale is None else inputs.scale
+        torch.testing.assert_close(data["inputs"], ((acting - inputs.mean) / scale).clamp(-1.5, 1.5))
+        rb.extend(data.reshape(-1))
+        writes.append(data)
+    check(inputs, writes)
+    check_inputs(inputs, rb.sample(), writes)
+    assert not [each for each in recwarn if "copy of the desired goal" in str(each.message)]
+
+
 def check_acting(inputs, data):
     """Check that the environment's data ``[*batch, T]`` have the inputs of the present statistics.
 
@@ -281,6 +298,14 @@ def test_environments_give_normalized_inputs_and_the_buffer_updates_the_statisti
     if out_key == "inputs":
         check_inputs(inputs, batch, writes)
     assert out_key in batch.keys(True, True)
+
+
+def test_single_transitions_count_as_they_are_added():
+    inputs = NormalizedInputs()
+    rb = make_buffer(inputs)
+    for step in collected():
+        rb.add(step)
+    check(inputs, [collected()])
 
 
 def test_samples_of_stored_copies_have_inputs():
@@ -387,6 +412,8 @@ def update_often(inputs, data, times):
 
 def test_processes_share_the_statistics_of_a_shared_buffer(processes_from_a_server):
     inputs = NormalizedInputs()
+    with pytest.raises(RuntimeError, match=r"only after its first use.*fake_tensordict"):
+        make_buffer(inputs, shared=True, goal_spec=make_tape().observation_spec["achieved_goal"])
     inputs(make_tape().fake_tensordict())
     rb = make_buffer(inputs, shared=True, goal_spec=make_tape().observation_spec["achieved_goal"])
     rb.share()

@@ -348,6 +348,10 @@ def before(*makes):
     return {"before": makes}
 
 
+def normalized(key, result):
+    return lambda: envs.ObservationNorm(0.0, 2.0, in_keys=[], out_keys=[], in_keys_inv=[key], out_keys_inv=[result])
+
+
 def module(function, *in_keys, out=REWARD):
     return TensorDictModule(function, list(in_keys), [out])
 
@@ -393,12 +397,19 @@ UNACCEPTED = {
     (Extend,): {
         "a scaled reward": (before(StepCounter, lambda: Compose(scaled(in_keys=[REWARD]))),
             f"RewardScaling {COMES_BEFORE.format('reads .*reward')}"),
+        "a normalized goal": (before(normalized("desired_goal", "raw")),
+            f"ObservationNorm {COMES_BEFORE.format('writes .*desired_goal')}"),
+        "a goal that is computed": (before(normalized("scaled", "desired_goal")),
+            f"ObservationNorm {COMES_BEFORE.format('reads .*desired_goal')}"),
         "a flag that is renamed before it is restored": (
             before(lambda: envs.RenameTransform(["done"], ["ended"]), CompactGoals),
             f"RenameTransform {COMES_BEFORE.format('reads .*done.* before relabelling replaces or restores')}"),
         "a flag that is set before it is restored": (
             before(lambda: envs.RenameTransform(["observation"], ["done"]), CompactGoals),
             f"RenameTransform {COMES_BEFORE.format('writes .*done.*, which relabelling then replaces')}"),
+        "a cast under another name": (
+            before(partial(envs.DTypeCastTransform, torch.float32, torch.float64, ["desired_goal"], ["precise_goal"])),
+            f"DTypeCastTransform {COMES_BEFORE.format('reads .*desired_goal')}"),
         "an achieved goal that is overwritten": (
             before(lambda: envs.RenameTransform(["observation"], [("next", "achieved_goal")])),
             f"RenameTransform {COMES_BEFORE.format('writes .*achieved_goal')}"),

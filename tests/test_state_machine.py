@@ -1,9 +1,10 @@
-"""Any sequence of writes, samples and copies, in any kind of buffer, agrees with the oracle.
+"""Any sequence of writes, samples, copies and refusals, in any kind of buffer, agrees with the oracle.
 
 ``HYPOTHESIS_PROFILE=soak pytest -n 0 tests/test_state_machine.py -k "test_any and Hindsight"`` (or ``Augmentation``)
 tries new sequences until you interrupt it.
 """
 
+import copy
 import multiprocessing
 import os
 import tempfile
@@ -25,10 +26,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torchrl.data import ReplayBuffer, SliceSampler, TensorDictReplayBuffer, Unbounded
+from torchrl.data import ReplayBuffer, SliceSampler, TensorDictReplayBuffer, TensorStorage, Unbounded
 from torchrl.envs import Compose, MultiStepTransform
 
-from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same
+from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same, state_of
 from support.named import PRIORITIES, named, sampler_of
 from support.oracle import Oracle
 from support.recorded import Recorded
@@ -147,8 +148,21 @@ moves = st.sampled_from(MOVES)
 FORK = multiprocessing.get_context("fork")
 
 
+def set_to(key, change):
+    return lambda data: data.set(key, change(data[key]))
+
+
+REFUSED = {
+    "no achieved goal": (lambda data: data.exclude("achieved_goal"), "no entry 'achieved_goal'"),
+    "no next desired goal": (lambda data: data.exclude(("next", "desired_goal")), "desired_goal"),
+    "goals of another dtype": (set_to(("next", "achieved_goal"), torch.Tensor.int), "int32"),
+    "goals of another shape": (set_to(("next", "desired_goal"), lambda goals: torch.stack([goals] * 2, -1)), "shape"),
+    "n-step transitions": (lambda data: data.set("steps_to_next_obs", data["uid"]), "n-step"),
+}
+
+
 class Writes(RuleBasedStateMachine):
-    """The writes that both hindsight transforms accept."""
+    """The writes that both hindsight transforms accept or refuse."""
 
     @property
     def rb(self):
@@ -208,6 +222,24 @@ class Writes(RuleBasedStateMachine):
     def extend_with_padded_rows(self, plan, padding):
         rows = self.play(0, plan)
         self.write(rows, self.tensordict(rows, padding))
+
+    @rule(name=st.sampled_from([*REFUSED]))
+    def write_what_must_be_refused(self, name):
+        spoil, message = REFUSED[name]
+        world = copy.deepcopy(self.world)
+        envs, chunk = (self.config.envs, self.config.chunk) if self.config.ndim == 2 else (1, 5)
+        rows = [row for env in range(envs) for row in world.play(env, ["go"] * chunk)]
+        data = world.tensordict(rows, ids=self.config.ids)
+        if self.config.mask:
+            data["collector", "mask"] = torch.ones(len(data), dtype=torch.bool)
+        data = spoil(data)
+        before = state_of(self.rb)
+        with pytest.raises((KeyError, ValueError), match=message):
+            self.rb.extend(data.reshape(envs, chunk) if self.config.ndim == 2 else data)
+        after = state_of(self.rb)
+        for state in (before, after):
+            state.pop("_sampler")  # segment trees cannot be compared
+        assert same(before, after)
 
 
 class Hindsight(Writes):
@@ -355,6 +387,18 @@ class Hindsight(Writes):
             self.recorded.rb = WAYS_TO_COPY[way](self.rb, twin, Path(folder))
         if way in ("state_dict", "dumps"):
             self.oracle.lose_held_steps()
+
+    @precondition(lambda self: self.config.ids and self.config.n_steps == 1 and self.oracle.order)
+    @rule()
+    def adopt_what_was_written(self):
+        rows, oracle = self.oracle.order, self.config.oracle()
+        oracle.capacity = 10 * len(rows) + 10
+        oracle.write(rows)
+        oracle.flush()
+        hindsight = self.config.transform(capacity=oracle.capacity, strategy=self.config.strategy)
+        data = hindsight.adopt(self.tensordict(rows))
+        rb = TensorDictReplayBuffer(storage=TensorStorage(data), transform=hindsight)
+        Recorded(rb, oracle, self.world, stored=self.recorded.stored).check()
 
     @invariant()
     def the_number_of_rows_is_right(self):

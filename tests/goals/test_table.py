@@ -91,6 +91,15 @@ def test_an_endless_episode_has_no_more_memory_than_others_and_all_of_its_newest
         assert recorded.check() >= least * len(recorded.rb)
 
 
+def test_the_window_of_an_endless_episode_has_no_step_that_has_left_the_table_just_after_it_has_moved():
+    world, rb = World(1, Goals()), make_buffer(50, her_ratio=1.0, strategy="episode")
+    shares = []
+    for _ in range(20):
+        rb.extend(world.written(["go"] * 17))
+        shares.append(float(rb.transform(rb.storage[:].repeat(20))[RELABELLED].double().mean()))
+    assert max(shares[5:]) == 1.0 > min(shares)
+
+
 def test_an_episode_that_is_much_slower_than_another_keeps_its_goals():
     """Its window has room for a long time, while the other episode takes all other places of the index."""
     world, rb = World(2, Goals()), make_buffer(100, her_ratio=1.0)
@@ -202,6 +211,17 @@ def test_a_table_too_small_for_the_storage_is_reported_once_with_the_capacity_to
 )
 def test_a_table_that_is_large_enough_or_not_used_is_not_reported(lengths, writes, options):
     assert warnings_of(lengths, writes, **options) == []
+
+
+@pytest.mark.parametrize("parts", [1, 50])
+def test_an_episode_longer_than_the_table_is_not_split(parts):
+    """The goals of the last transitions, which are in a storage of the same size, are in the table."""
+    recorded = recorded_in(make_buffer(20, her_ratio=1.0))
+    moves = whole_episodes(*[50] * 4)
+    for begin in range(0, len(moves), len(moves) // parts):
+        recorded.play([moves[begin : begin + len(moves) // parts]])
+        assert recorded.check() == len(recorded.rb)
+    assert warnings_of([50], 10, size=20, parts=parts, capacity=20) == []
 
 
 @pytest.mark.filterwarnings("error")

@@ -93,19 +93,21 @@ class GoalTable:
         words = -(-size // name_bytes) * name_bytes // WORD.itemsize
         self._first = name_bytes // dtype.itemsize  # the offset of the goal in a row, in elements of its dtype
         self._strides = torch.empty(self.goal_shape, device="meta").stride()
+        if device.type == "cuda":
+            size = capacity * ((1 + len(apart)) * words * WORD.itemsize + 4 * PLACES_PER_GOAL + 4 * WORD.itemsize)
+            self._check_room(size, torch.cuda.mem_get_info(device)[0], f"on {device}")
         # The names and goals of all rows, side by side, so that one gather reads both.
-        self.matrix = _zeros((capacity * (1 + len(apart)), words), np.int64)
-        self.index = _zeros((self.places,), np.int32 if capacity < 2**31 else np.int64)
+        self.matrix = _zeros((capacity * (1 + len(apart)), words), np.int64, device)
+        self.index = _zeros((self.places,), np.int32 if capacity < 2**31 else np.int64, device)
         # The columns: the episode, the place of its step 0, its number of steps, and the first step of its window.
-        self.episodes = _zeros((capacity, 4), np.int64)
-        self.size = torch.zeros((), dtype=WORD, device="cpu")  # the number of rows that contain goals
+        self.episodes = _zeros((capacity, 4), np.int64, device)
+        self.size = torch.zeros((), dtype=WORD, device=device)  # the number of rows that contain goals
         self.counters = torch.zeros(6, dtype=WORD, device="cpu")
         # Episodes begin at a random number, so that transitions stamped by another table are recognized, and at a
         # multiple of the capacity, so that they fill `episodes` from the front.
         before_first = secrets.randbelow(2 ** (62 - STEP_BITS) // capacity) * capacity
         self.counters[[LAST, BEFORE_FIRST]] = before_first
         self._make_views()
-        self.to(device)
 
     @classmethod
     def of_spec(cls, capacity: int, spec: TensorSpec, apart: Sequence[str] = ()) -> GoalTable:
@@ -316,7 +318,8 @@ class GoalTable:
                 f"{self.matrix.device}. Pass HERTransform a goal_spec on the device of the storage."
             )
         if device.type == "cuda":
-            self._check_room(torch.cuda.mem_get_info(device)[0], f"on {device}")
+            size = self.matrix.nbytes + self.index.nbytes + self.episodes.nbytes
+            self._check_room(size, torch.cuda.mem_get_info(device)[0], f"on {device}")
         for name in ("matrix", "index", "episodes", "size"):
             setattr(self, name, getattr(self, name).to(device))
         self._make_views()
@@ -332,9 +335,11 @@ class GoalTable:
 
     def share_memory_(self) -> None:
         """Move the table into shared memory, which allocates all of it."""
+        tensors = self.matrix, self.index, self.episodes, self.size, self.counters
         if SHARED_MEMORY.exists() and self.matrix.is_cpu:
-            self._check_room(shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
-        for tensor in (self.matrix, self.index, self.episodes, self.size, self.counters):
+            size = sum(tensor.nbytes for tensor in tensors)
+            self._check_room(size, shutil.disk_usage(SHARED_MEMORY).free, "in shared memory")
+        for tensor in tensors:
             tensor.share_memory_()
         self._make_views()
 
@@ -415,9 +420,8 @@ class GoalTable:
             self._counts[LAST] = max(last, self._counts[LAST])
         self._make_views()
 
-    def _check_room(self, free: int, place: str) -> None:
-        """Check that the table fits into ``free`` bytes, and warn if it takes more than a quarter."""
-        size = self.matrix.nbytes + self.index.nbytes + self.episodes.nbytes
+    def _check_room(self, size: int, free: int, place: str) -> None:
+        """Check that ``size`` bytes fit into ``free`` bytes, and warn if they take more than a quarter."""
         message = (
             f"The goal table for capacity={self.capacity:,} goals, {self.dtype} {list(self.goal_shape)}, takes "
             f"{size / 2**30:.2f} GiB {place}, where {free / 2**30:.2f} GiB are free. Pass a smaller capacity (the "
@@ -453,9 +457,10 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Return a tensor of zeros on the CPU, which takes memory only as it is written."""
-    return torch.from_numpy(np.zeros(shape, dtype))
+def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
+    """Return a tensor of zeros. On the CPU, it takes memory only as it is written."""
+    zeros = torch.from_numpy(np.zeros(shape, dtype))
+    return zeros if device.type == "cpu" else zeros.to(device)
 
 
 def _last_steps(steps: Steps, count: int) -> Steps:
