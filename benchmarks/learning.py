@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from measuring import in_new_process, print_table, print_versions
+from omegaconf import OmegaConf
 from scripts import EXAMPLES, load
 from tqdm import tqdm
 
@@ -73,11 +74,7 @@ BITS = "+task=bit_flipping_50"
 PANDA_PUSH = OBJECT, "env.name=panda:PandaPushFixed-v3", "gamma=0.95", "tau=0.05"
 MAZES = "pointmaze-medium-v0", "pointmaze-large-v0"
 EVERY = "evaluation.episodes=100", "evaluation.num_envs=10", "logger.interval=1_000"
-CORNERS = (
-    "+env.kwargs.maze_map=[[1,1,1,1,1,1,1,1,1,1,1,1],[1,r,0,0,0,1,0,0,0,0,0,1],[1,0,1,1,0,1,0,1,0,1,0,1],"
-    "[1,0,0,0,0,0,0,1,0,0,0,1],[1,0,1,1,1,1,0,1,1,1,0,1],[1,0,0,1,0,1,0,0,0,0,0,1],[1,1,0,1,0,1,0,1,0,1,1,1],"
-    "[1,0,0,1,0,0,0,1,0,0,g,1],[1,1,1,1,1,1,1,1,1,1,1,1]]"
-)
+CORNERS = f"+env.kwargs.maze_map={OmegaConf.load(EXAMPLES / 'config/task/point_maze_corners.yaml').env.kwargs.maze_map}"
 
 
 def default(env: str, steps: int, every: int, *more: str) -> Script:

@@ -1,6 +1,6 @@
 """The demo: an agent learns to reach goals, with hindsight and without.
 
-It trains `ddpg.py` on PointReach with and without hindsight, otherwise with the same settings, and writes a table and
+It trains plain DDPG on PointReach with and without hindsight, otherwise with the same settings, and writes a table and
 two pictures to ``outputs/demo/``::
 
     python examples/demo.py
@@ -17,14 +17,12 @@ from typing import Any
 import compare
 import ddpg
 import torch
-from omegaconf import OmegaConf
 from torchrl.data import TensorDictReplayBuffer
-from training.command import check
+from training.command import plain_ddpg
 from training.plots import draw_comparison, draw_relabelled
-from training.settings import DDPG, Evaluating, Hindsight
 
-SETTINGS: dict[str, Any] = {"evaluation": Evaluating(interval=500, episodes=100, num_envs=20), "hydra": None}
-GROUPS = {"with hindsight": Hindsight(), "without hindsight": Hindsight(enabled=False)}
+SETTINGS: dict[str, Any] = {"evaluation": {"interval": 500, "episodes": 100, "num_envs": 20}}
+GROUPS = {"with hindsight": True, "without hindsight": False}
 EPISODE_STEPS = 50
 
 
@@ -62,11 +60,11 @@ def main() -> None:
     start, folder = time.perf_counter(), arguments.output / time.strftime("%Y-%m-%d_%H-%M-%S")
     groups: dict[str, list[compare.Run]] = {name: [] for name in GROUPS}
     for seed in arguments.seeds:
-        for name, hindsight in GROUPS.items():
-            config = check(OmegaConf.structured(DDPG(seed=seed, hindsight=hindsight, **SETTINGS)))
+        for name, has_hindsight in GROUPS.items():
+            config = plain_ddpg(seed=seed, hindsight={"enabled": has_hindsight}, **SETTINGS)
             run = ddpg.train(config, folder / f"{name.replace(' ', '-')}-{seed}")
             groups[name].append(compare.Run.read(run.folder))
-            if hindsight.enabled and seed == arguments.seeds[0]:
+            if has_hindsight and seed == arguments.seeds[0]:
                 draw_relabelled(relabelled_episodes(run.buffer), folder / "hindsight.png")
     print(f"\nAfter {run.steps:,} environment steps:\n\n{compare.table(groups, run.steps)}\n")
     curves = {name: compare.curves(runs) for name, runs in groups.items()}

@@ -21,7 +21,6 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import ddpg
 import ray
-from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictSequential
@@ -31,11 +30,11 @@ from torchrl.envs import ExplorationType
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from torchrl.objectives import SoftUpdate
 from tqdm import tqdm
-from training.command import check
+from training.command import plain_ddpg
 from training.environments import Evaluation, make_env, make_reward
 from training.parts import make_adam, make_inputs
 from training.prepare import prepare
-from training.settings import DDPG, Collection, Env, Evaluating, Exploration, Normalizing, Precision
+from training.settings import DDPG
 
 from torchrl_her import HERTransform, PackedStorage, call_transform
 
@@ -160,17 +159,8 @@ def main() -> None:
     parser.add_argument("--collectors", type=int, default=2, help="number of collectors, each in a separate process")
     parser.add_argument("--address", default="local", help='of a cluster: "auto" or host:port (default: start one)')
     arguments = parser.parse_args()
-    settings: dict = {"total_steps": arguments.steps, "updates_per_step": 2, "hydra": None}
-    settings |= {"evaluation": Evaluating(episodes=100), "normalization": Normalizing(enabled=False)}
-    # Small networks: there are many updates.
-    settings |= {"hidden": [128, 128], "layer_norm": False, "batch_size": 256, "action_penalty": 0.0}
-    settings |= {
-        "env": Env(),
-        "collector": Collection(),
-        "exploration": Exploration(),
-        "matmul_precision": Precision.highest,
-    }
-    config = check(OmegaConf.structured(DDPG(**settings)))
+    settings: dict = {"evaluation": {"episodes": 100}, "normalization": {"enabled": False}}
+    config = plain_ddpg(total_steps=arguments.steps, updates_per_step=2, **settings)
     try:
         local = {"num_cpus": 1 + arguments.collectors, "include_dashboard": False}
         options = local if arguments.address == "local" else {}

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
-from training.settings import ALGORITHMS
+from training.settings import ALGORITHMS, DDPG
 
 CONFIG = str(Path(__file__).parents[1] / "config")
 # The settings that a resumed run can change. The others would change its results up to the checkpoint.
@@ -56,6 +56,12 @@ def check(config: DictConfig) -> Any:
             place = f"{'.'.join(map(str, each['loc']))}={each['input']}: " if each["loc"] else ""
             refused.append(f"{place}{each['msg'].removeprefix('Value error, ')}.")
         raise SystemExit("\n".join(refused)) from None
+
+
+def plain_ddpg(**changes: Any) -> DDPG:
+    """Return the settings of ``+task=plain_ddpg`` with changes."""
+    plain = OmegaConf.load(f"{CONFIG}/task/plain_ddpg.yaml")
+    return check(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(DDPG(hydra=None)), plain, changes)))
 
 
 def read_settings(folder: Path) -> DictConfig:

@@ -11,7 +11,6 @@ from matplotlib import pyplot as plt
 from omegaconf import OmegaConf
 from script_runs import BITS, SMALL, logged, train
 from training import plots
-from training.settings import Collection, Evaluating
 
 
 def is_picture(path):
@@ -19,8 +18,8 @@ def is_picture(path):
 
 
 def test_the_demo_trains_with_and_without_hindsight(tmp_path, monkeypatch, capsys):
-    short = {"total_steps": 1000, "collector": Collection(250, random_steps=750), "hidden": [8], "batch_size": 64}
-    monkeypatch.setattr(demo, "SETTINGS", demo.SETTINGS | short | {"evaluation": Evaluating(interval=500, episodes=4)})
+    short = {"total_steps": 1000, "collector": {"random_steps": 900}, "hidden": [8], "batch_size": 64}
+    monkeypatch.setattr(demo, "SETTINGS", demo.SETTINGS | short | {"evaluation": {"interval": 500, "episodes": 4}})
     monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
     drawn, draw = [], demo.draw_relabelled
     monkeypatch.setattr(demo, "draw_relabelled", lambda episodes, path: drawn.append(episodes) or draw(episodes, path))
