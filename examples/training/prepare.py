@@ -10,7 +10,7 @@ from torchrl import torchrl_logger
 from torchrl.envs import EnvBase
 
 from training.environments import load_function, make_env, make_keys, make_reward
-from training.settings import DDPG, SUCCESS, Priority, Settings
+from training.settings import DDPG, SAC, SUCCESS, Priority, Settings
 
 TRIAL = 100  # steps, and episodes
 GOALS_AHEAD = 2.5  # horizons of the discount in an episode
@@ -83,7 +83,12 @@ def adapt(config: Settings, env: EnvBase, rewards: Tensor) -> None:
         exploration.noise = 0.4 / math.sqrt(components)
     if exploration.random_actions is None:
         exploration.random_actions = min(0.3, 2 / components)
-    if config.buffer.far is None and config.buffer.prioritized == Priority.movement:
+    moves = config.buffer.prioritized == Priority.movement
+    if config.buffer.alpha is None:
+        config.buffer.alpha = 1.0 if moves else 0.6 if isinstance(config, SAC) else 0.3
+    if config.buffer.beta is None:
+        config.buffer.beta = 0.0 if moves else 0.4
+    if config.buffer.far is None and moves:
         goals = torch.stack([env.reset()[config.env.desired_goal] for _ in range(TRIAL)]).float()
         config.buffer.far = max((goals.amax(0) - goals.amin(0)).max().item() / 3, 1e-6)
     if not isinstance(config, DDPG):

@@ -97,8 +97,9 @@ class Buffer:
     n_steps: PositiveInt = 1
     # error: TD error of the last update; movement: length of the achieved goal's path, in the episode's part of a chunk
     prioritized: Priority | None = None
-    alpha: NonNegative = 0.3  # exponent of priorities: squared errors 0.3, absolute ones (SAC) 0.6, movement 1
-    beta: NonNegative = 0.4  # exponent of importance weights; movement: 0
+    # Exponent of priorities; null: squared errors 0.3, absolute ones (SAC) 0.6, movement 1
+    alpha: NonNegative | None = None
+    beta: NonNegative | None = None  # exponent of importance weights; null: errors 0.4, movement 0
     # movement: module:function, maps the entry achieved_goal to the point whose path counts (default: env.goal_fn)
     moved: str | None = None
     # movement: the length of the path with the highest priority; null: a third of the range of the environment's goals
@@ -241,7 +242,7 @@ class DDPG(Settings):
     # With random actions that last, objects are lifted more often. In the end, they disturb grasping and holding.
     exploration: Exploration = field(default_factory=lambda: Exploration(None, None, repeat=8, final=0.25))
     # At first, an object lies still in most episodes, so episodes with movement are sampled more often.
-    buffer: Buffer = field(default_factory=lambda: Buffer(prioritized=Priority.movement, alpha=1.0, beta=0.0))
+    buffer: Buffer = field(default_factory=lambda: Buffer(prioritized=Priority.movement))
     # Values of far goals are learned before they are achieved.
     hindsight: Hindsight = field(default_factory=lambda: Hindsight(strategy="future+past_desired"))
     # The rarest goals are the ones to learn next; the rarest of all are objects that fell off the table.
@@ -271,7 +272,6 @@ class SAC(Settings):
     quantiles: PositiveInt = 25  # of each critic (TQC)
     dropped_quantiles: NonNegativeInt = 2  # per critic; the highest quantiles of all critics together are dropped (TQC)
     exploration: Exploration = field(default_factory=lambda: Exploration(random_actions=0.0))
-    buffer: Buffer = field(default_factory=lambda: Buffer(alpha=0.6))
 
     def __post_init__(self) -> None:
         super().__post_init__()

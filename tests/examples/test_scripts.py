@@ -261,6 +261,11 @@ def test_settings_that_are_null_follow_from_the_environment(tmp_path):
     train(f"ddpg env.name={__name__}:Dense-v0 env.success=terminated", tmp_path / "dense")
     config = OmegaConf.load(tmp_path / "dense" / "config.yaml")
     assert (config.gamma, config.reward_range, config.reward_scale) == (0.9, None, None)
+    exponents = {"ddpg": (1.0, 0.0), "ddpg buffer.prioritized=error": (0.3, 0.4), "sac": (0.6, 0.4)}
+    for command, expected in exponents.items():
+        train(f"{command} {positive}", tmp_path / command)
+        config = OmegaConf.load(tmp_path / command / "config.yaml")
+        assert (config.buffer.alpha, config.buffer.beta) == expected
     train(f"ddpg {positive} gamma=0.8 env.success=terminated buffer.far=0.1 reward_scale=3", tmp_path / "given")
     config = OmegaConf.load(tmp_path / "given" / "config.yaml")
     given = config.gamma, config.env.success, config.buffer.far, list(config.reward_range), config.reward_scale
