@@ -611,9 +611,3 @@ def test_statistics_of_other_entries_cannot_be_loaded():
     ):
         swapped.load_state_dict(one.state_dict())
     check(one, [collected()])
-
-
-def test_it_must_come_after_the_hindsight_transform():
-    inputs = NormalizedInputs()
-    rb = make_buffer(before=[inputs])
-    check_refused(rb, lambda: rb.extend(collected()), ValueError, r"NormalizedInputs comes before .* Place it after")
