@@ -21,18 +21,12 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules import MLP
 
 import torchrl_her.envs  # noqa: F401  # registers the environments
-from support.factories import (
-    WAYS_TO_COPY,
-    check_refused,
-    make_augmentation,
-    make_transform,
-    run_processes,
-    start_processes_from_a_server,
-)
+from support import factories
+from support.factories import WAYS_TO_COPY, check_refused, make_augmentation, make_transform, run_processes
 from support.tape import collected, make_serial, make_tape
 from torchrl_her import HERKeys, NormalizedInputs, PackedStorage
 
-processes_from_a_server = pytest.fixture(scope="module")(start_processes_from_a_server)
+processes_from_a_server = pytest.fixture(scope="module")(factories.start_processes_from_a_server)
 PLAIN, NESTED = HERKeys(), HERKeys(("robot", "tip"), ("task", "target"), mask="kept")
 IN_KEYS = {PLAIN: ["observation", "desired_goal"], NESTED: [("robot", "state"), ("task", "target")]}
 
@@ -71,10 +65,9 @@ def check(inputs, writes, keys=PLAIN, **options):
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
 
 
-def make_buffer(*after, before=(), storage=LazyTensorStorage, size=1000, **options):
-    hindsight = make_transform(capacity=1000, goal_spec=options.pop("goal_spec", None))
-    transform = Compose(*before, hindsight, *after)
-    return TensorDictReplayBuffer(storage=storage(size), transform=transform, batch_size=200, **options)
+def make_buffer(*after, before=(), goal_spec=None, **options):
+    hindsight = make_transform(capacity=1000, goal_spec=goal_spec)
+    return factories.make_buffer(Compose(*before, hindsight, *after), batch_size=200, **options)
 
 
 def make_policy(inputs, features=6, actions=2):
@@ -310,10 +303,7 @@ def test_single_transitions_count_as_they_are_added():
 
 def test_samples_of_stored_copies_have_inputs():
     inputs = NormalizedInputs(clip=1.5)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(1000), transform=Compose(make_augmentation(), inputs), batch_size=200
-    )
-    rb.extend(collected())
+    rb = factories.make_buffer(Compose(make_augmentation(), inputs), collected(), batch_size=200)
     check_inputs(inputs, rb.sample(), [collected()])
 
 
