@@ -99,19 +99,9 @@ def bit_flipping():
     return env, GoalSelection(hindsight, Uniform(), share=1.0, start=1)
 
 
-def collect(env, frames, total):
-    collector = Collector(env, None, frames_per_batch=frames, total_frames=total)
-    yield from (data.clone() for data in collector)
-    collector.shutdown(close_env=False)
-
-
 def _minus_distance(observation):
     """Return the value of goals of which only those within 0.1 are feasible at first."""
     return -30 * (observation["desired_goal"] - observation["achieved_goal"]).norm(dim=-1)
-
-
-def distance(one, other):
-    return math.dist(one.flatten().tolist(), other.flatten().tolist())
 
 
 @pytest.mark.parametrize("kind", ENVS)
@@ -124,7 +114,7 @@ def test_stored_rewards_are_those_of_the_stored_goals(kind):
     torch.manual_seed(0)
     env.set_seed(0)
     achieved, steps_at_goal = set(), {}
-    for data in collect(env, 60, 360):
+    for data in Collector(env, None, frames_per_batch=60, total_frames=360):
         for row in data.reshape(-1).unbind(0):
             own, goal = row["goal_selection", "desired_goal"], row["desired_goal"]
             trajectory = int(row["collector", "traj_ids"])
@@ -132,7 +122,7 @@ def test_stored_rewards_are_those_of_the_stored_goals(kind):
             assert torch.equal(row["next", "desired_goal"], goal)
             assert torch.equal(row["next", "goal_selection", "desired_goal"], own)
             assert bool(row["next", "goal_selection", "selected"]) == selected
-            reached = distance(row["next", "achieved_goal"], goal) <= 0.05
+            reached = math.dist(row["next", "achieved_goal"].tolist(), goal.tolist()) <= 0.05
             assert float(row["next", "reward"]) == float(reached) - 1
             steps_at_goal[trajectory] = steps_at_goal.get(trajectory, 0) + (selected and reached)
             assert int(row["next", "goal_selection", "steps_at_goal"]) == steps_at_goal[trajectory]
