@@ -361,6 +361,7 @@ CORRECT: dict[str, tuple[Any, list[int], dict[str, Any]]] = {  # transitions, si
     "few episodes without flags": (lambda: without_flags(walks(10)), [10], {}),
     "the flag is set at times": (lambda: torch.cat([walks(4), without_flags(walks(30, seed=1))]), [10], {}),
     "100 first episodes": (lambda: step_by_step(without_flags(walks(100)), 1), [40, 100, 300], {"size": 20_000}),
+    "two collectors": (lambda: of_two_collectors(16).exclude("collector"), [320], {"size": 20_000}),
     "two collectors with the same ids": (lambda: of_two_collectors(16), [320], {"size": 20_000}),
     "few episodes of equal length": (lambda: terminated(walks(19)), [25, 10_000], {}),
     "many reach their goal in the last step": (lambda: terminated(walks(30), misses=False), [25, 10_000], {}),
@@ -373,7 +374,7 @@ CORRECT: dict[str, tuple[Any, list[int], dict[str, Any]]] = {  # transitions, si
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name in CORRECT for size in CORRECT[name][1]])
-def test_correct_episodes_are_silent(name, size):
+def test_correct_ends_of_episodes_are_silent(name, size):
     make_data, _, options = CORRECT[name]
     rb, data = make_buffer(**options), make_data()
     with no_warning():
