@@ -207,22 +207,6 @@ def test_samples_without_any_update_warn_once():
     assert len([each for each in caught if UNCHANGED in str(each.message)]) == 1
 
 
-@pytest.mark.parametrize("kind", ["written", "updated", "loaded", "normalize=False", "acting"])
-def test_inputs_that_are_normalized_or_need_not_be_do_not_warn(kind, recwarn):
-    inputs = NormalizedInputs(normalize=kind != "normalize=False")
-    if kind == "acting":
-        for _ in range(200):
-            inputs(collected().exclude("next"))
-    else:
-        source = NormalizedInputs() if kind == "loaded" else inputs
-        if kind in ("updated", "loaded"):
-            source.update(collected())
-        if kind == "loaded":
-            inputs.load_state_dict(source.state_dict())
-        sample_often(inputs, adopts=kind in ("updated", "loaded"))
-    assert not [each for each in recwarn if UNCHANGED in str(each.message)]
-
-
 def test_without_normalization_updates_have_no_effect_and_statistics_are_refused():
     inputs, other, data = NormalizedInputs(clip=math.inf, normalize=False), NormalizedInputs(), collected().clone()
     inputs.update(data)
@@ -491,24 +475,37 @@ def test_another_object_in_the_environments_warns_once():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("kind", ["the same object", "the padding", "only in the buffer", "other with normalize=False"])
-def test_right_environments_do_not_warn(kind, recwarn):
-    inputs = NormalizedInputs(normalize=not kind.startswith("other"))
-    write_often(
-        inputs,
-        *{"the": [inputs], "onl": [], "oth": [NormalizedInputs(normalize=False)]}[kind[:3]],
-        pad="padding" in kind,
-    )
-    assert not [each for each in recwarn if "NormalizedInputs" in str(each.message)]
-
-
-def test_updates_with_a_data_set_that_is_sampled_do_not_warn(recwarn):
-    inputs = NormalizedInputs()
-    TransformedEnv(make_tape(), inputs).rollout(5)
+def load_and_sample(inputs):
+    source = NormalizedInputs()
+    source.update(collected())
+    inputs.load_state_dict(source.state_dict())
     sample_often(inputs, adopts=True)
-    for _ in range(20):
-        inputs.update(collected())
-    assert not [each for each in recwarn if "no buffer writes through it" in str(each.message)]
+
+
+def update_and_sample(inputs):
+    TransformedEnv(make_tape(), inputs).rollout(5)
+    inputs.update(collected())
+    sample_often(inputs, adopts=True)
+    update_often(inputs, collected(), 20)
+
+
+CORRECT = {  # uses of new inputs
+    "updated by writes": sample_often,
+    "updated with a data set": update_and_sample,
+    "loaded": load_and_sample,
+    "acting alone": lambda inputs: [inputs(collected().exclude("next")) for _ in range(200)],
+    "in the environments": lambda inputs: write_often(inputs, inputs),
+    "padding": lambda inputs: write_often(inputs, inputs, pad=True),
+    "only in the buffer": write_often,
+    "not normalized": lambda _: sample_often(NormalizedInputs(normalize=False)),
+    "two that do not normalize": lambda _: write_often(*(NormalizedInputs(normalize=False) for _ in range(2))),
+}
+
+
+@pytest.mark.parametrize("use", CORRECT.values(), ids=CORRECT)
+def test_correct_uses_do_not_warn(use, recwarn):
+    use(NormalizedInputs())
+    assert not [each for each in recwarn if "NormalizedInputs" in str(each.message)]
 
 
 def test_updates_in_place_of_a_buffer_warn_once():
