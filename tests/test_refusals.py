@@ -901,7 +901,7 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (SELECTION, "share", [-0.1, 1.5], r"share is a probability and must be in \[0, 1\], got {}"),
     *((SELECTION, name, [0], f"{name} must be at least 1, got {{}}") for name in ("candidates", "start")),
     (partial(GoalSelection, HER()), "selector", [Uniform], "TypeError: selector must be a GoalSelector, such as"),
-    (OF_UNIFORM, "hindsight", [ReplayBuffer()], "TypeError: must be the HERTransform of the buffer, got a Replay"),
+    (OF_UNIFORM, "hindsight", [ReplayBuffer()], "TypeError: be the HERTransform of the buffer, got a ReplayBuffer"),
     (OF_UNIFORM, "hindsight", [HER(ReachedReward()), HERTransform(None)],
         r"pass HERTransform a GoalReward\(reward_fn\), .* instead of None or ReachedReward"),
     (OF_UNIFORM, "hindsight", [HER(capacity=400)],
