@@ -32,11 +32,9 @@ from torchrl_her import (
     GoalReward,
     GoalSelection,
     GoalSelector,
-    HERKeys,
     HERTransform,
     LowestDensity,
     NormalizedInputs,
-    ReachedReward,
     SparseReward,
     Uniform,
 )
@@ -101,19 +99,9 @@ def bit_flipping():
     return env, GoalSelection(hindsight, Uniform(), share=1.0, start=1)
 
 
-def collect(env, frames, total):
-    collector = Collector(env, None, frames_per_batch=frames, total_frames=total)
-    yield from (data.clone() for data in collector)
-    collector.shutdown(close_env=False)
-
-
 def _minus_distance(observation):
     """Return the value of goals of which only those within 0.1 are feasible at first."""
     return -30 * (observation["desired_goal"] - observation["achieved_goal"]).norm(dim=-1)
-
-
-def distance(one, other):
-    return math.dist(one.flatten().tolist(), other.flatten().tolist())
 
 
 @pytest.mark.parametrize("kind", ENVS)
@@ -126,7 +114,7 @@ def test_stored_rewards_are_those_of_the_stored_goals(kind):
     torch.manual_seed(0)
     env.set_seed(0)
     achieved, steps_at_goal = set(), {}
-    for data in collect(env, 60, 360):
+    for data in Collector(env, None, frames_per_batch=60, total_frames=360):
         for row in data.reshape(-1).unbind(0):
             own, goal = row["goal_selection", "desired_goal"], row["desired_goal"]
             trajectory = int(row["collector", "traj_ids"])
@@ -134,7 +122,7 @@ def test_stored_rewards_are_those_of_the_stored_goals(kind):
             assert torch.equal(row["next", "desired_goal"], goal)
             assert torch.equal(row["next", "goal_selection", "desired_goal"], own)
             assert bool(row["next", "goal_selection", "selected"]) == selected
-            reached = distance(row["next", "achieved_goal"], goal) <= 0.05
+            reached = math.dist(row["next", "achieved_goal"].tolist(), goal.tolist()) <= 0.05
             assert float(row["next", "reward"]) == float(reached) - 1
             steps_at_goal[trajectory] = steps_at_goal.get(trajectory, 0) + (selected and reached)
             assert int(row["next", "goal_selection", "steps_at_goal"]) == steps_at_goal[trajectory]
@@ -300,10 +288,6 @@ def test_the_candidate_with_the_lowest_density_is_selected():
     assert selector.select(candidates, None)[1] == 5.0
     with pytest.raises(RuntimeError, match="call fit"):
         LowestDensity().select(candidates, None)
-    with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
-        LowestDensity(bandwidth=0)
-    with pytest.raises(ValueError, match="fitted must be from 1 to 10000, got 0"):
-        LowestDensity(fitted=0)
 
 
 def test_the_density_is_that_of_the_first_fitted_goals():
@@ -492,31 +476,11 @@ def test_the_report_can_be_read():
     assert "cutoff" not in str(GoalSelection(hindsight, Uniform()).report())
 
 
-def test_wrong_arguments_are_refused():
-    hindsight, _ = make_hindsight()
-    with pytest.raises(TypeError, match="must be the HERTransform of the buffer, got a ReplayBuffer"):
-        GoalSelection(ReplayBuffer(), Uniform())
-    with pytest.raises(TypeError, match="selector must be a GoalSelector"):
-        GoalSelection(hindsight, Uniform)
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\], got 1.5"):
-        GoalSelection(hindsight, Uniform(), share=1.5)
-    with pytest.raises(ValueError, match="candidates must be at least 1, got 0"):
-        GoalSelection(hindsight, Uniform(), candidates=0)
-    with pytest.raises(ValueError, match="instead of None or ReachedReward"):
-        GoalSelection(HERTransform(ReachedReward(), capacity=9), Uniform())
-    with pytest.raises(ValueError, match="has start=500 goals, but it holds at most 400: pass a smaller start"):
-        GoalSelection(HERTransform(SparseReward(0.05), capacity=400), Uniform())
-    with pytest.raises(ValueError, match=r"done flags at the root, got \('agent', 'done'\)"):
-        GoalSelection(HERTransform(SparseReward(0.05), keys=HERKeys(done=("agent", "done"))), Uniform())
-    with pytest.raises(ValueError, match=r"pass HERTransform a GoalReward\(reward_fn\)"):
-        GoalSelection(HERTransform(None, capacity=9), Uniform())
+def test_misuse_is_refused():
+    hindsight, _ = make_hindsight(goals=100)
     rb = make_buffer(GoalSelection(hindsight, Uniform()), point().rollout(3), batch_size=2)
     with pytest.raises(ValueError, match="is a transform of environments"):
         rb.sample()
-
-
-def test_misuse_in_an_environment_is_refused():
-    hindsight, _ = make_hindsight(goals=100)
 
     class Wrong(GoalSelector):
         def select(self, candidates, observation):

@@ -32,10 +32,12 @@ def expected(data, far, lowest=0.05):
     return [lowest + min(paths[int(row["collector", "traj_ids"])] / far, 1.0) for row in data]
 
 
-def buffer(*transforms, kind=TensorDictPrioritizedReplayBuffer, ndim=1, **arguments):
+def stored(transforms, *writes, kind=TensorDictPrioritizedReplayBuffer, ndim=1, **arguments):
+    """Return the stored transitions ``[n]`` of a buffer with these transforms and writes."""
     options = {"alpha": 1.0, "beta": 0.0, "priority_key": "movement"} if kind is not ReplayBuffer else {}
     hindsight = make_transform(reward=lambda achieved, desired: -torch.ones(len(achieved)), capacity=1000, **arguments)
-    return make_buffer(Compose(*transforms, hindsight), kind=kind, ndim=ndim, **options)
+    rb = make_buffer(Compose(*transforms, hindsight), *writes, kind=kind, ndim=ndim, **options)
+    return rb.storage[:].reshape(-1)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:The reward module gives")  # another reward than that of the data
@@ -46,10 +48,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The reward module gives")  # ano
 @pytest.mark.parametrize("far", [6.0, 100.0])
 def test_the_priority_is_the_path_of_the_achieved_goal_in_the_episode(goals, time_major, far):
     data = played(goals, time_major)
-    rb = buffer(MovementPriority(far=far, lowest=0.1))
-    rb.extend(data)
     priorities = expected(data, far, lowest=0.1)
-    assert rb.storage[:]["movement"].tolist() == pytest.approx(priorities, rel=1e-5)
+    movement = stored([MovementPriority(far=far, lowest=0.1)], data)["movement"]
+    assert movement.tolist() == pytest.approx(priorities, rel=1e-5)
     assert len({*priorities}) == 2
 
 
@@ -70,55 +71,45 @@ def test_goals_of_any_dtype_keep_their_differences(dtype, first, step, far):
     data["desired_goal"], data["next", "desired_goal"] = torch.zeros(2, 10, 1, dtype=dtype)
     data["collector", "traj_ids"].zero_()
     data["next", "done"].zero_()
-    rb = buffer(MovementPriority(far=far))
-    rb.extend(data)
-    assert rb.storage[:]["movement"].tolist() == pytest.approx([0.55] * 10, abs=1e-4)
+    assert stored([MovementPriority(far=far)], data)["movement"].tolist() == pytest.approx([0.55] * 10, abs=1e-4)
 
 
 def test_the_default_dtype_does_not_matter():
-    rb = buffer(MovementPriority(far=6.0), kind=ReplayBuffer)  # PrioritizedSampler needs float32
     torch.set_default_dtype(torch.float64)
     try:
-        rb.extend(played())
+        movement = stored([MovementPriority(far=6.0)], played(), kind=ReplayBuffer)["movement"]
     finally:
         torch.set_default_dtype(torch.float32)
-    assert rb.storage[:]["movement"].dtype == torch.float32
+    assert movement.dtype == torch.float32  # as PrioritizedSampler needs it
 
 
 def test_goals_are_mapped_before_they_are_measured():
-    data = played()
-    rb = buffer(MovementPriority(far=1e3, lowest=1.0, goal_fn=lambda achieved: 3 * achieved[..., 1:]))
-    rb.extend(data)
-    assert rb.storage[:]["movement"].tolist() == pytest.approx(expected(data, 1e3 / 3, 1.0))
+    data, mapped = played(), MovementPriority(far=1e3, lowest=1.0, goal_fn=lambda achieved: 3 * achieved[..., 1:])
+    assert stored([mapped], data)["movement"].tolist() == pytest.approx(expected(data, 1e3 / 3, 1.0))
 
 
 def test_the_path_is_measured_separately_for_each_write():
-    data = played()
-    rb = buffer(MovementPriority(far=1e3))
-    rb.extend(data[:6])
-    rb.extend(data[6:])
-    assert rb.storage[:]["movement"].tolist() == pytest.approx(expected(data[:6], 1e3) + expected(data[6:], 1e3))
+    writes = played().split([6, 46])
+    priorities = [priority for data in writes for priority in expected(data, 1e3)]
+    assert stored([MovementPriority(far=1e3)], *writes)["movement"].tolist() == pytest.approx(priorities)
 
 
 def test_padding_has_the_lowest_priority():
     data = played()
     data["collector", "mask"] = torch.arange(52) < 6
     data["next", "achieved_goal"][6:] = 1e4
-    rb = buffer(MovementPriority(far=1e3), kind=ReplayBuffer)
-    rb.extend(data)
-    assert rb.storage[:]["movement"].tolist() == pytest.approx(expected(data[:6], 1e3) + 46 * [0.05])
+    movement = stored([MovementPriority(far=1e3)], data, kind=ReplayBuffer)["movement"]
+    assert movement.tolist() == pytest.approx(expected(data[:6], 1e3) + 46 * [0.05])
 
 
 @pytest.mark.parametrize(("before", "ndim"), [(MultiStepTransform(3, 0.9), 2), (CompactGoals(), 1)])
 def test_other_transforms_can_come_before_it(before, ndim):
-    data = played()
-    rb = buffer(before, MovementPriority(far=2.0), ndim=ndim)
-    rb.extend(data.reshape(4, 13) if ndim == 2 else data)
-    stored = rb.storage[:].reshape(-1)
-    still = stored["collector", "traj_ids"] >= 4  # the second episodes
+    data = played().reshape(4, 13) if ndim == 2 else played()
+    rows = stored([before, MovementPriority(far=2.0)], data, ndim=ndim)
+    still = rows["collector", "traj_ids"] >= 4  # the second episodes
     assert still.any()
     assert not still.all()
-    assert torch.equal(stored["movement"] == 0.05, still)
+    assert torch.equal(rows["movement"] == 0.05, still)
 
 
 @pytest.mark.parametrize("given", [None, HERKeys(achieved_goal="still")])
@@ -128,7 +119,6 @@ def test_it_takes_the_keys_of_the_hindsight_transform_unless_it_has_its_own(give
     for place in (data, data["next"]):
         place.rename_key_("achieved_goal", "tip")
         place["still"] = torch.zeros_like(place["tip"])
-    rb = buffer(CompactGoals(), MovementPriority(far=2.0, keys=given), keys=HERKeys(achieved_goal="tip"))
-    rb.extend(data)
-    lowest = [0.05] * len(data)
-    assert rb.storage[:]["movement"].tolist() == pytest.approx(lowest if given else expected(played_data, 2.0))
+    transforms = [CompactGoals(), MovementPriority(far=2.0, keys=given)]
+    movement = stored(transforms, data, keys=HERKeys(achieved_goal="tip"))["movement"]
+    assert movement.tolist() == pytest.approx([0.05] * len(data) if given else expected(played_data, 2.0))

@@ -35,9 +35,11 @@ from torchrl_her import (
     Future,
     Geometric,
     GoalReward,
+    GoalSelection,
     GoalStrategy,
     HERKeys,
     HERTransform,
+    LowestDensity,
     Mixture,
     MovementPriority,
     NormalizedInputs,
@@ -46,6 +48,7 @@ from torchrl_her import (
     ReachedReward,
     SparseReward,
     Subgoal,
+    Uniform,
     call_transform,
     check_goal_env,
     load_minari,
@@ -805,6 +808,8 @@ NOT_WHOLE = [-1, -3, 2.5, 1e6, math.nan, "10", True]
 AT_LEAST = "{} must be an integer of at least {}, got {{}}"
 SEVERAL = "TypeError: EnvReward needs a single environment, got a {}: pass a function that creates one"
 TWO_ARGUMENTS = r"TypeError: {} is called with two arguments, .* but its signature is \(.*pass a TensorDictModule"
+OF_UNIFORM = partial(GoalSelection, selector=Uniform())
+SELECTION = partial(OF_UNIFORM, HER())
 LOW = {"desired_goal": "future", "low": Subgoal(2, limit="high")}
 OVERLAPPING = [extra("goal", ("goal",)), extra("goal", ("goal", "of_actor")), extra(("goal", "of_actor"), "goal")]
 USED = ["achieved_goal", ("desired_goal",), "reward", "done", "terminated", "collector", "index", IDS]
@@ -893,6 +898,24 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (partial(BitFlipping, discrete_observation=True), "n_bits", [63], "n_bits must be at most 62.*got {}"),
     (partial(BitFlipping, image_observation=True), "discrete_observation", [True], "set only one of"),
     (PointReach, "render_mode", ["human"], r"rgb_array.*{}"),
+    (SELECTION, "share", [-0.1, 1.5], r"share is a probability and must be in \[0, 1\], got {}"),
+    *((SELECTION, name, [0], f"{name} must be at least 1, got {{}}") for name in ("candidates", "start")),
+    (partial(GoalSelection, HER()), "selector", [Uniform], "TypeError: selector must be a GoalSelector, such as"),
+    (OF_UNIFORM, "hindsight", [ReplayBuffer()], "TypeError: be the HERTransform of the buffer, got a ReplayBuffer"),
+    (OF_UNIFORM, "hindsight", [HER(ReachedReward()), HERTransform(None)],
+        r"pass HERTransform a GoalReward\(reward_fn\), .* instead of None or ReachedReward"),
+    (OF_UNIFORM, "hindsight", [HER(capacity=400)],
+        "has start=500 goals, but it holds at most 400: pass a smaller start, or HERTransform a larger capacity"),
+    (OF_UNIFORM, "hindsight", [HER(keys=HERKeys(done=("agent", "done")))],
+        r"done flags at the root, got \('agent', 'done'\)"),
+    (LowestDensity, "bandwidth", [0], "bandwidth must be positive, got {}"),
+    (LowestDensity, "fitted", [0, 10_001], "fitted must be from 1 to 10000, got {}"),
+    (partial(check_goal_env, PointReach()), "ignore", [["reward-diff"]],
+        r"no finding \['reward-diff'\] to ignore.*'reward-differs'"),
+    (partial(check_goal_env, PointReach()), "steps", [0, "100"], "steps must be an integer of at least 1, got {}"),
+    (partial(check_goal_env, PointReach()), "reward", [lambda goal: goal], TWO_ARGUMENTS.format("the reward function")),
+    (check_goal_env, None, [None, SERIAL, gymnasium.make_vec(POINT_REACH, 2)],
+        "TypeError: check_goal_env needs one Gymnasium environment"),
     (load_minari, None, ["maze"], r"TypeError: needs a Minari data set, got {}: pass minari\.load_dataset\(name\)"),
     (load_minari, None, [types.SimpleNamespace(iterate_episodes=lambda: [])], "Minari data set has no transitions"),
     (load_ogbench, None, ["maze.npy"], r"reads \.npz files, got {}: pass the path"),

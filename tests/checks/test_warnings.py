@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import resource
 import warnings
 from collections.abc import Iterator
@@ -286,39 +285,6 @@ def test_transitions_that_do_not_continue_an_episode_warn_with_the_likely_cause(
         in_writes(make_buffer(reward), rewarded(data, reward), size)
 
 
-def resets_without_done_flags() -> TensorDict:
-    data = walks(40)
-    data["collector", "traj_ids"] = torch.arange(len(data)) // 25
-    data["next", "done"].zero_()
-    data["next", "truncated"].zero_()
-    return data
-
-
-def in_lanes(lanes: int = 64) -> TensorDict:
-    """Return two episodes of each of several environments, step by step."""
-    return walks(2 * lanes).view(2, lanes, 25).permute(0, 2, 1).reshape(-1)
-
-
-SILENT: list[tuple[Any, int, dict[str, Any]]] = [  # function that returns transitions, size of writes, options
-    (walks, 20, {}),
-    (lambda: walks(ends_on_success=True), 20, {"reward": RECOMPUTED_ENDS}),
-    (lambda: walks().set(("next", "terminated"), walks()["next", "truncated"]), 20, {}),  # ends by falls
-    (walks, 25, {"reward": SparseReward(0.2, recompute_all=True)}),
-    (functools.partial(in_lanes, 8), 1, {}),
-    *((in_lanes, size, {}) for size in (30, 10_000)),
-    (resets_without_done_flags, 100, {}),
-    *((still, size, {}) for size in (1, 3)),
-]
-
-
-@pytest.mark.parametrize(("data", "size", "options"), SILENT)
-def test_correct_ends_and_episodes_in_order_are_silent(data, size, options):
-    rb, data = make_buffer(**options), data()
-    with no_warning():
-        in_writes(rb, data, size)
-    assert rb.transform[-1].report().discontinuous < 0.2
-
-
 FLAGS = ("done", "terminated", "truncated")
 
 
@@ -331,10 +297,9 @@ def with_ids(ids: torch.Tensor, data: TensorDict) -> TensorDict:
     return data
 
 
-def step_by_step(episodes: int, lanes: int, steps: int = 25) -> TensorDict:
-    """Return episodes of several environments, step by step, without flags."""
-    data = without_flags(walks(episodes * lanes, steps)).view(episodes, lanes, steps)
-    return data.permute(0, 2, 1).reshape(-1)
+def step_by_step(data: TensorDict, episodes: int) -> TensorDict:
+    """Return walks as those of several environments, step by step, with a number of episodes of each."""
+    return data.view(episodes, -1, 25).permute(0, 2, 1).reshape(-1)
 
 
 def of_two_collectors(lanes: int) -> TensorDict:
@@ -350,28 +315,12 @@ def of_two_collectors(lanes: int) -> TensorDict:
     [
         *((lambda: without_flags(walks(30)), size) for size in (1, 10, 25, 60)),
         (lambda: with_ids(torch.zeros(750, dtype=torch.int64), without_flags(walks(30))), 10),
-        (lambda: step_by_step(12, 4), 4),
+        (lambda: step_by_step(without_flags(walks(48)), 12), 4),
     ],
 )
 def test_a_loop_that_never_sets_the_done_flag_warns(data, size, make):
     with one_warning("episodes ended without a done flag", "'terminated') or ('next', 'truncated')"):
         in_writes(make_buffer(make=make), data(), size)
-
-
-@pytest.mark.parametrize(
-    ("data", "size"),
-    [
-        (lambda: without_flags(walks(1, 750)), 10),  # an endless episode
-        (lambda: without_flags(walks(10)), 10),
-        (lambda: torch.cat([walks(4), without_flags(walks(30, seed=1))]), 10),  # the flag is set at times
-        *((lambda: step_by_step(1, 100), size) for size in (40, 100, 300)),
-        (lambda: of_two_collectors(16), 320),
-    ],
-)
-def test_episodes_that_have_not_ended_or_have_a_flag_at_times_are_silent(data, size):
-    rb, data = make_buffer(size=20_000), data()
-    with no_warning():
-        in_writes(rb, data, size)
 
 
 def terminated(data: TensorDict, *, misses: bool = True) -> TensorDict:
@@ -399,23 +348,38 @@ def with_one_success(data: TensorDict) -> TensorDict:
     return data
 
 
-@pytest.mark.parametrize("size", [25, 10_000])
-@pytest.mark.parametrize(
-    ("data", "options"),
-    [
-        (lambda: terminated(walks(19)), {}),
-        (lambda: terminated(walks(30), misses=False), {}),  # many reach their goal in the last step
-        (lambda: with_one_success(terminated(walks(30))), {}),
-        (lambda: torch.cat([terminated(walks(1, 24)), terminated(walks(30))]), {}),
-        (lambda: torch.cat([terminated(walks(19)), walks(1), terminated(walks(30))]), {}),
-        (lambda: terminated(walks(40, 1)), {}),  # tasks of one step
-        (lambda: walks(30, ends_on_success=True), {"reward": RECOMPUTED_ENDS}),
-    ],
-)
-def test_ends_that_are_no_time_limit_or_are_truncated_are_silent(data, options, size):
-    rb, data = make_buffer(**options), data()
+CORRECT: dict[str, tuple[Any, list[int], dict[str, Any]]] = {  # transitions, sizes of writes, options of the buffer
+    "episodes are truncated": (walks, [20], {}),
+    "episodes end at the goal": (lambda: walks(ends_on_success=True), [20], {"reward": RECOMPUTED_ENDS}),
+    "episodes end by falls": (lambda: walks().set(("next", "terminated"), walks()["next", "truncated"]), [20], {}),
+    "rewards are recomputed": (walks, [25], {"reward": SparseReward(0.2, recompute_all=True)}),
+    "8 environments": (lambda: step_by_step(walks(16), 2), [1], {}),
+    "64 environments": (lambda: step_by_step(walks(128), 2), [30, 10_000], {}),
+    "goals do not move": (still, [1, 3], {}),
+    "ids change without flags": (lambda: with_ids(torch.arange(1000) // 25, without_flags(walks(40))), [100], {}),
+    "an endless episode": (lambda: without_flags(walks(1, 750)), [10], {}),
+    "few episodes without flags": (lambda: without_flags(walks(10)), [10], {}),
+    "the flag is set at times": (lambda: torch.cat([walks(4), without_flags(walks(30, seed=1))]), [10], {}),
+    "100 first episodes": (lambda: step_by_step(without_flags(walks(100)), 1), [40, 100, 300], {"size": 20_000}),
+    "two collectors": (lambda: of_two_collectors(16).exclude("collector"), [320], {"size": 20_000}),
+    "two collectors with the same ids": (lambda: of_two_collectors(16), [320], {"size": 20_000}),
+    "few episodes of equal length": (lambda: terminated(walks(19)), [25, 10_000], {}),
+    "many reach their goal in the last step": (lambda: terminated(walks(30), misses=False), [25, 10_000], {}),
+    "one reaches its goal": (lambda: with_one_success(terminated(walks(30))), [25, 10_000], {}),
+    "one is shorter": (lambda: torch.cat([terminated(walks(1, 24)), terminated(walks(30))]), [25, 10_000], {}),
+    "one is truncated": (lambda: torch.cat([terminated(walks(19)), walks(1), terminated(walks(30))]), [25, 10_000], {}),
+    "tasks of one step": (lambda: terminated(walks(40, 1)), [25, 10_000], {}),
+    "many end at the goal": (lambda: walks(30, ends_on_success=True), [25, 10_000], {"reward": RECOMPUTED_ENDS}),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in CORRECT for size in CORRECT[name][1]])
+def test_correct_ends_of_episodes_are_silent(name, size):
+    make_data, _, options = CORRECT[name]
+    rb, data = make_buffer(**options), make_data()
     with no_warning():
         in_writes(rb, data, size)
+    assert rb.transform[-1].report().discontinuous < 0.2
 
 
 def test_environments_that_cannot_be_distinguished_warn():

@@ -141,24 +141,14 @@ def test_a_row_that_an_interrupted_write_has_emptied_is_no_goal(monkeypatch):
     assert goals == {(0, 9), (0, 10), *((1, cell) for cell in range(1, 11))}
 
 
-def shared(**options):
-    return make_transform(goal_spec=Unbounded((2,)), capacity=20_000, her_ratio=1.0, **options).share_memory_()
-
-
 def test_a_state_with_long_episodes_is_loaded_into_shared_memory():
     saved, world = make_transform(capacity=20_000), World(1, Goals())
     for _ in range(180):
         written = saved.inv(world.written(["go"] * 50))
-    loaded = shared()
+    loaded = make_transform(goal_spec=Unbounded((2,)), capacity=20_000, her_ratio=1.0).share_memory_()
     loaded.load_state_dict(saved.state_dict())
     assert loaded(written)[RELABELLED].all()
     assert loaded(loaded.inv(world.written(["go"] * 50)))[RELABELLED].all()
-
-
-def test_a_table_with_long_episodes_is_shared_with_all_of_their_goals():
-    hindsight = make_transform(capacity=20_000, her_ratio=1.0)
-    written = hindsight.inv(transitions(whole_episodes(10_000)))
-    assert hindsight.share_memory_()(written)[RELABELLED].all()
 
 
 @pytest.mark.filterwarnings("error")

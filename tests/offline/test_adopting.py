@@ -17,7 +17,7 @@ from support.data_sets import adopting_buffer, adopting_transform, bytes_of, ent
 from support.factories import WAYS_TO_COPY, make_transform, same, seeded_sample
 from support.goals import reached
 from support.named import SAMPLERS, sampler_of
-from support.world import MOVES, Goals, World
+from support.world import MOVES, Goals, transitions, whole_episodes
 from torchrl_her import SparseReward
 
 STAMP = "hindsight_stamp"
@@ -166,9 +166,8 @@ KEYS, REWARD = ("achieved_goal", "desired_goal"), ("next", "reward")
 
 def episodes(count, success="truncated"):
     """Return 25 transitions of each episode, except for the second one, which alone reaches its goal, after five."""
-    world = World(1, Goals())
-    plans = [["go"] * 24 + ["truncated"], ["go"] * 4 + [success], *[["go"] * 24 + ["truncated"]] * (count - 2)]
-    data = world.tensordict([row for plan in plans for row in world.play(0, plan)], ids=False)
+    others = whole_episodes(*[25] * (count - 2))
+    data = transitions([*whole_episodes(25), *["go"] * 4, success, *others]).exclude("collector")
     data["desired_goal"][30:, 1] = data["next", "desired_goal"][30:, 1] = 999
     data[REWARD] = reached(data["next", "achieved_goal"], data["desired_goal"]).float()[:, None] - 1
     return data

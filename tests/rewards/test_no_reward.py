@@ -9,7 +9,7 @@ from torchrl.envs import Compose, MultiStepTransform
 
 from support.factories import make_buffer, same, seeded_sample
 from support.goals import reward_of
-from support.world import Goals, World
+from support.world import transitions
 from torchrl_her import (
     CompactGoals,
     Geometric,
@@ -22,12 +22,10 @@ from torchrl_her import (
 
 REWARD = ("next", "reward")
 GOALS = ["desired_goal", ("next", "desired_goal")]
-EPISODES = [["go"] * 9 + [end] for end in ("terminated", "truncated")]
 
 
 def episodes(*without):
-    world = World(1, Goals())
-    return world.tensordict([row for plan in EPISODES for row in world.play(0, plan)]).exclude(*without)
+    return transitions([*["go"] * 9, "terminated", *["go"] * 9, "truncated"]).exclude(*without)
 
 
 @pytest.mark.parametrize("kind", [HERTransform, HindsightAugmentation])
