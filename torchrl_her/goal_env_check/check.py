@@ -125,7 +125,7 @@ def _check(
     if reward is not None:
         functions = zip(("reward", "terminated"), reward.functions, strict=False)
         probes = [Probe(name, function, reward.info_keys) for name, function in functions]
-    watcher = Watcher(getattr(env, "observation_space", None))
+    watcher = Watcher()
     played: list[tuple[Any, ...]] = []
     found: list[Finding] = []
     try:
@@ -140,8 +140,7 @@ def _check(
         infos, *columns = zip(*played, strict=True)
         episodes = PlayedEpisodes(list(infos), *map(np.stack, columns))
         report.steps, report.episodes = len(played), int(episodes.episode[-1]) + 1
-        time_limit = None if env.spec is None else env.spec.max_episode_steps
-        found += _check_episodes(episodes, probes, watcher, time_limit)
+        found += _check_episodes(episodes, probes, watcher)
         names = {finding.name for finding in found}
         yield from (finding for finding in found if not names & EXPLAINED_BY.get(finding.name, set()))
 
@@ -152,9 +151,7 @@ def _second_goal(env: Any, goals: Goals, seed: int) -> np.ndarray:
     return goals.read(reset(env))[1]
 
 
-def _check_episodes(
-    episodes: PlayedEpisodes, probes: list[Probe], watcher: Watcher, time_limit: int | None
-) -> Iterator[Finding]:
+def _check_episodes(episodes: PlayedEpisodes, probes: list[Probe], watcher: Watcher) -> Iterator[Finding]:
     """Yield the findings in the episodes, as long as the values can be trusted."""
     for probe in probes:
         probe.observe_later(episodes.next_achieved, episodes.desired, episodes.infos)
@@ -165,4 +162,4 @@ def _check_episodes(
     if not (probes and probes[0].modified):  # step probably modifies them, too, and its goals are wrong
         yield from check_goals(episodes, watcher)
     if probes:
-        yield from check_functions(probes, episodes, time_limit)
+        yield from check_functions(probes, episodes)

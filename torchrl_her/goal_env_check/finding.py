@@ -57,7 +57,6 @@ ADVICE = {
         "may be intended.",
         "desired-goal-in-observation": "Leave them out: relabelling does not replace them, and networks would learn "
         "the original goal with the new goal's reward. Let networks read 'desired_goal' besides the observation.",
-        "observation-outside-space": "Correct the space, or the dtype and the values of the observation.",
         "reward-reaches-everything": "Use a threshold that is smaller than the distances between goals, in their unit.",
         "threshold-too-small": "A step seldom ends so near a goal: is the threshold in the unit of the goals? At a "
         "reached goal, the reward of step and the end of the episode were not checked.",
@@ -76,8 +75,6 @@ ADVICE = {
         "draw all random numbers from self.np_random.",
         "no-goal-reached": "At a reached goal, the reward of step and the end of the episode were not checked: play "
         "more steps.",
-        "endless": "Pass max_episode_steps to gymnasium.make or to HERTransform. This is optional: running episodes "
-        "are relabelled, too.",
     },
 }
 # The severity and the advice of each finding.

@@ -18,18 +18,14 @@ SHARE_REACHED = 0.9
 NEAR = 20  # a goal at this part of a step should be reached
 SUCCESS_KEYS = ("is_success", "success")
 FEWEST_ENDS = 3  # fewer ends near the goal can be a coincidence
-LONG = 100  # an episode of more steps is long
 
 
-def check_functions(probes: list[Probe], episodes: PlayedEpisodes, time_limit: int | None) -> Iterator[Finding]:
+def check_functions(probes: list[Probe], episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check the reward function, and the function that ends episodes or that one is missing."""
     reward, *others = probes
     yield from _check_reward(reward, episodes)
     if reward.failure or reward.modified:  # step probably modifies its goals, too
         return
-    steps = int(episodes.step.max()) + 1
-    if time_limit is None and steps > LONG and not (episodes.terminated | episodes.truncated).any():
-        yield Finding.of("endless", f"No episode ended within {steps:,} steps.")
     is_reached = reward.values.actual == reward.values.own  # the reward equals the reward for the achieved goal
     if others:
         yield from _check_termination(others[0], episodes, is_reached)

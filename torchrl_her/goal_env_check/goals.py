@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -50,12 +49,6 @@ def check_goals(episodes: PlayedEpisodes, watcher: Watcher) -> Iterator[Finding]
         yield Finding.of(
             "modified-in-place",
             f"The environment modified the array {path!r} of an observation after returning it ({count:,} times).",
-        )
-    if watcher.outside is not None:
-        number, observation = watcher.outside
-        yield Finding.of(
-            "observation-outside-space",
-            f"Observation {number} is not in observation_space: {_why_outside(watcher.space, observation)}.",
         )
     if not watcher.modified:  # modified values are unreliable
         yield from _check_copies(episodes)
@@ -222,15 +215,3 @@ def _check_copies(episodes: PlayedEpisodes) -> Iterator[Finding]:
             f"The features {np.flatnonzero(copied).tolist()} of the observation contain the desired goal, or its "
             f"difference from the achieved goal (in {len(features):,} steps with {different:,} goals).",
         )
-
-
-def _why_outside(space: Any, observation: Any, name: str = "it") -> str:
-    """Describe the part of an observation that is not in its space."""
-    parts = getattr(space, "spaces", None)
-    if isinstance(parts, dict) and isinstance(observation, dict) and set(parts) == set(observation):
-        wrong = next(key for key, part in parts.items() if not part.contains(observation[key]))
-        return _why_outside(parts[wrong], observation[wrong], repr(wrong))
-    if not isinstance(observation, np.ndarray):
-        return f"{name} is {observation!r} of type {type(observation).__name__}, the space {space}"
-    values = f"[{observation.min():.6g}, {observation.max():.6g}]"
-    return f"{name} has the dtype {observation.dtype}, shape {observation.shape} and values in {values}, not as {space}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,26 +76,20 @@ class PlayedEpisodes:
     step: np.ndarray  # int64 [n], in the episode
 
 
-@dataclass
 class Watcher:
-    """Checks whether returned observations are modified later, and whether they are in their space."""
+    """Counts how often arrays of observations are modified after the environment has returned them."""
 
-    space: Any
-    modified: dict[str, int] = field(default_factory=dict)  # how often each entry was modified
-    outside: tuple[int, Any] | None = None  # the first observation outside the space, and its number
-    seen: int = 0
-    _last: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)  # path, array, its copy
+    def __init__(self) -> None:
+        self.modified: Counter[str] = Counter()  # by entry
+        self._last: list[tuple[str, np.ndarray, np.ndarray]] = []  # path, array, its copy
 
     def see(self, observation: Any) -> None:
-        """Check the observation that the environment has just returned, and the previous one."""
+        """Check the previous observation, when the environment has just returned another one."""
         for path, array, copy in self._last:
             if not np.array_equal(array, copy, equal_nan=array.dtype.kind == "f"):
-                self.modified[path] = self.modified.get(path, 0) + 1
+                self.modified[path] += 1
         leaves = [(".".join(path), value) for path, value in _leaves(observation) if isinstance(value, np.ndarray)]
         self._last = [(path, value, value.copy()) for path, value in leaves]
-        if self.outside is None and self.space is not None and not self.space.contains(observation):
-            self.outside = self.seen, observation
-        self.seen += 1
 
 
 def play(
