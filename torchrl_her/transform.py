@@ -204,11 +204,7 @@ class HERTransform(Transform):
 
     def _writing(self) -> AbstractContextManager[None]:
         """Exclude other writers. An error or an interrupt restores the running episodes."""
-        return self._episodes.writing(self._forget_rows)
-
-    def _forget_rows(self) -> None:
-        if self._n_step is not None:
-            self._n_step.forget_rows()
+        return self._episodes.writing(self._forget_waiting_steps)
 
     def _check_neighbours(self) -> Neighbours:
         """Return the other transforms of the buffer, and check them if they changed."""
