@@ -68,7 +68,7 @@ class Relabelling:
         """Return checks of a transform. If samples contain stored and computed rewards, ``compares`` is True."""
         extra = [key for key, _ in self.extra_keys]
         compares = compares and not self.one_step.recompute_all
-        return Checks(self.one_step, self.keys, self.goal_fn, extra, self.extra_replaced, compares=compares)
+        return Checks(self.one_step, self.keys, extra, self.extra_replaced, compares=compares)
 
     # Writing
 
