@@ -37,7 +37,6 @@ def test_a_correct_environment_has_no_errors_and_no_warnings(name):
     report = check_goal_env(CORRECT[name](), steps=600)
     assert not report.errors
     assert not report.warnings
-    assert "reset-ignores-seed" not in names(report.notes)
     assert report.steps == 600
 
 

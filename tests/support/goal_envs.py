@@ -367,7 +367,6 @@ FAULTS = {
     ),
     "desired-goal-changes: after 20 steps": showing(desired_goal=lambda s: s.goal * (-1 if s.time > 20 else 1)),
     "desired-goal-stale-at-reset: at times": variant(StaleAtReset, entry="desired_goal", attribute="goal"),
-    "reset-ignores-seed: another generator": variant(draw_goal=lambda s: np.random.default_rng().uniform(-1, 1, 2)),
     "one-goal: constant": variant(draw_goal=lambda s: np.array([0.5, 0.5])),
     "desired-goal-in-observation: goal": showing(observation=lambda s: np.append(s.position, s.goal)),
     "desired-goal-in-observation: scaled difference": showing(observation=lambda s: 3 * (s.goal - s.position) + 1),

@@ -71,8 +71,6 @@ ADVICE = {
         "*-not-batched": "EnvReward calls it row by row, which is slow: operate on the last axis (axis=-1), or "
         "pass a batched function, GoalReward(reward_fn) or EnvReward(env, terminated_fn=...).",
         "one-goal": "With hindsight, networks must read it all the same: relabelled goals differ.",
-        "reset-ignores-seed": "Training with a seed cannot be repeated. Call super().reset(seed=seed) in reset, and "
-        "draw all random numbers from self.np_random.",
         "no-goal-reached": "At a reached goal, the reward of step and the end of the episode were not checked: play "
         "more steps.",
     },

@@ -165,17 +165,6 @@ def _check_desired(episodes: PlayedEpisodes) -> Iterator[Finding]:
         yield from _check_far(episodes.next_achieved.reshape(len(first), -1), goals)
 
 
-def check_seed(one: np.ndarray, other: np.ndarray, seed: int) -> Iterator[Finding]:
-    """Compare the desired goals of two resets without a seed, each after a reset with the same seed."""
-    if one.shape == other.shape and not np.allclose(one, other, equal_nan=True):
-        goals = [np.array2string(goal, precision=4, threshold=6).replace("\n", "") for goal in (one, other)]
-        yield Finding.of(
-            "reset-ignores-seed",
-            f"After reset(seed={seed}), reset() returned the desired goal {goals[0]} at first, and {goals[1]} when "
-            "both were repeated.",
-        )
-
-
 def _check_far(achieved: np.ndarray, desired: np.ndarray) -> Iterator[Finding]:
     """Compare desired goals with the extent of achieved ones, ``[n, goal]`` each: units and frames of reference."""
     achieved, desired = (each[:: max(1, len(each) // 500)].astype(np.float64) for each in (achieved, desired))
