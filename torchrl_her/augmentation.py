@@ -193,7 +193,7 @@ class HindsightAugmentation(Transform):
     def _check_neighbours(self) -> Neighbours:
         if self._neighbours is None or self._neighbours.ids != ids_around(self):
             neighbours = Neighbours.of(self)
-            neighbours.check_augmentation(self.keys)
+            neighbours.check_augmentation()
             self._neighbours = neighbours
         return self._neighbours
 

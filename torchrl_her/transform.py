@@ -398,7 +398,7 @@ class HERTransform(Transform):
             rewards,
             ahead=steps_to_goal(draw, episode, step) if self.info or relabelling.reads_steps else None,
             keeps_ahead=self.info,
-            creates_goals=self._creates_goals,
+            creates_goals=self._adopted is not None and self._adopted.missing.goals,
         )
         if self.info and draw.member is not None:
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
@@ -526,11 +526,6 @@ class HERTransform(Transform):
                     "Compose(CompactGoals(), HERTransform(...))."
                 )
         return Batch(tensordict.exclude(*replaced, *self._added_keys), stored)
-
-    @property
-    def _creates_goals(self) -> bool:
-        """Whether the data set has no desired goals, so that every sample gets a new goal, reward and end."""
-        return self._adopted is not None and self._adopted.missing.goals
 
     # Processes, saving
 

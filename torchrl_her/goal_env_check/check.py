@@ -143,7 +143,6 @@ def _check(
         yield from (finding for finding in found if not names & EXPLAINED_BY.get(finding.name, set()))
 
 
-
 def _check_episodes(episodes: PlayedEpisodes, probes: list[Probe], watcher: Watcher) -> Iterator[Finding]:
     """Yield the findings in the episodes, as long as the values can be trusted."""
     for probe in probes:
