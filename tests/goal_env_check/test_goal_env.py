@@ -70,7 +70,6 @@ MESSAGES = {
     "goal-dtypes-differ: float64 and float32": "The achieved goal has the dtype float64 and the desired goal float32",
     "desired-goal-far: centimetres": "in dimension 0, desired goals are in [-91.81, 99.44], and achieved",
     "achieved-goal-stale-at-reset: always": "In 9 of 10 episodes, the achieved goal at reset is the last one",
-    "achieved-goal-jumps: reset": "changes by 2.339 in the first step of an episode (median of 10)",
     "desired-goal-changes: after 20 steps": "in 10 of 400 steps; the first is step 20 of episode 0",
     "desired-goal-in-observation: goal": "The features [2, 3] of the observation contain the desired goal",
 }

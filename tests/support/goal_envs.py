@@ -355,7 +355,6 @@ FAULTS = {
     "achieved-goal-unmoved: constant in an episode": showing(achieved_goal=lambda s: s.goal / 2),
     "achieved-goal-stale-at-reset: at times": StaleAtReset,
     "achieved-goal-stale-at-reset: always": variant(StaleAtReset, share=1.0),
-    "achieved-goal-jumps: reset": showing(achieved_goal=lambda s: s.position if s.time else np.full(2, -1.4)),
     "achieved-goal-lags: in the observation": Lagging,
     "reward-differs: the reward of the next achieved goal": paying(
         lambda s, a, d, i: missed(s.position, d), showing(Lagging, observation=lambda s: np.zeros(2))

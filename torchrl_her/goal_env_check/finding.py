@@ -51,8 +51,6 @@ ADVICE = {
         "achieved-goal-lags": "Compute the achieved goal after the simulation has advanced.",
         "achieved-goal-moves-late": "Compute the achieved goal after the simulation has advanced. If the first action "
         "really has no effect yet (an actuator with a delay, explicit Euler steps from rest), ignore this.",
-        "achieved-goal-jumps": "Compute it in reset after the new state is set. If the first step really moves further "
-        "than any other (a throw, a fall), ignore this.",
         "desired-goal-far": "Use the same unit and frame of reference for both. If random actions do not get far, this "
         "may be intended.",
         "desired-goal-in-observation": "Leave them out: relabelling does not replace them, and networks would learn "

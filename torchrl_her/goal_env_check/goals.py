@@ -129,16 +129,6 @@ def _check_resets(episodes: PlayedEpisodes, jumps: np.ndarray, longest: float) -
             f"previous episode, and the first step changes it by {np.median(jumps[stale]):.4g} (median); other steps "
             f"change it by at most {longest:.4g}.",
         )
-        return
-    goals = episodes.next_achieved[first].reshape(len(first), -1).astype(np.float64)
-    spread = float(np.linalg.norm(np.ptp(goals, axis=0)))
-    jump = float(np.median(jumps))
-    if jump > JUMP * longest and jump > spread / 10:
-        yield Finding.of(
-            "achieved-goal-jumps",
-            f"The achieved goal changes by {jump:.4g} in the first step of an episode (median of {len(first):,}), and "
-            f"by at most {longest:.4g} in all other steps.",
-        )
 
 
 def _check_desired(episodes: PlayedEpisodes) -> Iterator[Finding]:
