@@ -14,7 +14,7 @@ import pytest
 import torch
 from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
 
-from support.goal_envs import CORRECT, FAULTS, EndsOnSuccess, Grid, Reach, computing, missed, paying, showing, variant
+from support.goal_envs import CORRECT, FAULTS, Grid, Reach, computing, missed, paying, showing, variant
 from torchrl_her import EnvReward, HERKeys, SparseReward, __main__, check_goal_env
 from torchrl_her.envs import PointReach
 from torchrl_her.goal_env_check.finding import FINDINGS
@@ -65,7 +65,6 @@ MESSAGES = {
     "terminated-not-batched: bool": "compute_terminated failed with 256 pairs of goals (ValueError",
     "terminated-differs: fall": "step returned terminated=1 and compute_terminated 0",
     "terminated-one-verdict: norm": "returns a single value, False, for a batch in which 173 of 256 pairs",
-    "time-limit-terminates: 40 steps": "9 episodes were terminated after exactly 40 steps",
     "goal-shapes-differ": "The achieved goal has the shape (2,) and the desired goal (3,)",
     "goal-dtypes-differ: float64 and float32": "The achieved goal has the dtype float64 and the desired goal float32",
     "desired-goal-far: centimetres": "in dimension 0, desired goals are in [-91.81, 99.44], and achieved",
@@ -136,14 +135,6 @@ def test_an_entry_of_info_is_found_however_it_is_read(way):
     report = check_goal_env(env, steps=60, ignore=["reward-not-batched", "no-goal-reached"])
     assert all_names(report) == ({"reward-needs-info"} if way != "none" else set())
     assert not report.warnings or "reads 'energy' from info" in report.warnings[0].message
-
-
-def test_a_time_limit_is_found_besides_an_end_on_success():
-    limited = variant(EndsOnSuccess, ends=lambda s, a, d: bool(s.compute_terminated(a, d, {})) or s.time >= 40)
-    report = check_goal_env(limited(), steps=400)
-    assert names(report.errors) == ["terminated-differs"]
-    assert names(report.warnings) == ["time-limit-terminates"]
-    assert "terminated after exactly 40 steps" in report.warnings[0].message
 
 
 def test_a_threshold_is_compared_with_the_length_of_a_step():

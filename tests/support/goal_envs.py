@@ -337,7 +337,6 @@ FAULTS = {
     "terminated-modifies-arguments: achieved goal": ending(lambda s, a, d, i: bool(np.subtract(a, d, out=a).any())),
     "terminated-not-batched: None": ending(lambda s, a, d, i: apart(a, d) < 0.2 if a.ndim == 1 else None),
     "terminated-not-batched: bool": ending(lambda s, a, d, i: bool(apart(a, d) <= 0.2)),
-    "time-limit-terminates: 40 steps": variant(ends=lambda s, a, d: s.time >= 40),
     "not-a-goal-env: array": variant(
         observe=lambda s: s.position, step=lambda s, action: (s.position, 0.0, *[False] * 2, {})
     ),

@@ -61,9 +61,6 @@ ADVICE = {
         "success-differs": "Compute both from the same distance and threshold.",
         "terminated-one-verdict": "EnvReward calls it row by row, which is slow: compute it over the last axis "
         "(np.linalg.norm(..., axis=-1)) and return one value per row.",
-        "time-limit-terminates": "Return a time limit as truncated=True, or pass it to gymnasium.make as "
-        "max_episode_steps: critics do not bootstrap from a terminated step. If the task itself ends then, add the "
-        "number of remaining steps to the observation.",
     },
     "note": {
         "*-not-batched": "EnvReward calls it row by row, which is slow: operate on the last axis (axis=-1), or "
