@@ -135,20 +135,13 @@ class HindsightAugmentation(Transform):
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
         held = self._held
         of_held = (held.lanes, "running"), (held, "layout"), (held, "log")
-        with exclusive(self._lock, *of_held, (self, "table")):
+        with exclusive(self._lock, self, *of_held, (self, "table")):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:
                     held.drop()
                     self.table = None
-            table = self.table
-            used = 0 if table is None else table.rows_used
-            try:
-                yield
-            except BaseException:
-                if table is not None:
-                    table.remove_since(used)
-                raise
+            yield
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back; return the transitions of ended episodes with their copies, or None."""
