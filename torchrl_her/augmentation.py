@@ -135,7 +135,7 @@ class HindsightAugmentation(Transform):
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
         held = self._held
         of_held = (held.lanes, "running"), (held, "layout"), (held, "log")
-        with exclusive(self._lock, self, *of_held, (self, "table")):
+        with exclusive(self._lock, self, *of_held, (self, "table"), (self, "_process")):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:

@@ -136,7 +136,8 @@ class Episodes:
 
         A forked process drops the running episodes of its parent, if both write to the table, and calls ``restart``.
         """
-        with exclusive(self.lock, self, (self.lanes, "running"), (self, "table")):
+        own = ((self, name) for name in ("table", "_process", "_generation"))
+        with exclusive(self.lock, self, (self.lanes, "running"), *own):
             process, table = os.getpid(), self.table
             is_new, self._process = self._process != process, process
             if self.lock.is_shared:
