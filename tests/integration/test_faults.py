@@ -269,12 +269,12 @@ def test_a_forked_process_does_not_continue_the_episodes_of_its_parent(rb, world
     data = steps(world, EPISODE)  # continues the episode
 
     def begin_without_episodes():
-        running = make_small().transform[0]
-        running.load_state_dict(rb.transform[0].state_dict())
-        assert running.report().running == 0
         interrupted = patch("torchrl_her.checks.checks.Checks.on_tracked", side_effect=KeyboardInterrupt)
         with interrupted, pytest.raises(KeyboardInterrupt):
             rb.extend(data)
+        running = make_small().transform[0]
+        running.load_state_dict(rb.transform[0].state_dict())
+        assert running.report().running == 0
         rb.extend(data)
 
     assert forked(begin_without_episodes) == 0
