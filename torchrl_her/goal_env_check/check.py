@@ -126,7 +126,6 @@ def _check(
         probes = [Probe(name, function, reward.info_keys) for name, function in functions]
     watcher = Watcher()
     played: list[tuple[Any, ...]] = []
-    found: list[Finding] = []
     try:
         for step in play(env, goals, probes, watcher, steps, seed):
             played.append(step)
@@ -138,7 +137,7 @@ def _check(
         infos, *columns = zip(*played, strict=True)
         episodes = PlayedEpisodes(list(infos), *map(np.stack, columns))
         report.steps, report.episodes = len(played), int(episodes.episode[-1]) + 1
-        found += _check_episodes(episodes, probes, watcher)
+        found = [*_check_episodes(episodes, probes, watcher)]
         names = {finding.name for finding in found}
         yield from (finding for finding in found if not names & EXPLAINED_BY.get(finding.name, set()))
 

@@ -71,7 +71,6 @@ class PlayedEpisodes:
     next_observation: np.ndarray  # float64 [n, features]
     reward: np.ndarray  # float64 [n]
     terminated: np.ndarray  # bool [n]
-    truncated: np.ndarray  # bool [n]
     episode: np.ndarray  # int64 [n]
     step: np.ndarray  # int64 [n], in the episode
 
@@ -114,7 +113,7 @@ def play(
         action, is_over, step = env.action_space.sample(), False, 0
         longest = steps // 2 if episode == 0 else max(1, steps // 10)
         while not is_over and step < longest and played < steps and time.monotonic() < until:
-            observation, reward, terminated, truncated, info = _step(env, action)
+            observation, reward, terminated, is_over, info = _step(env, action)
             watcher.see(observation)
             after, next_rest = goals.read(observation), goals.rest(observation)
             recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
@@ -125,30 +124,29 @@ def play(
                 action = env.action_space.sample()
             visited.append(after[0])
             goals_of_step = before[0], after[0], before[1], after[1]
-            yield info, *goals_of_step, rest, next_rest, reward, terminated, truncated, episode, step
-            before, rest, is_over = after, next_rest, terminated or truncated
-            step, played = step + 1, played + 1
+            yield info, *goals_of_step, rest, next_rest, reward, terminated, episode, step
+            before, rest, step, played = after, next_rest, step + 1, played + 1
         episode += 1
 
 
 def reset(env: Any, seed: int | None = None) -> Any:
     """Reset an environment and return the observation."""
     try:
-        observation, _ = env.reset() if seed is None else env.reset(seed=seed)
+        observation, _ = env.reset(seed=seed)
     except Exception as error:
         raise Unplayable("step-fails", f"reset failed: {type(error).__name__}: {error}.") from error
     return observation
 
 
 def _step(env: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    """Take a step, and return copies of the arrays in ``info``."""
+    """Return the observation, the reward, ``terminated``, whether the episode is over, and a copy of ``info``."""
     try:
         observation, reward, terminated, truncated, info = env.step(action)
         reward = float(np.asarray(reward).item())
     except Exception as error:
         raise Unplayable("step-fails", f"step failed: {type(error).__name__}: {error}.") from error
     info = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in info.items()}
-    return observation, reward, bool(terminated), bool(truncated), info
+    return observation, reward, bool(terminated), bool(terminated or truncated), info
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
