@@ -253,6 +253,8 @@ MUTANTS = [
     Mutant("a fork continues the episodes of its parent", "episodes/memory.py",
         "is_new, self._process = self._process != process, process", "is_new = False",
         "tests/integration/test_faults.py -k forked"),
+    Mutant("a fork goes on with its parent's episodes after an interrupt", "episodes/memory.py",
+        '("table", "_process", "_generation")', '("table",)', "tests/integration/test_faults.py -k forked"),
     Mutant("a copy shares the running episodes", "relabel.py", "copied.__setstate__(copy.deepcopy(state, memo))",
         "copied.__setstate__(state)", "tests/test_transform.py -k clone"),
     Mutant("flushed transitions are lost", "episodes/held_transitions.py",
