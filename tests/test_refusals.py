@@ -449,9 +449,6 @@ UNACCEPTED = {
                ("summed rewards", sums, "Reward2GoTransform sums the rewards.*Remove Reward2GoTransform"))},
         "CompactGoals after it": ({"after": [CompactGoals]}, r"CompactGoals comes after .*first: Compose\(Compact"),
         "CompactGoals twice": (before(CompactGoals, CompactGoals), "Several CompactGoals.*keep one"),
-        **{f"CompactGoals with another {name}": (before(partial(CompactGoals, keys=HERKeys(**{name: key}))),
-            "CompactGoals leaves out .* create CompactGoals without keys")
-           for name, key in (("desired_goal", "goal"), ("done", ("agents", "done")))},
         "MovementPriority after it": ({"after": [movement]},
             r"KeyError: stamps of a HERTransform that comes after it: Compose\(MovementPriority\(.*HERTransform\("),
     },
@@ -822,7 +819,7 @@ REFUSED_ARGUMENTS = [  # a function, its argument or None if it has one, wrong v
     (HER, "goal_spec", [Composite(achieved_goal=Unbounded(2)), (2,)],
         r'TypeError: goal_spec must be the spec of one goal, got a .*env\.observation_spec\["achieved_goal"\]'),
     *((make, "keys", [{"desired_goal": "goal"}, "goal"], r"TypeError: must be HERKeys, such as HERKeys\(.*got {}")
-      for make in (HER, AUGMENTATION, CompactGoals, movement, NormalizedInputs, partial(check_goal_env, POINT_REACH))),
+      for make in (HER, AUGMENTATION, movement, NormalizedInputs, partial(check_goal_env, POINT_REACH))),
     (HERKeys, "achieved_goal", ["desired_goal", ("desired_goal",)],
         "different keys for achieved_goal and desired_goal, got 'desired_goal' for both"),
     (HERKeys, "done", ["next", DONE, (("next", "agent"), "done")],

@@ -18,7 +18,7 @@ from torchrl_her._private import ids_around, set_container_of_buffer
 from torchrl_her.checks.report import Report
 from torchrl_her.checks.samples import Sample
 from torchrl_her.episodes.held_transitions import HeldTransitions
-from torchrl_her.episodes.lanes import Lanes, Tracked
+from torchrl_her.episodes.lanes import Lanes
 from torchrl_her.episodes.memory import WriteLock, exclusive
 from torchrl_her.episodes.write import Write, map_goals
 from torchrl_her.goals.draw import Strategies, draw_goals, steps_to_goal
@@ -119,9 +119,8 @@ class HindsightAugmentation(Transform):
         self._process = os.getpid()  # the process that holds transitions back
         self.n_sampled_goal = n_sampled_goal
         self.capacity = capacity
-        self.table: GoalTable | None = None  # None before the first episode has ended
+        self.table: GoalTable | None = None  # None before the first write
         self._held = HeldTransitions(Lanes(max_episode_steps, PATIENCE))
-        self._first_goal: Tensor | None = None  # [1, *goal]
         self._is_shared = False
 
     @property
@@ -136,20 +135,13 @@ class HindsightAugmentation(Transform):
         """Exclude other writers. An error or an interrupt restores the transitions that are held back."""
         held = self._held
         of_held = (held.lanes, "running"), (held, "layout"), (held, "log")
-        with exclusive(self._lock, *of_held, (self, "_first_goal"), (self, "table")):
+        with exclusive(self._lock, self, *of_held, (self, "table"), (self, "_process")):
             if self._process != os.getpid():
                 self._process = os.getpid()
                 if self._is_shared:
                     held.drop()
                     self.table = None
-            table = self.table
-            used = 0 if table is None else table.rows_used
-            try:
-                yield
-            except BaseException:
-                if table is not None:
-                    table.remove_since(used)
-                raise
+            yield
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Hold transitions ``[n]`` back; return the transitions of ended episodes with their copies, or None."""
@@ -169,8 +161,8 @@ class HindsightAugmentation(Transform):
             if isinstance(tensordict, LazyStackedTensorDict):
                 tensordict = tensordict.contiguous()
             # Goals are replaced when writing, so transforms before and after this one can rewrite copies of them.
-            written = Write.read(tensordict, self.keys, self.goal_fn, self._first_goal)
-            is_dummy = self._first_goal is None and written.is_dummy
+            written = Write.read(tensordict, self.keys, self.goal_fn, None if self.table is None else self.table.goals)
+            is_dummy = self.table is None and written.is_dummy
             if not is_dummy:
                 self._checks.on_write(tensordict, written, neighbours.before + neighbours.after)
             for transform in neighbours.checking:
@@ -181,7 +173,9 @@ class HindsightAugmentation(Transform):
                 written = written._replace(done=np.ones_like(written.done))
         with self._writing():
             if written is not None and len(written.done):
-                tracked = self._hold(tensordict, written)
+                if self.table is None:
+                    self.table = GoalTable.like(written.goals, self.capacity, self._relabelling.apart)
+                tracked = self._held.add(written.rows_of(tensordict), written)
                 if not is_dummy:
                     self._checks.on_tracked(tensordict, written, tracked)
             if len(tensordict) == 1 and not is_dummy:
@@ -192,17 +186,9 @@ class HindsightAugmentation(Transform):
     def _check_neighbours(self) -> Neighbours:
         if self._neighbours is None or self._neighbours.ids != ids_around(self):
             neighbours = Neighbours.of(self)
-            neighbours.check_augmentation(self.keys)
+            neighbours.check_augmentation()
             self._neighbours = neighbours
         return self._neighbours
-
-    def _hold(self, rows: TensorDictBase, written: Write) -> Tracked:
-        """Hold transitions ``[n]`` back until their episodes end, without padding."""
-        rows = written.rows_of(rows)
-        tracked = self._held.add(rows, written)
-        if self._first_goal is None:
-            self._first_goal = rows.get(self.keys.desired_goal)[:1].clone()
-        return tracked
 
     def _augment(self) -> TensorDictBase:
         """Return the transitions of ended episodes, each followed by its copies; they leave the storage together."""
@@ -251,9 +237,8 @@ class HindsightAugmentation(Transform):
         """Add the goals of whole episodes, ``[sum(lengths)]``, to the goal table; return it, and their ids there."""
         desired = rows.get(self.keys.desired_goal)
         outcomes = map_goals(rows.get(self.keys.next_achieved_goal), self.goal_fn).detach().to(desired.dtype)
-        if self.table is None:
-            self.table = GoalTable.like(desired, self.capacity, self._relabelling.apart)
         table = self.table
+        assert table is not None
         table.to(desired.device)
         ids = table.new_episodes(len(lengths)) + np.arange(len(lengths))
         begin, (part, step) = np.zeros_like(ids), spread(np.zeros_like(lengths), lengths)

@@ -9,7 +9,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_her._private import set_container_of_buffer
-from torchrl_her.keys import HERKeys, check_keys, get_entry, keys_of_hindsight
+from torchrl_her.keys import get_entry, keys_of_hindsight
 
 
 class CompactGoals(Transform):
@@ -19,15 +19,12 @@ class CompactGoals(Transform):
     root are always False. Place ``CompactGoals`` first in ``Compose``:
     ``Compose(CompactGoals(), MultiStepTransform(...), HERTransform(...))``.
 
-    Keyword Args:
-        keys (HERKeys, optional): the keys of the entries. By default, those of the hindsight transform in the same
-            buffer.
+    The keys of the entries are those of the hindsight transform.
 
     Raises:
         ValueError: if the two desired goals of a written transition differ, or a flag at the root is True (a refused
             write stores nothing), if a loaded buffer was saved without ``CompactGoals``, or if ``CompactGoals``
-            comes after the hindsight transform or its keys differ from those of that transform.
-        TypeError: if ``keys`` are not `HERKeys`.
+            comes after the hindsight transform.
         KeyError: if written or sampled transitions have no desired goal.
 
     Examples:
@@ -48,37 +45,18 @@ class CompactGoals(Transform):
     leaves_out_entries = True  # the order of transforms depends on it
     set_container = set_container_of_buffer
 
-    def __init__(self, *, keys: HERKeys | None = None):
-        super().__init__()
-        if keys is not None:
-            check_keys(keys)
-        self._given_keys = keys
-
-    @property
-    def _keys(self) -> HERKeys:
-        return self._given_keys or keys_of_hindsight(self)
-
     @property
     def left_out(self) -> list[NestedKey]:
         """The keys of the entries that are not stored."""
-        keys = self._keys
+        keys = keys_of_hindsight(self)
         return [keys.next_desired_goal, *keys.flags]
-
-    def check_keys(self, keys: HERKeys) -> None:
-        """Raise an error if the hindsight transform uses other keys."""
-        own = self._keys
-        if (own.desired_goal, own.done) != (keys.desired_goal, keys.done):
-            raise ValueError(
-                f"CompactGoals leaves out the desired goal {own.desired_goal!r} and the flag {own.done!r}, but the "
-                f"hindsight transform uses {keys.desired_goal!r} and {keys.done!r}: create CompactGoals without keys."
-            )
 
     def check_write(self, tensordict: TensorDictBase) -> None:
         """Raise an error if an entry of transitions ``[*batch]`` to be left out is not redundant.
 
         The hindsight transform sees a write first. It calls this method before it changes its own state.
         """
-        keys = self._keys
+        keys = keys_of_hindsight(self)
         desired = get_entry(tensordict, keys.desired_goal, "desired_goal")
         if not torch.equal(desired, get_entry(tensordict, keys.next_desired_goal, "desired_goal")):
             raise ValueError(
@@ -109,7 +87,7 @@ class CompactGoals(Transform):
         """Return sampled transitions ``[*batch]`` with the redundant entries restored; the input is not modified."""
         if isinstance(tensordict, list):  # an ensemble of list storages transforms its samples before stacking them
             return list(self.forward(torch.stack(tensordict)).unbind(0))
-        keys = self._keys
+        keys = keys_of_hindsight(self)
         desired = get_entry(tensordict, keys.desired_goal, "desired_goal")
         tensordict = tensordict.copy().set(keys.next_desired_goal, desired)
         for key, next_key in zip(keys.flags, keys.next_flags, strict=True):

@@ -17,28 +17,22 @@ ATTEMPTS = 10  # episodes with a selected goal after which the cutoff can change
 HIGHEST = -3.0  # the first and the highest cutoff
 
 
-class Density:
-    """A Gaussian kernel density estimate of goals, which are normalized to zero mean and unit variance.
+def log_density(goals: Tensor, fitted: Tensor, bandwidth: float) -> Tensor:
+    """Return logarithms of densities at goals ``[n, *goal]``, up to a constant, ``[n]``.
+
+    The density is a Gaussian kernel density estimate of goals, which are normalized to zero mean and unit variance.
 
     Args:
-        goals (Tensor): the goals, ``[m, *goal]``.
-        bandwidth (float): the standard deviation of the kernels, in standard deviations of the goals.
+        goals (Tensor): the goals, ``[n, *goal]``.
+        fitted (Tensor): the goals whose density is estimated, ``[m, *goal]``.
+        bandwidth (float): the standard deviation of the kernels, in standard deviations of the fitted goals.
     """
-
-    def __init__(self, goals: Tensor, bandwidth: float):
-        goals = _flat(goals)
-        self.mean, self.std = goals.mean(0), goals.std(0, correction=0).clamp_min(1e-6)
-        self.bandwidth = bandwidth
-        self.goals = self._normalize(goals)  # [m, features]
-
-    def _normalize(self, goals: Tensor) -> Tensor:
-        # Candidates and the goal table can be on different devices.
-        return (goals.to(self.mean.device) - self.mean) / self.std / self.bandwidth
-
-    def log_density(self, goals: Tensor) -> Tensor:
-        """Return logarithms of densities at goals ``[n, *goal]``, up to a constant, ``[n]``."""
-        parts = self._normalize(_flat(goals)).split(max(1, CHUNK // len(self.goals)))
-        return torch.cat([_log_mean_of_kernels(part, self.goals) for part in parts])
+    centres = _flat(fitted)
+    mean, std = centres.mean(0), centres.std(0, correction=0).clamp_min(1e-6)
+    rows = _flat(goals).to(mean.device)  # candidates and the goal table can be on different devices
+    centres, rows = ((each - mean) / std / bandwidth for each in (centres, rows))  # [m, features], [n, features]
+    parts = rows.split(max(1, CHUNK // len(centres)))
+    return torch.cat([_log_mean_of_kernels(part, centres) for part in parts])
 
 
 def _log_mean_of_kernels(rows: Tensor, centres: Tensor) -> Tensor:
@@ -124,17 +118,15 @@ class LowestDensity(GoalSelector):
             raise ValueError(f"fitted must be from 1 to {FITTED}, got {fitted!r}.")
         super().__init__()
         self.bandwidth, self.fitted = bandwidth, fitted
-        self.density: Density | None = None  # None before the first `fit`
-        self._goals: Tensor | None = None  # [m, *goal]
+        self._goals: Tensor | None = None  # [m, *goal]; None before the first `fit`
 
     def fit(self, goals: Tensor) -> None:  # noqa: D102
         self._goals = goals[: self.fitted]  # they are in random order
-        self.density = Density(self._goals, self.bandwidth)
 
     def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:  # noqa: D102
-        if self.density is None:
+        if self._goals is None:
             raise RuntimeError("LowestDensity has no density yet: call fit(goals) with achieved goals before select().")
-        density = self.density.log_density(candidates.flatten(0, 1)).view(candidates.shape[:2])
+        density = log_density(candidates.flatten(0, 1), self._goals, self.bandwidth).view(candidates.shape[:2])
         lowest = density.argmin(1).to(candidates.device)
         return candidates[torch.arange(len(candidates), device=candidates.device), lowest]
 
@@ -144,8 +136,7 @@ class LowestDensity(GoalSelector):
 
     def set_extra_state(self, state: Any) -> None:
         """Load the result of `get_extra_state`."""
-        if state is not None:
-            self.fit(state)
+        self._goals = state
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"bandwidth={self.bandwidth}, fitted={self.fitted}"

@@ -46,7 +46,7 @@ class Neighbours(NamedTuple):
 
         ``replaced`` are the keys of the entries that relabelling replaces.
         """
-        self._check_all(keys)
+        self._check_all()
         if len(_of_kind(MultiStepTransform, self.before)) > 1:
             raise ValueError(
                 "Several MultiStepTransforms come before HERTransform, and the second would sum the sums of the first: "
@@ -81,9 +81,9 @@ class Neighbours(NamedTuple):
                 name = type(transform).__name__
                 raise ValueError(f"{name} comes before HERTransform and {what}. Place it after HERTransform.")
 
-    def check_augmentation(self, keys: HERKeys) -> None:
+    def check_augmentation(self) -> None:
         """Check that the other transforms work with ``HindsightAugmentation``, which stores copies of transitions."""
-        self._check_all(keys)
+        self._check_all()
         if _of_kind(MultiStepTransform, self.before + self.after):
             raise ValueError(
                 "MultiStepTransform sums rewards of consecutive transitions, but HindsightAugmentation writes copies "
@@ -100,7 +100,7 @@ class Neighbours(NamedTuple):
                     "it after HindsightAugmentation."
                 )
 
-    def _check_all(self, keys: HERKeys) -> None:
+    def _check_all(self) -> None:
         """Check that no other transform relabels or sums rewards, and that ``CompactGoals`` comes first."""
         if _marked("relabels", self.before + self.after):
             raise ValueError(
@@ -119,8 +119,6 @@ class Neighbours(NamedTuple):
             )
         if len(_marked("leaves_out_entries", self.before)) > 1:
             raise ValueError("Several CompactGoals transforms would drop the same entries: keep one.")
-        if self.compact_goals is not None:
-            self.compact_goals.check_keys(keys)
 
 
 def _of_kind(kind: type[Kind], transforms: list[Transform]) -> list[Kind]:

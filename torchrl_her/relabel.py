@@ -50,7 +50,7 @@ class Relabelling:
         self.keys = keys
         self.reward = make_reward(reward, keys, goal_fn)
         self.one_step = OneStepReward(self.reward, keys)
-        self.relabels_only_goals = isinstance(self.reward, NoReward)
+        self.relabels_only_goals = not self.reward.out_keys
         self.apart = goals_apart(self.strategies.values())
         self.goal_keys = (keys.desired_goal, keys.next_desired_goal)
         extra = [key for key in self.strategies if key != DESIRED]
@@ -68,7 +68,7 @@ class Relabelling:
         """Return checks of a transform. If samples contain stored and computed rewards, ``compares`` is True."""
         extra = [key for key, _ in self.extra_keys]
         compares = compares and not self.one_step.recompute_all
-        return Checks(self.one_step, self.keys, self.goal_fn, extra, self.extra_replaced, compares=compares)
+        return Checks(self.one_step, self.keys, extra, self.extra_replaced, compares=compares)
 
     # Writing
 
@@ -192,10 +192,6 @@ def _call_transform(replay_buffer: ReplayBuffer, method: str, args: tuple[Any, .
     return getattr(found[0], method)(*args, **kwargs)
 
 
-class NoReward(TensorDictSequential):
-    """Computes nothing, for ``HERTransform(None)``."""
-
-
 def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> TensorDictModuleBase:
     """Return a reward module that reads and writes the entries under ``keys``."""
     if isinstance(reward, type):
@@ -205,17 +201,14 @@ def make_reward(reward: Reward, keys: HERKeys, goal_fn: GoalMap | None) -> Tenso
             "The reward must be a module or a function, got an environment: pass HERTransform(EnvReward(env))."
         )
     if reward is None:
-        return NoReward()
-    if isinstance(reward, NoReward):
-        return reward
+        return TensorDictSequential()  # computes nothing
     if not isinstance(reward, TensorDictModuleBase):
         reward = GoalReward(reward)
+    if isinstance(reward, (GoalReward, ReachedReward)):
+        reward = copy.copy(reward)  # another transform may use the reward with other keys
+        reward.set_keys(keys)
     if isinstance(reward, GoalReward):
-        reward = reward.with_goal_fn(goal_fn)  # a copy: another transform may use the reward with other keys
-        reward.set_keys(keys)
-    if isinstance(reward, ReachedReward):
-        reward = copy.copy(reward)
-        reward.set_keys(keys)
+        reward = reward.with_goal_fn(goal_fn)
     if keys.next_reward not in reward.out_keys:
         raise ValueError(
             f"The reward module must write {keys.next_reward!r}, but its out_keys are {list(reward.out_keys)}. "

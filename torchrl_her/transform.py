@@ -204,11 +204,7 @@ class HERTransform(Transform):
 
     def _writing(self) -> AbstractContextManager[None]:
         """Exclude other writers. An error or an interrupt restores the running episodes."""
-        return self._episodes.writing(self._forget_rows)
-
-    def _forget_rows(self) -> None:
-        if self._n_step is not None:
-            self._n_step.forget_rows()
+        return self._episodes.writing(self._forget_waiting_steps)
 
     def _check_neighbours(self) -> Neighbours:
         """Return the other transforms of the buffer, and check them if they changed."""
@@ -217,7 +213,7 @@ class HERTransform(Transform):
             return neighbours
         neighbours, one_step = Neighbours.of(self), self._relabelling.one_step
         if self._adopted is not None:
-            self._adopted.check_neighbours(neighbours, self._relabelling)
+            self._adopted.check_neighbours(neighbours)
         replaced = {*self._relabelling.goal_keys, *one_step.replaced_keys, *self._added_keys}
         neighbours.check_hindsight(replaced, self.keys)
         multi_step = neighbours.multi_step
@@ -345,7 +341,8 @@ class HERTransform(Transform):
         episodes = self._episodes.empty_like(data_set.count)
         adopted = data_set.with_stamps(add_goals(data_set, episodes, self._relabelling, checks))
         to_search = data_set.rows_to_search() if self.her_ratio and not missing.goals else None
-        self._episodes, self._checks, self._adopted = episodes, checks, AdoptedData(missing, to_search)
+        self._episodes, self._checks = episodes, checks
+        self._adopted = AdoptedData(missing, self._relabelling, to_search)
         self._neighbours = None  # the next sample checks the other transforms
         return adopted
 
@@ -402,7 +399,7 @@ class HERTransform(Transform):
             rewards,
             ahead=steps_to_goal(draw, episode, step) if self.info or relabelling.reads_steps else None,
             keeps_ahead=self.info,
-            creates_goals=self._creates_goals,
+            creates_goals=self._adopted is not None and self._adopted.missing.goals,
         )
         if self.info and draw.member is not None:
             batch.data.set(MEMBER, torch.where(relabelled, draw.member.view_as(relabelled), -1))
@@ -513,15 +510,7 @@ class HERTransform(Transform):
         stored = {key: tensordict.get(key, None) for key in replaced}
         created: Collection[NestedKey] = ()
         if self._adopted is not None:
-            created = self._adopted.create(
-                tensordict,
-                stored,
-                episode,
-                step,
-                table=self._episodes.table,
-                relabelling=self._relabelling,
-                her_ratio=self.her_ratio,
-            )
+            created = self._adopted.create(tensordict, stored, episode, step, self._episodes.table, self.her_ratio)
         for key in (*self._relabelling.goal_keys, self.keys.next_reward):
             if key in stored and stored[key] is None and key not in created:
                 raise KeyError(
@@ -530,11 +519,6 @@ class HERTransform(Transform):
                     "Compose(CompactGoals(), HERTransform(...))."
                 )
         return Batch(tensordict.exclude(*replaced, *self._added_keys), stored)
-
-    @property
-    def _creates_goals(self) -> bool:
-        """Whether the data set has no desired goals, so that every sample gets a new goal, reward and end."""
-        return self._adopted is not None and self._adopted.missing.goals
 
     # Processes, saving
 
@@ -561,13 +545,14 @@ class HERTransform(Transform):
         """
         check_saved_by("HERTransform", state)
         with self._writing():
-            adopted = None if state["adopted"] is None else AdoptedData(MissingEntries(**state["adopted"]))
-            if adopted is None and self._adopted is not None:
+            adopted = None
+            if state["adopted"] is not None:
+                adopted = AdoptedData(MissingEntries(**state["adopted"]), self._relabelling)
+                check_missing(adopted.missing, self._relabelling, self.her_ratio)
+            elif self._adopted is not None:
                 raise ValueError(
                     "This HERTransform has adopted a data set, but the saved one had not: load into a new buffer."
                 )
-            if adopted is not None:
-                check_missing(adopted.missing, self._relabelling, self.her_ratio)
             self._episodes.load_state_dict(state)
             self._adopted = adopted
             self._longest_window = state["longest_window"]

@@ -11,7 +11,7 @@ import torch
 from torchrl.data import TensorDictReplayBuffer, Unbounded
 
 from support.factories import forked, make_augmentation, make_buffer, make_transform
-from support.walks import THRESHOLD, still, walks
+from support.walks import THRESHOLD, walks
 from torchrl_her import SparseReward
 
 SPARSE = SparseReward(THRESHOLD)
@@ -143,32 +143,6 @@ def test_the_share_of_reached_goals_counts_the_samples_since_their_reward_is_kno
     kept = rb.sample()
     kept = kept[~kept["hindsight", "relabelled"][:, 0]]
     assert report_of(rb).original_reached == (kept["next", "reward"] == 0).double().mean().item()
-
-
-def grid(episodes):
-    """Return transitions on a grid of 200 cells per dimension."""
-    return walks(episodes).apply(lambda value: (value * 100).round() / 100 if value.is_floating_point() else value)
-
-
-@pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize(
-    ("threshold", "data", "is_small"),
-    [
-        (1e-6, walks, True),
-        (1e-6, functools.partial(still, period=5), True),
-        (THRESHOLD / 10, walks, False),
-        (1e-6, still, False),
-        (0.0, grid, False),
-    ],
-)
-def test_a_threshold_that_is_far_smaller_than_a_step_of_the_goal_is_reported(threshold, data, is_small, size):
-    data = data(20)
-    data["next", "reward"] = SparseReward(threshold)(data.clone())["next", "reward"]
-    report = report_of(make(SparseReward(threshold), *data.split(size)))
-    assert ("threshold       may be too small" in str(report)) == is_small == (report.step_length is not None)
-    if is_small:
-        steps = (data["next", "achieved_goal"] - data["achieved_goal"]).norm(dim=-1)
-        assert steps[steps > 0].quantile(0.2) < report.step_length < steps[steps > 0].quantile(0.8)
 
 
 def test_written_copies_are_reported():

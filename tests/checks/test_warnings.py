@@ -230,7 +230,6 @@ def test_correct_rewards_are_silent(name, size, make):
         with no_warning():
             in_writes(rb, rewarded(data, reward), size)
             rb.sample()
-        assert rb.transform[-1].report().step_length is None
 
 
 def test_the_check_of_rewards_ends_after_reached_and_missed_goals_were_compared():

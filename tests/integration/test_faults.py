@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -268,6 +269,9 @@ def test_a_forked_process_does_not_continue_the_episodes_of_its_parent(rb, world
     data = steps(world, EPISODE)  # continues the episode
 
     def begin_without_episodes():
+        interrupted = patch("torchrl_her.checks.checks.Checks.on_tracked", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            rb.extend(data)
         running = make_small().transform[0]
         running.load_state_dict(rb.transform[0].state_dict())
         assert running.report().running == 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_her.checks.continuity import ContinuityCheck
@@ -30,7 +29,6 @@ class Checks:
     Args:
         rewards (OneStepReward): recomputes rewards.
         keys (HERKeys): the keys of the entries.
-        goal_fn (Callable[[Tensor], Tensor] or None): as in `HERTransform`.
         extra (Sequence[NestedKey]): the names of extra goals.
         extra_keys (frozenset[NestedKey]): their entries.
 
@@ -42,7 +40,6 @@ class Checks:
         self,
         rewards: OneStepReward,
         keys: HERKeys,
-        goal_fn: Callable[[Tensor], Tensor] | None,
         extra: Sequence[NestedKey],
         extra_keys: frozenset[NestedKey],
         *,
@@ -53,7 +50,7 @@ class Checks:
         self._extra = extra
         self._has_entries = False  # whether a write had all entries
         self._continuity = ContinuityCheck(keys)
-        self._rewards = RewardCheck(rewards.reward, keys, compares=compares, goal_fn=goal_fn)
+        self._rewards = RewardCheck(rewards.reward, keys, compares=compares)
         self._missing_ends = MissingEndsCheck(keys, self._continuity)
         self._time_limit = TimeLimitCheck(keys, self._rewards)
         self._goal_copies = GoalCopiesCheck(keys, extra_keys)
@@ -141,7 +138,6 @@ class Checks:
             max_length=lengths.longest if lengths.episodes else None,
             table_size=None if table is None else table_size,
             capacity=None if table is None else table.capacity,
-            step_length=self._rewards.step_length,
             others_wrote=bool(more),
             **counts,
         )

@@ -43,8 +43,6 @@ class Report:
         others_wrote (bool): whether other processes, or an earlier run whose checkpoint was loaded, wrote transitions:
             the goal table has more goals than this process wrote, or this process samples without writing. The numbers
             of episodes and transitions are then those of this process alone.
-        step_length (float | None): the median distance by which a step moves the achieved goal, if the threshold of the
-            reward may be too small: goals at a hundredth of a step from an outcome are missed. Otherwise None.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -81,7 +79,6 @@ class Report:
     capacity: int | None = None
     left: float | None = None
     foreign: float | None = None
-    step_length: float | None = None
     others_wrote: bool = False
 
     def __str__(self) -> str:
@@ -107,9 +104,6 @@ class Report:
         reward = f"{_number(self.original_reward)} original, {_number(self.relabelled_reward)} relabelled"
         reached = f"{_percent(self.original_reached)} original, {_percent(self.relabelled_reached)} relabelled"
         rows += [("mean reward", reward), ("goal reached", reached)]
-        if self.step_length is not None:
-            threshold = f"may be too small: a step moves the achieved goal by {self.step_length:.4g} (median),"
-            rows += [("threshold", threshold), ("", "and goals at a hundredth of this distance are missed")]
         return "\n".join([self.transform, *(f"  {name:<16}{text}" for name, text in rows)])
 
 

@@ -12,17 +12,15 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_her._private import warn_user
-from torchrl_her.episodes.write import Write, map_goals
+from torchrl_her.episodes.write import Write
 from torchrl_her.keys import STEPS_TO_GOAL, HERKeys
-from torchrl_her.rewards.comparisons import agree, are_discrete
+from torchrl_her.rewards.comparisons import agree
 from torchrl_her.rewards.goal_reward import ReachedReward
 
 COMPARED_ROWS = 64  # transitions that are compared in one write; the first ones are compared in every write
 ENOUGH_COMPARED = 16  # the check ends when this many compared transitions reach their goal and this many miss it
 DISTANCES = 2**22  # distances of one write are computed for at most this many components of goals
 TRIED = 1000  # if no transition has missed its goal after this many transitions, none is expected to
-ENOUGH_MOVED = 10  # transitions that move the achieved goal are judged together when there are this many
-PART = 100  # a goal at this part of a step should be reached
 GOAL_CHANGES = (
     "Its desired goal differs at the root and under 'next', so the two rewards are for different goals. A desired goal "
     "must be constant within an episode: draw it in reset, before the observation is built, and end the episode "
@@ -43,29 +41,15 @@ class RewardCheck:
         reached_reward (float, optional): the reward of a reached goal; None if it is unknown or varies.
         recomputes_ends (bool): whether the reward module writes ``terminated``.
         compares (bool): whether stored and computed rewards should agree.
-        step_length (float, optional): the median distance by which a step moves the achieved goal, if most goals at a
-            hundredth of a step from an outcome are missed. Only the transition that achieved such a goal can reach it.
     """
 
-    def __init__(
-        self,
-        reward: TensorDictModuleBase,
-        keys: HERKeys,
-        *,
-        compares: bool,
-        goal_fn: Callable[[Tensor], Tensor] | None,
-    ):
+    def __init__(self, reward: TensorDictModuleBase, keys: HERKeys, *, compares: bool):
         self.reward = reward
         self.keys = keys
-        self.goal_fn = goal_fn
         self.reached_reward: float | None = None
         self._is_over = not reward.out_keys  # only goals are relabelled
         self._reads_steps = STEPS_TO_GOAL in reward.in_keys  # written transitions have no such entry
         self.compares = compares
-        self.step_length: float | None = None
-        # Steps that move the achieved goal and where they end, [n, features] each, and whether goals there and nearby
-        # are missed, bool [n] each, until there are enough of them.
-        self._moved: list[tuple[Tensor, ...]] | None = []
         self.recomputes_ends = keys.next_terminated in reward.out_keys
         is_learned = any(each.requires_grad for each in reward.parameters())
         self._is_learned = is_learned or bool(getattr(reward, "recompute_all", False))
@@ -100,29 +84,6 @@ class RewardCheck:
         self._next = 2 * self._written if self._written >= COMPARED_ROWS else 0
         self._range = min(low, self._range[0]), max(high, self._range[1])
 
-    def _check_threshold(self, rows: TensorDictBase, goals: Tensor, computed: Tensor, best: Tensor) -> None:
-        """Find out whether goals at a hundredth of a step from the outcomes are missed.
-
-        Discrete goals are not judged, because they can be reached exactly.
-        """
-        kept = self._moved  # other threads may write, and replace the list, at the same time
-        if kept is None or not goals.is_floating_point():
-            return
-        before = map_goals(rows.get(self.keys.achieved_goal), self.goal_fn).detach()
-        steps = goals.double() - before.double()
-        near = self._evaluate(rows, (goals - steps / PART).to(goals.dtype))
-        missed = is_better(best, computed)
-        of_rows = [each.reshape(len(rows), -1) for each in (steps, goals.double())]
-        columns = (*of_rows, missed, missed & ~is_better(near, computed))
-        moved = of_rows[0].any(1)
-        kept.append(tuple(column[moved] for column in columns))
-        steps, after, missed, near_missed = map(torch.cat, zip(*list(kept), strict=True))
-        if len(steps) < ENOUGH_MOVED:
-            return
-        self._moved = None
-        if near_missed.sum() > missed.sum() / 2 and not are_discrete(steps, after):
-            self.step_length = float(steps.norm(dim=1).median())
-
     def _check_values(self, stored: np.ndarray) -> None:
         """Warn if stored rewards have other values than 0 and -1, the rewards of `ReachedReward`."""
         if not isinstance(self.reward, ReachedReward):
@@ -153,7 +114,6 @@ class RewardCheck:
     def _compare(self, rows: TensorDictBase, goals: Tensor, name: Callable[[int], str]) -> None:
         stored = rows.get(self.keys.next_reward).to(goals.device).double().reshape(len(rows), -1)
         computed, best = self._evaluate(rows), self._evaluate(rows, goals)
-        self._check_threshold(rows, goals, computed, best)
         if not self._can_miss:
             self._look_for_missed_goals(rows, goals, computed, best, name)
         if not self._can_miss:

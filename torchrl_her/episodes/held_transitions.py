@@ -46,21 +46,6 @@ class Log(NamedTuple):
         old.names[old.used : end] = names
         return old._replace(used=end, held=old.held + len(rows))
 
-    def without_ended(self) -> tuple[Log, Tensor, np.ndarray]:
-        """Return a log without the episodes that ended, their rows ``[n, words]``, and their lengths, ``int64``."""
-        names = self.names.copy()
-        episode, step = split_name(names[: self.used])
-        first = self.ended.min()
-        order = np.full(self.ended.max() - first + 2, -1)  # of the ends, for each episode from the first one on
-        order[self.ended - first] = np.arange(len(self.ended))
-        of_row = order[(episode - first).clip(-1, len(order) - 1)]
-        taken = np.flatnonzero(of_row >= 0)
-        taken = taken[np.lexsort((step[taken], of_row[taken]))]
-        names[taken] = 0
-        lengths = np.bincount(of_row[taken], minlength=len(self.ended))
-        log = self._replace(names=names, held=self.held - len(taken), ended=self.ended[:0])
-        return log, self.rows.index_select(0, to_device(taken, self.rows.device)), lengths
-
 
 class HeldTransitions:
     """Transitions that wait for the end of their episode, as packed rows."""
@@ -99,8 +84,19 @@ class HeldTransitions:
 
     def take_ended(self) -> tuple[Tensor, np.ndarray]:
         """Take the packed transitions of ended episodes, ``int64 [sum(length), words]``, and the lengths, ``int64``."""
-        self.log, rows, lengths = self.log.without_ended()
-        return rows, lengths
+        log = self.log
+        names, ended = log.names.copy(), log.ended
+        episode, step = split_name(names[: log.used])
+        first = ended.min()
+        order = np.full(ended.max() - first + 2, -1)  # of the ends, for each episode from the first one on
+        order[ended - first] = np.arange(len(ended))
+        of_row = order[(episode - first).clip(-1, len(order) - 1)]
+        taken = np.flatnonzero(of_row >= 0)
+        taken = taken[np.lexsort((step[taken], of_row[taken]))]
+        names[taken] = 0
+        self.log = log._replace(names=names, held=log.held - len(taken), ended=ended[:0])
+        lengths = np.bincount(of_row[taken], minlength=len(ended))
+        return log.rows.index_select(0, to_device(taken, log.rows.device)), lengths
 
     def _pack(self, rows: TensorDictBase) -> Tensor:
         with torch.no_grad():

@@ -55,21 +55,26 @@ class WriteLock:
 
 
 @contextmanager
-def exclusive(lock: WriteLock, *attributes: tuple[object, str]) -> Iterator[None]:
-    """Exclude other writers. An error or an interrupt restores attributes, so that the write can be repeated.
+def exclusive(lock: WriteLock, writer: Any, *attributes: tuple[object, str]) -> Iterator[None]:
+    """Exclude other writers. An error or an interrupt undoes the write, so that it can be repeated.
 
     Args:
         lock (WriteLock): the lock.
-        *attributes (tuple[object, str]): objects and the names of their attributes. The block may assign new values to
-            these attributes, but must not change the old values.
+        writer (Any): the object with the goal ``table``, or None, from which the goals of the write are removed.
+        *attributes (tuple[object, str]): objects and the names of their attributes, which are restored. The block may
+            assign new values to these attributes, but must not change the old values.
     """
     before: list[tuple[object, str, Any]] = []
     try:
         with lock:
             before = [(owner, name, getattr(owner, name)) for owner, name in attributes]
+            table: GoalTable | None = writer.table
+            used = 0 if table is None else table.rows_used
             try:
                 yield
             except BaseException:  # before the release, because the next writer continues the episodes
+                if table is not None:
+                    table.remove_since(used)
                 _restore(before)
                 before = []
                 raise
@@ -131,7 +136,8 @@ class Episodes:
 
         A forked process drops the running episodes of its parent, if both write to the table, and calls ``restart``.
         """
-        with exclusive(self.lock, (self.lanes, "running"), (self, "table")):
+        own = ((self, name) for name in ("table", "_process", "_generation"))
+        with exclusive(self.lock, self, (self.lanes, "running"), *own):
             process, table = os.getpid(), self.table
             is_new, self._process = self._process != process, process
             if self.lock.is_shared:
@@ -142,12 +148,9 @@ class Episodes:
                 if is_new:
                     restart()
             running = self.lanes.running
-            used = 0 if table is None else table.rows_used
             try:
                 yield
             except BaseException:
-                if table is not None:
-                    table.remove_since(used)
                 if table is not None and running is not None:
                     table.set_episodes(*running.lanes[:, [EPISODE, BASE, STEPS, OLDEST]].T)
                 raise

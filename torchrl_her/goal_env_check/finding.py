@@ -51,33 +51,23 @@ ADVICE = {
         "achieved-goal-lags": "Compute the achieved goal after the simulation has advanced.",
         "achieved-goal-moves-late": "Compute the achieved goal after the simulation has advanced. If the first action "
         "really has no effect yet (an actuator with a delay, explicit Euler steps from rest), ignore this.",
-        "achieved-goal-jumps": "Compute it in reset after the new state is set. If the first step really moves further "
-        "than any other (a throw, a fall), ignore this.",
         "desired-goal-far": "Use the same unit and frame of reference for both. If random actions do not get far, this "
         "may be intended.",
         "desired-goal-in-observation": "Leave them out: relabelling does not replace them, and networks would learn "
         "the original goal with the new goal's reward. Let networks read 'desired_goal' besides the observation.",
-        "observation-outside-space": "Correct the space, or the dtype and the values of the observation.",
         "reward-reaches-everything": "Use a threshold that is smaller than the distances between goals, in their unit.",
         "threshold-too-small": "A step seldom ends so near a goal: is the threshold in the unit of the goals? At a "
         "reached goal, the reward of step and the end of the episode were not checked.",
         "success-differs": "Compute both from the same distance and threshold.",
         "terminated-one-verdict": "EnvReward calls it row by row, which is slow: compute it over the last axis "
         "(np.linalg.norm(..., axis=-1)) and return one value per row.",
-        "time-limit-terminates": "Return a time limit as truncated=True, or pass it to gymnasium.make as "
-        "max_episode_steps: critics do not bootstrap from a terminated step. If the task itself ends then, add the "
-        "number of remaining steps to the observation.",
     },
     "note": {
         "*-not-batched": "EnvReward calls it row by row, which is slow: operate on the last axis (axis=-1), or "
         "pass a batched function, GoalReward(reward_fn) or EnvReward(env, terminated_fn=...).",
         "one-goal": "With hindsight, networks must read it all the same: relabelled goals differ.",
-        "reset-ignores-seed": "Training with a seed cannot be repeated. Call super().reset(seed=seed) in reset, and "
-        "draw all random numbers from self.np_random.",
         "no-goal-reached": "At a reached goal, the reward of step and the end of the episode were not checked: play "
         "more steps.",
-        "endless": "Pass max_episode_steps to gymnasium.make or to HERTransform. This is optional: running episodes "
-        "are relabelled, too.",
     },
 }
 # The severity and the advice of each finding.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchrl_her.goal_env_check.finding import Finding
-from torchrl_her.goal_env_check.probe import WIDEST, PlayedEpisodes, Probe, distance, distances
+from torchrl_her.goal_env_check.probe import PlayedEpisodes, Probe, distance, distances
 from torchrl_her.rewards.comparisons import agree, agrees_with_rows, are_discrete, call_rows
 
 COMPARED_ROWS = 256  # rows of the batch that is compared with single calls
@@ -18,24 +18,19 @@ SHARE_REACHED = 0.9
 NEAR = 20  # a goal at this part of a step should be reached
 SUCCESS_KEYS = ("is_success", "success")
 FEWEST_ENDS = 3  # fewer ends near the goal can be a coincidence
-LONG = 100  # an episode of more steps is long
 
 
-def check_functions(probes: list[Probe], episodes: PlayedEpisodes, time_limit: int | None) -> Iterator[Finding]:
+def check_functions(probes: list[Probe], episodes: PlayedEpisodes) -> Iterator[Finding]:
     """Check the reward function, and the function that ends episodes or that one is missing."""
     reward, *others = probes
     yield from _check_reward(reward, episodes)
     if reward.failure or reward.modified:  # step probably modifies its goals, too
         return
-    steps = int(episodes.step.max()) + 1
-    if time_limit is None and steps > LONG and not (episodes.terminated | episodes.truncated).any():
-        yield Finding.of("endless", f"No episode ended within {steps:,} steps.")
-    is_reached = reward.values.actual == reward.values.own  # the reward equals the reward for the achieved goal
     if others:
-        yield from _check_termination(others[0], episodes, is_reached)
+        yield from _check_termination(others[0], episodes)
     else:
-        yield from _check_ends_on_success(episodes, is_reached)
-        yield from _check_time_limit(episodes, is_reached)
+        # The reward of a reached goal equals the reward for the achieved goal.
+        yield from _check_ends_on_success(episodes, reward.values.actual == reward.values.own)
 
 
 def _check_reward(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
@@ -52,14 +47,13 @@ def _check_reward(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
         yield from _check_reached(probe, episodes)
 
 
-def _check_termination(probe: Probe, episodes: PlayedEpisodes, is_reached: np.ndarray) -> Iterator[Finding]:
-    """Check the function that ends episodes; ``is_reached`` is ``bool [n]``."""
+def _check_termination(probe: Probe, episodes: PlayedEpisodes) -> Iterator[Finding]:
+    """Check the function that ends episodes."""
     yield from _check_calls(probe)
     if probe.failure:
         return
     faults = [*_check_is_function(probe)]
     yield from faults or _check_step(probe, episodes.terminated, episodes)
-    yield from _check_time_limit(episodes, is_reached | probe.values.actual.astype(bool))
     yield from _check_batch(probe, episodes)
 
 
@@ -265,31 +259,6 @@ def _check_success(
 
 
 # Ends of episodes
-
-
-def _check_time_limit(episodes: PlayedEpisodes, is_explained: np.ndarray) -> Iterator[Finding]:
-    """Find out whether all ends of episodes, except for explained ones, ``bool [n]``, come from a time limit.
-
-    They do if they follow the same number of steps, and if the observations do not show them.
-    """
-    ended = (episodes.terminated | episodes.truncated) & ~is_explained
-    last = episodes.step == episodes.step.max()
-    is_limit = ended.sum() >= FEWEST_ENDS and (episodes.terminated & last)[ended].all() and not last.all()
-    if is_limit and not _are_extreme(last, episodes):
-        yield Finding.of(
-            "time-limit-terminates",
-            f"{ended.sum():,} episodes were terminated after exactly {episodes.step.max() + 1:,} steps, and none ended "
-            "earlier without reaching its goal. The observations do not show these ends.",
-        )
-
-
-def _are_extreme(last: np.ndarray, episodes: PlayedEpisodes) -> bool:
-    """Return whether a feature of the observations, or the norm of the goals, is lower or higher in ``last``."""
-    achieved = episodes.next_achieved.reshape(len(last), -1)
-    norm = np.linalg.norm(achieved, axis=1, keepdims=True)
-    features = np.hstack([episodes.next_observation, achieved[:, :: 1 + achieved.shape[1] // WIDEST], norm])
-    ours, others = features[last], features[~last]
-    return bool((ours.min(0) > others.max(0)).any() or (ours.max(0) < others.min(0)).any())
 
 
 def _check_ends_on_success(episodes: PlayedEpisodes, is_reached: np.ndarray) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,31 +71,24 @@ class PlayedEpisodes:
     next_observation: np.ndarray  # float64 [n, features]
     reward: np.ndarray  # float64 [n]
     terminated: np.ndarray  # bool [n]
-    truncated: np.ndarray  # bool [n]
     episode: np.ndarray  # int64 [n]
     step: np.ndarray  # int64 [n], in the episode
 
 
-@dataclass
 class Watcher:
-    """Checks whether returned observations are modified later, and whether they are in their space."""
+    """Counts how often arrays of observations are modified after the environment has returned them."""
 
-    space: Any
-    modified: dict[str, int] = field(default_factory=dict)  # how often each entry was modified
-    outside: tuple[int, Any] | None = None  # the first observation outside the space, and its number
-    seen: int = 0
-    _last: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)  # path, array, its copy
+    def __init__(self) -> None:
+        self.modified: Counter[str] = Counter()  # by entry
+        self._last: list[tuple[str, np.ndarray, np.ndarray]] = []  # path, array, its copy
 
     def see(self, observation: Any) -> None:
-        """Check the observation that the environment has just returned, and the previous one."""
+        """Check the previous observation, when the environment has just returned another one."""
         for path, array, copy in self._last:
             if not np.array_equal(array, copy, equal_nan=array.dtype.kind == "f"):
-                self.modified[path] = self.modified.get(path, 0) + 1
+                self.modified[path] += 1
         leaves = [(".".join(path), value) for path, value in _leaves(observation) if isinstance(value, np.ndarray)]
         self._last = [(path, value, value.copy()) for path, value in leaves]
-        if self.outside is None and self.space is not None and not self.space.contains(observation):
-            self.outside = self.seen, observation
-        self.seen += 1
 
 
 def play(
@@ -120,7 +113,7 @@ def play(
         action, is_over, step = env.action_space.sample(), False, 0
         longest = steps // 2 if episode == 0 else max(1, steps // 10)
         while not is_over and step < longest and played < steps and time.monotonic() < until:
-            observation, reward, terminated, truncated, info = _step(env, action)
+            observation, reward, terminated, is_over, info = _step(env, action)
             watcher.see(observation)
             after, next_rest = goals.read(observation), goals.rest(observation)
             recent = 10 if rng.random() < 0.5 else len(visited)  # goals nearby, and far away
@@ -131,30 +124,29 @@ def play(
                 action = env.action_space.sample()
             visited.append(after[0])
             goals_of_step = before[0], after[0], before[1], after[1]
-            yield info, *goals_of_step, rest, next_rest, reward, terminated, truncated, episode, step
-            before, rest, is_over = after, next_rest, terminated or truncated
-            step, played = step + 1, played + 1
+            yield info, *goals_of_step, rest, next_rest, reward, terminated, episode, step
+            before, rest, step, played = after, next_rest, step + 1, played + 1
         episode += 1
 
 
 def reset(env: Any, seed: int | None = None) -> Any:
     """Reset an environment and return the observation."""
     try:
-        observation, _ = env.reset() if seed is None else env.reset(seed=seed)
+        observation, _ = env.reset(seed=seed)
     except Exception as error:
         raise Unplayable("step-fails", f"reset failed: {type(error).__name__}: {error}.") from error
     return observation
 
 
 def _step(env: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    """Take a step, and return copies of the arrays in ``info``."""
+    """Return the observation, the reward, ``terminated``, whether the episode is over, and a copy of ``info``."""
     try:
         observation, reward, terminated, truncated, info = env.step(action)
         reward = float(np.asarray(reward).item())
     except Exception as error:
         raise Unplayable("step-fails", f"step failed: {type(error).__name__}: {error}.") from error
     info = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in info.items()}
-    return observation, reward, bool(terminated), bool(truncated), info
+    return observation, reward, bool(terminated), bool(terminated or truncated), info
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:

@@ -237,19 +237,21 @@ class AdoptedData:
 
     Args:
         missing (MissingEntries): the entries that it lacks.
+        relabelling (Relabelling): that of the transform.
         to_search (TensorDictBase, optional): some of its transitions ``[n]``, which the first sample searches for
             copies of the desired goal.
     """
 
-    def __init__(self, missing: MissingEntries, to_search: TensorDictBase | None = None):
+    def __init__(self, missing: MissingEntries, relabelling: Relabelling, to_search: TensorDictBase | None = None):
         self.missing = missing
+        self._relabelling = relabelling
         self._to_search = to_search
         self._has_checked_stamps = False  # whether a sample without desired goals has passed the check
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_to_search": None}  # copies and saved files stay small
 
-    def check_neighbours(self, neighbours: Neighbours, relabelling: Relabelling) -> None:
+    def check_neighbours(self, neighbours: Neighbours) -> None:
         """Check the other transforms of the buffer, which were unknown when the data set was adopted."""
         for transform in (neighbours.multi_step, neighbours.movement_priority):
             if transform is not None:
@@ -260,7 +262,7 @@ class AdoptedData:
                 )
         rows, self._to_search = self._to_search, None
         if rows is not None:
-            GoalCopiesCheck(relabelling.keys, relabelling.extra_replaced).search(rows, neighbours.after)
+            GoalCopiesCheck(self._relabelling.keys, self._relabelling.extra_replaced).search(rows, neighbours.after)
 
     def create(
         self,
@@ -268,16 +270,14 @@ class AdoptedData:
         stored: dict[NestedKey, Any],
         episode: Tensor,
         step: Tensor,
-        *,
         table: GoalTable | None,
-        relabelling: Relabelling,
         her_ratio: float,
     ) -> Collection[NestedKey]:
         """Add missing desired goals to the entries in ``stored``, and return the keys that may be missing.
 
         The goal of each transition ``[*batch]`` is its own outcome. Relabelling replaces it.
         """
-        keys, goal_fn = relabelling.keys, relabelling.goal_fn
+        relabelling, keys = self._relabelling, self._relabelling.keys
         if not self.missing.goals:
             return (keys.next_reward,) if self.missing.rewards else ()
         check_missing(self.missing, relabelling, her_ratio)  # her_ratio may have changed
@@ -286,7 +286,8 @@ class AdoptedData:
             self._check_stamps(episode, step, table)
         batch = sample.batch_size
         states = get_entry(sample, keys.next_achieved_goal, "achieved_goal")
-        outcomes = map_goals(states.reshape(batch.numel(), *states.shape[len(batch) :]), goal_fn).detach()
+        states = states.reshape(batch.numel(), *states.shape[len(batch) :])
+        outcomes = map_goals(states, relabelling.goal_fn).detach()
         stored.update(dict.fromkeys(relabelling.goal_keys, outcomes.view(*batch, *outcomes.shape[1:])))
         return (keys.next_reward,)
 

@@ -191,14 +191,10 @@ class NStepReward:
         flags = [tensordict.get(key).reshape(*tensordict.batch_size, 1) for key in keys]
         tensordict.set(LAST_FLAGS, torch.cat(flags, dim=-1))
 
-    def forget_rows(self) -> None:
-        """Let the next write begin new rows."""
-        self._last, self.may_restart = None, True
-
     def flush(self) -> None:
-        """Drop the last steps of each row, whose windows are incomplete."""
+        """Drop the last steps of each row, whose windows are incomplete. The next write begins new rows."""
         drop_waiting_steps(self.multi_step)
-        self.forget_rows()
+        self._last, self.may_restart = None, True
 
     # Sampling
 
