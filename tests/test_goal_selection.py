@@ -66,8 +66,8 @@ class Seen(GoalSelector):
         super().__init__()
         self.given, self.fitted = [], []
 
-    def fit(self, goals):
-        self.fitted.append(goals)
+    def fit(self, goals, box):
+        self.fitted.append((goals, box))
 
     def select(self, candidates, observation):
         self.given.append((candidates, observation))
@@ -253,13 +253,13 @@ def test_an_episode_ends_at_the_selected_goal_and_is_truncated_at_the_goal_of_th
 def test_the_density_is_a_mean_of_gaussians():
     torch.manual_seed(0)
     fitted, at = torch.randn(40, 2, 3).double() * 5 + 1, torch.randn(7, 2, 3).double() * 5
-    std = fitted.std(0, correction=0)
+    std = torch.rand(2, 3).double() + 2
 
     def oracle(goal):
-        total = sum(math.exp(-float((((goal - each) / std / 0.5) ** 2).sum()) / 2) for each in fitted)
+        total = sum(math.exp(-float((((goal - each) / std) ** 2).sum()) / 2) for each in fitted)
         return math.log(total / len(fitted))
 
-    assert log_density(at, fitted, bandwidth=0.5).tolist() == pytest.approx([oracle(goal) for goal in at])
+    assert log_density(at, fitted, std).tolist() == pytest.approx([oracle(goal) for goal in at])
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])
@@ -267,11 +267,12 @@ def test_the_density_of_goals_far_from_the_mean_is_precise(precision):
     torch.manual_seed(0)
     far = torch.randn(20, 32) + 3000  # 490 bandwidths from the mean
     goals = torch.cat([torch.randn(480, 32), far])
-    expected = log_density(far.double(), goals.double(), bandwidth=0.01)
+    std = 0.01 * goals.std(0)
+    expected = log_density(far.double(), goals.double(), std)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        density = log_density(far, goals, bandwidth=0.01)
+        density = log_density(far, goals, std)
     finally:
         torch.set_float32_matmul_precision(before)
     assert density.tolist() == pytest.approx(expected.tolist(), abs=0.05)
@@ -280,7 +281,7 @@ def test_the_density_of_goals_far_from_the_mean_is_precise(precision):
 def test_the_candidate_with_the_lowest_density_is_selected():
     selector = LowestDensity()
     frequent = torch.randint(10, (1000, 1)) / 10
-    selector.fit(torch.cat([frequent, torch.tensor([[5.0]])]))
+    selector.fit(torch.cat([frequent, torch.tensor([[5.0]])]), box=torch.ones(1))
     candidates = frequent[:12].reshape(3, 4, 1).clone()
     candidates[1, 2] = 5.0
     assert selector.select(candidates, None)[1] == 5.0
@@ -290,8 +291,9 @@ def test_the_candidate_with_the_lowest_density_is_selected():
 
 def test_the_density_is_that_of_the_first_fitted_goals():
     selector, goals, candidates = LowestDensity(fitted=50), torch.randn(200, 2), torch.randn(1, 7, 2)
-    selector.fit(goals)
-    density = log_density(candidates[0], goals[:50], bandwidth=0.1)
+    box = torch.tensor([1.0, 20.0])
+    selector.fit(goals, box)
+    density = log_density(candidates[0], goals[:50], 0.03 * box)
     assert torch.equal(selector.select(candidates, None)[0], candidates[0, density.argmin()])
 
 
@@ -312,14 +314,11 @@ def test_the_cutoff_follows_the_success_at_selected_goals():
 
 
 class OnALine(torchrl_her.envs.PointReach):
-    """Has goals at the ends of a line from (-0.5, 0) to (0.5, 0), by turns."""
-
-    turns = 0
+    """Starts at one end of a line, (-0.5, 0), and has its goal at the other one, (0.5, 0)."""
 
     def reset(self, **arguments):
         super().reset(**arguments)
-        self.turns += 1
-        self.goal[:] = (-1) ** self.turns / 2, 0
+        self.position[:], self.goal[:] = (-0.5, 0), (0.5, 0)
         return self._observation(), self._info()
 
 
@@ -332,28 +331,23 @@ def test_candidates_beyond_a_twentieth_of_the_box_or_the_agents_reach_are_left_o
     rb.extend(hindsight.reward(data))
     selector = Seen()
     env = TransformedEnv(
-        GymWrapper(OnALine()), GoalSelection(hindsight, selector, start=1, within_desired=True, feasible=feasible)
+        GymWrapper(OnALine()), GoalSelection(hindsight, selector, start=1, bounded=True, feasible=feasible)
     )
-    for _ in range(2):
-        env.reset()
+    env.reset()
     candidates, _ = selector.given[-1]
+    assert selector.fitted[-1][1].tolist() == [1, 1], "a side without extent is as long as the longest one"
     assert {*map(tuple, candidates[0].tolist())} == {*map(tuple, data["next", "achieved_goal"][1:4].tolist())}
 
 
-def test_a_selector_learns_from_goals_within_the_box_of_the_environments_goals():
-    hindsight, rb = make_hindsight(SparseReward(0.05))
-    data = played().clone()
-    for td in (data, data["next"]):
-        td["achieved_goal"] = 3 * td["achieved_goal"]  # most of them are outside
-    rb.extend(hindsight.reward(data))
-    hindsight.flush()
+def test_a_selector_learns_the_sides_of_the_box_around_goals_and_starts_of_the_environment():
+    hindsight, _ = make_hindsight(goals=600)
     selector = Seen()
-    env = TransformedEnv(point(), GoalSelection(hindsight, selector, start=1, within_desired=True))
-    own = torch.stack([env.rollout(1)["goal_selection", "desired_goal"][0] for _ in range(25)])[:21]
-    learned = selector.fitted[-1]  # at the 21st reset
-    margin = 0.05 * (own.amax(0) - own.amin(0)).max()
-    assert ((learned >= own.amin(0) - margin) & (learned <= own.amax(0) + margin)).all()
-    assert 15 < len(learned) < 300
+    env = TransformedEnv(point(), GoalSelection(hindsight, selector, start=1))
+    first = torch.stack([env.rollout(1)[0] for _ in range(25)])[:21]
+    of_episodes = torch.cat([first["goal_selection", "desired_goal"], first["achieved_goal"]])
+    goals, box = selector.fitted[-1]  # at the 21st reset
+    assert torch.equal(box, of_episodes.amax(0) - of_episodes.amin(0))
+    assert goals.shape == (600, 2)
 
 
 def test_the_environments_own_goal_is_kept_if_no_candidate_is_allowed():
@@ -394,7 +388,7 @@ def test_a_saved_selection_goes_on_as_if_it_had_not_stopped():
 
     def make():
         selector = LowestDensity()
-        arguments = {"share": 0.6, "start": 1, "within_desired": True, "feasible": feasible()}
+        arguments = {"share": 0.6, "start": 1, "bounded": True, "feasible": feasible()}
         return TransformedEnv(short(), GoalSelection(hindsight, selector, **arguments))
 
     env, other = make(), make()
@@ -605,8 +599,8 @@ def test_a_later_transform_that_changes_goals_is_refused():
 
 def test_goals_without_dimensions_can_be_left_out():
     hindsight = HERTransform(GoalReward(torch.eq), capacity=1000)
-    selection = GoalSelection(hindsight, Uniform(), within_desired=True)
-    selection._note_desired(torch.tensor([0.0, 1.0]))
+    selection = GoalSelection(hindsight, Uniform(), bounded=True)
+    selection._enlarge_box(torch.tensor([0.0, 1.0]))
     allowed = selection._allowed(torch.tensor([[0.5, 2.0], [-1.0, 1.0]]), TensorDict(batch_size=2))
     assert allowed.tolist() == [[True, False], [False, True]]
 

@@ -16,7 +16,7 @@ from torchrl.envs import Transform
 from torchrl_her._private import transforms_around
 from torchrl_her.episodes.write import map_goals
 from torchrl_her.goal_selectors import FITTED, Feasible, GoalSelector
-from torchrl_her.keys import SELECTION, STEPS_TO_GOAL
+from torchrl_her.keys import SELECTION, STEPS_TO_GOAL, get_entry
 from torchrl_her.normalize import NormalizedInputs
 from torchrl_her.relabel import deep_copy
 from torchrl_her.rewards.comparisons import agree
@@ -26,7 +26,8 @@ from torchrl_her.transform import HERTransform
 MOST_CANDIDATES = 20_000  # for all environments that reset together
 FIT_EVERY = 10  # resets
 OF_EPISODE = 0.05  # the weight of an episode in the moving average of the success
-MARGIN = 0.05  # of the bounding box of desired goals, as a share of its largest side
+MARGIN = 0.05  # of the bounding box, as a share of its largest side
+FLAT = 1e-3  # the box has no extent in components whose side is smaller, as a share of the largest side
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class GoalSelection(Transform):
             episodes that pursue one. Default: 0.5.
         candidates (int): the number of candidates for each environment, drawn from the goal table; fewer if more than
             40 environments reset at the same time. Default: 500.
-        within_desired (bool): whether achieved goals outside the bounding box of the environment's goals so far are
-            left out, as candidates and when the selector learns. The box is enlarged by 5% of its largest side, on
-            each side. Without this, the goals of `LowestDensity` include objects that fell off a table. Default: False.
+        bounded (bool): whether candidates outside the bounding box around the environment's goals and the achieved
+            goals at resets so far are left out. The box is enlarged by 5% of its largest side, on each side. Without
+            this, the goals of `LowestDensity` include objects that fell off a table. Default: False.
         feasible (Feasible, optional): leaves out candidates that the agent is not expected to reach.
         start (int): no goal is selected before the goal table has this many goals. Default: 500.
 
@@ -126,7 +127,7 @@ class GoalSelection(Transform):
         *,
         share: float = 0.5,
         candidates: int = 500,
-        within_desired: bool = False,
+        bounded: bool = False,
         feasible: Feasible | None = None,
         start: int = 500,
     ):
@@ -158,10 +159,10 @@ class GoalSelection(Transform):
         self._hindsight = (hindsight,)  # a tuple: the transform of the buffer is not a part of this module
         self.selector, self.feasible = selector, feasible
         self.share, self.candidates, self.start = share, candidates, start
-        self.within_desired = within_desired
+        self.bounded = bounded
         self._success = 0.0  # at the environment's own goals, a moving average over episodes
         self._resets_to_fit = 0  # the number of resets before the selector learns again
-        # The smallest and the largest desired goals, [*goal] each after the first reset
+        # The corners of the box around goals and starts of the environment, [*goal] each after the first reset
         self._box = torch.tensor(math.inf), torch.tensor(-math.inf)
         none = torch.zeros(0, dtype=torch.bool)
         self._selected = none  # bool [n], whether the goal of each environment is selected
@@ -218,8 +219,8 @@ class GoalSelection(Transform):
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Select the goals of the environments that reset, in ``tensordict_reset``, ``[*batch]``."""
         self._check_process()
-        key, batch = self.hindsight.keys.desired_goal, tensordict_reset.batch_size
-        own = tensordict_reset.get(key)  # [*batch, *goal]
+        keys, batch = self.hindsight.keys, tensordict_reset.batch_size
+        own = tensordict_reset.get(keys.desired_goal)  # [*batch, *goal]
         flags = tensordict.get("_reset", None)
         resets = torch.ones(batch.numel(), dtype=torch.bool, device=own.device) if flags is None else flags.reshape(-1)
         row = resets.nonzero().flatten()
@@ -227,11 +228,13 @@ class GoalSelection(Transform):
         self._count_ended(resets)
         selected = torch.zeros_like(resets)
         if len(row):
-            self._note_desired(goals[row])
-            selected[row], goals[row] = self._select(tensordict_reset.reshape(-1)[row], goals[row])
+            states = tensordict_reset.reshape(-1)[row]
+            self._enlarge_box(goals[row])
+            self._enlarge_box(map_goals(get_entry(states, keys.achieved_goal, "achieved_goal"), self.hindsight.goal_fn))
+            selected[row], goals[row] = self._select(states, goals[row])
         self._selected = torch.where(resets, selected, self._selected)
         self._reached = self._reached & ~resets
-        tensordict_reset.set(key, goals.view_as(own))
+        tensordict_reset.set(keys.desired_goal, goals.view_as(own))
         selection = {
             "desired_goal": own,
             "selected": selected.view(*batch, 1),
@@ -265,8 +268,8 @@ class GoalSelection(Transform):
         if self.feasible is not None:
             self.feasible.update(attempts, reached)
 
-    def _note_desired(self, goals: Tensor) -> None:
-        """Remember desired goals of the environment, ``[n, *goal]``."""
+    def _enlarge_box(self, goals: Tensor) -> None:
+        """Enlarge the box so that it contains goals ``[n, *goal]``."""
         low, high = self._box
         self._box = torch.minimum(goals.amin(0), low), torch.maximum(goals.amax(0), high)
 
@@ -303,13 +306,14 @@ class GoalSelection(Transform):
         goals = self.hindsight.random_goals(min(FITTED, self.hindsight.table_size))
         if goals is None:
             return
-        inside = goals[self._within_box(goals)] if self.within_desired else goals
-        self.selector.fit(inside if len(inside) else goals)  # goals outside would set the scale of a density estimate
+        side = self._box[1] - self._box[0]
+        side = torch.where(side > FLAT * side.max(), side, side.max())  # an object at rest varies a little in height
+        self.selector.fit(goals, side.clamp_min(1e-6))
 
     def _allowed(self, candidates: Tensor, states: TensorDictBase) -> Tensor:
         """Return which candidates, ``[n, candidates, *goal]``, are allowed, ``bool [n, candidates]``."""
         allowed = torch.ones(candidates.shape[:2], dtype=torch.bool, device=candidates.device)
-        if self.within_desired:
+        if self.bounded:
             allowed &= self._within_box(candidates.flatten(0, 1)).view_as(allowed)
         if self.feasible is not None:
             with_goals = states.unsqueeze(1).expand(*candidates.shape[:2]).reshape(-1).clone()
@@ -318,7 +322,7 @@ class GoalSelection(Transform):
         return allowed
 
     def _within_box(self, goals: Tensor) -> Tensor:
-        """Return which goals, ``[n, *goal]``, are within the box of the environment's goals so far, ``bool [n]``."""
+        """Return which goals, ``[n, *goal]``, are within the enlarged box, ``bool [n]``."""
         low, high = (bound.to(goals.device) for bound in self._box)
         margin = MARGIN * (high - low).max()  # an object at rest varies in height, and the goals on a table do not
         return ((goals >= low - margin) & (goals <= high + margin)).reshape(len(goals), -1).all(-1)

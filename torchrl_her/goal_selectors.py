@@ -17,20 +17,19 @@ ATTEMPTS = 10  # episodes with a selected goal after which the cutoff can change
 HIGHEST = -3.0  # the first and the highest cutoff
 
 
-def log_density(goals: Tensor, fitted: Tensor, bandwidth: float) -> Tensor:
+def log_density(goals: Tensor, fitted: Tensor, std: Tensor) -> Tensor:
     """Return logarithms of densities at goals ``[n, *goal]``, up to a constant, ``[n]``.
-
-    The density is a Gaussian kernel density estimate of goals, which are normalized to zero mean and unit variance.
 
     Args:
         goals (Tensor): the goals, ``[n, *goal]``.
-        fitted (Tensor): the goals whose density is estimated, ``[m, *goal]``.
-        bandwidth (float): the standard deviation of the kernels, in standard deviations of the fitted goals.
+        fitted (Tensor): the goals whose density is estimated, with Gaussian kernels, ``[m, *goal]``.
+        std (Tensor): the standard deviations of the kernels, ``[*goal]``.
     """
     centres = _flat(fitted)
-    mean, std = centres.mean(0), centres.std(0, correction=0).clamp_min(1e-6)
-    rows = _flat(goals).to(mean.device)  # candidates and the goal table can be on different devices
-    centres, rows = ((each - mean) / std / bandwidth for each in (centres, rows))  # [m, features], [n, features]
+    mean = centres.mean(0)
+    # Candidates and the goal table can be on different devices.
+    rows, scale = _flat(goals).to(mean.device), std.reshape(-1).to(mean)
+    centres, rows = ((each - mean) / scale for each in (centres, rows))  # [m, features], [n, features]
     parts = rows.split(max(1, CHUNK // len(centres)))
     return torch.cat([_log_mean_of_kernels(part, centres) for part in parts])
 
@@ -58,8 +57,14 @@ class GoalSelector(nn.Module, ABC):
         ...         return candidates[range(len(candidates)), best]
     """
 
-    def fit(self, goals: Tensor) -> None:
-        """Learn from achieved goals ``[m, *goal]``. `GoalSelection` calls this every few resets. Default: nothing."""
+    def fit(self, goals: Tensor, box: Tensor) -> None:
+        """Learn from achieved goals. `GoalSelection` calls this every few resets. Default: nothing.
+
+        Args:
+            goals (Tensor): achieved goals in random order, ``[m, *goal]``.
+            box (Tensor): the sides of the bounding box around the environment's goals and the achieved goals at resets
+                so far, ``float [*goal]``. A side without extent is as long as the longest one.
+        """
 
     @abstractmethod
     def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:
@@ -94,7 +99,8 @@ class LowestDensity(GoalSelector):
     density estimate of achieved goals.
 
     Keyword Args:
-        bandwidth (float): the standard deviation of the kernels, in standard deviations of the goals. Default: 0.1.
+        bandwidth (float): the standard deviation of the kernels, as a share of the sides of the box in `fit`. Default:
+            0.03.
         fitted (int): the number of achieved goals in the estimate. The time of a reset is proportional to this number
             and to the ``candidates`` of `GoalSelection`. Default: 10,000, which is also the maximum.
 
@@ -106,37 +112,38 @@ class LowestDensity(GoalSelector):
         >>> import torch
         >>> from torchrl_her import LowestDensity
         >>> selector = LowestDensity()
-        >>> selector.fit(torch.tensor([[0.0], [0.1], [0.2], [3.0]]))
+        >>> selector.fit(torch.tensor([[0.0], [0.1], [0.2], [3.0]]), box=torch.tensor([3.0]))
         >>> selector.select(torch.tensor([[[0.1], [3.0]]]), None)
         tensor([[3.]])
     """
 
-    def __init__(self, *, bandwidth: float = 0.1, fitted: int = FITTED):
+    def __init__(self, *, bandwidth: float = 0.03, fitted: int = FITTED):
         if not bandwidth > 0:
             raise ValueError(f"bandwidth must be positive, got {bandwidth!r}.")
         if not 1 <= fitted <= FITTED:
             raise ValueError(f"fitted must be from 1 to {FITTED}, got {fitted!r}.")
         super().__init__()
         self.bandwidth, self.fitted = bandwidth, fitted
-        self._goals: Tensor | None = None  # [m, *goal]; None before the first `fit`
+        self._fitted: tuple[Tensor, Tensor] | None = None  # goals and box; None before the first `fit`
 
-    def fit(self, goals: Tensor) -> None:  # noqa: D102
-        self._goals = goals[: self.fitted]  # they are in random order
+    def fit(self, goals: Tensor, box: Tensor) -> None:  # noqa: D102
+        self._fitted = goals[: self.fitted], box
 
     def select(self, candidates: Tensor, observation: TensorDictBase) -> Tensor:  # noqa: D102
-        if self._goals is None:
-            raise RuntimeError("LowestDensity has no density yet: call fit(goals) with achieved goals before select().")
-        density = log_density(candidates.flatten(0, 1), self._goals, self.bandwidth).view(candidates.shape[:2])
+        if self._fitted is None:
+            raise RuntimeError("LowestDensity has no density yet: call fit(goals, box) before select().")
+        goals, box = self._fitted
+        density = log_density(candidates.flatten(0, 1), goals, self.bandwidth * box).view(candidates.shape[:2])
         lowest = density.argmin(1).to(candidates.device)
         return candidates[torch.arange(len(candidates), device=candidates.device), lowest]
 
     def get_extra_state(self) -> Any:
-        """Return the goals of the density estimate."""
-        return self._goals
+        """Return the goals and the box of the density estimate."""
+        return None if self._fitted is None else {"goals": self._fitted[0], "box": self._fitted[1]}
 
     def set_extra_state(self, state: Any) -> None:
         """Load the result of `get_extra_state`."""
-        self._goals = state
+        self._fitted = None if state is None else (state["goals"], state["box"])
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"bandwidth={self.bandwidth}, fitted={self.fitted}"

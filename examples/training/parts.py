@@ -91,7 +91,7 @@ def make_selection(config: Settings, hindsight: Any) -> GoalSelection:
     goals = config.goals
     selector = LowestDensity(fitted=goals.fitted) if goals.selection == Selection.lowest_density else Uniform()
     options: dict[str, Any] = {"share": goals.share, "start": goals.start, "candidates": goals.candidates}
-    return GoalSelection(hindsight, selector, within_desired=goals.within_desired, **options)
+    return GoalSelection(hindsight, selector, bounded=goals.bounded, **options)
 
 
 def make_buffer(config: Settings, hindsight: Any, inputs: NormalizedInputs) -> TensorDictReplayBuffer:

@@ -121,7 +121,7 @@ class Goals:
     start: PositiveInt = 500  # achieved goals before the first selection
     candidates: PositiveInt = 500  # achieved goals from which one is selected
     fitted: Annotated[int, Field(ge=1, le=10_000)] = 10_000  # achieved goals of the density estimate
-    within_desired: bool = False  # leaves out goals outside the bounding box of the environment's goals
+    bounded: bool = False  # leaves out goals outside the bounding box around goals and starts of the environment
 
 
 @dataclass
@@ -247,9 +247,7 @@ class DDPG(Settings):
     hindsight: Hindsight = field(default_factory=lambda: Hindsight(strategy="future+past_desired"))
     # The rarest goals are the ones to learn next; the rarest of all are objects that fell off the table.
     goals: Goals = field(
-        default_factory=lambda: Goals(
-            Selection.lowest_density, share=0.8, candidates=2_000, fitted=1_000, within_desired=True
-        )
+        default_factory=lambda: Goals(Selection.lowest_density, share=0.8, candidates=2_000, fitted=1_000, bounded=True)
     )
 
 

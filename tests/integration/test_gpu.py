@@ -113,5 +113,5 @@ def test_the_code_of_the_page_captures_the_update():
 
 def test_goals_are_selected_for_environments_on_the_host():
     selector = LowestDensity()
-    selector.fit(torch.tensor([[0.0], [0.1], [0.2], [3.0]], device="cuda"))
+    selector.fit(torch.tensor([[0.0], [0.1], [0.2], [3.0]], device="cuda"), box=torch.tensor([3.0], device="cuda"))
     assert selector.select(torch.tensor([[[0.1], [3.0]]]), None).tolist() == [[3.0]]
