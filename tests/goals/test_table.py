@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, Unbounded
 
-from support.factories import WAYS_TO_COPY, make_augmentation, make_transform, same
+from support.factories import WAYS_TO_COPY, make_transform, same
 from support.recorded import recorded_in
 from support.world import Goals, World, transitions, whole_episodes
 from torchrl_her import HERKeys
@@ -152,15 +152,6 @@ def test_a_state_with_long_episodes_is_loaded_into_shared_memory():
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_augmentation_can_load_a_longer_running_episode_than_its_table_holds():
-    saved, world = make_augmentation(max_episode_steps=1000), World(1, Goals())
-    saved.inv(world.written(["go"] * 150))
-    loaded = make_augmentation(max_episode_steps=100, capacity=100, n_sampled_goal=1)
-    loaded.load_state_dict(saved.state_dict())
-    rows = loaded.inv(world.written(["go"] * 50))
-    assert 150 + 100 <= len(rows) <= 150 + 150  # the goals of the last 100 steps are in the table
-
-
 # Warnings
 
 
