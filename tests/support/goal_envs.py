@@ -58,6 +58,13 @@ class Reach(gymnasium.Env):
         return False
 
 
+class Dense(Reach):
+    """Correct: the reward is the negative distance."""
+
+    def compute_reward(self, achieved, desired, info):
+        return -apart(achieved, desired)
+
+
 class EndsOnSuccess(Reach):
     """Correct: compute_terminated gives the end of an episode."""
 
@@ -100,9 +107,6 @@ def computing(function, **members):
 def ending(function, **members):
     """Return a variant with another ``compute_terminated``."""
     return variant(EndsOnSuccess, compute_terminated=function, **members)
-
-
-Dense = computing(lambda s, a, d, i: -apart(a, d))  # correct
 
 
 class Coasting(Reach):
